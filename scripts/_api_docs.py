@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import packtool
-from packtool.cache.summary import ExportSummary
-from packtool.config.evaluate import EvalConfig
-from packtool.config.export import ExportConfig
+from packtool.cache.finish import ExportSummary
+from packtool.config.commands import EvalConfig, VerifyConfig
+from packtool.config.data import ExportConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import unit_of, value_type
 from packtool.config.train import TrainConfig
-from packtool.config.verify import VerifyConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.library.batches import OPTIONS
 from packtool.library.planned import ELSEWHERE, PlannedStep

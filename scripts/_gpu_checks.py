@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig
 
 from packtool.attention.choose import KERNELS
 from packtool.attention.flash import FlashKernel
+from packtool.attention.kernel import Varlen
 from packtool.attention.register import set_attention
-from packtool.attention.varlen import Varlen
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
-from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.loss import HeadLoss
 from scripts._gpu_models import (
     NUM_CONTROL,
     SIZES,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from packtool.cache.schema import INDEX, PREFIX, PREFIXES
+from packtool.cache.shard import INDEX, PREFIX, PREFIXES
 from packtool.constants import INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME, TRAIN_SPLIT
 
 _PREFIXES_A_ROW = 3  # behind the picture, and at both ends of the answer

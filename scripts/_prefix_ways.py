@@ -16,19 +16,18 @@ from transformers import AutoModelForImageTextToText
 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import Batch
-from packtool.batch.collate import collate_packs, collate_padded
-from packtool.batch.collate_tree import collate_tree
+from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
 from packtool.cache.reader import CacheReader
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.constants import LEAST_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.packing import pack
 from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees
 from packtool.progress import SilentProgress
-from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.loss import HeadLoss
 from scripts._flop_counter import flop_counter
 from scripts._kept import Kept
 

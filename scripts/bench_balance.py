@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from packtool.cache.export import export
 from packtool.cache.reader import CacheReader
-from packtool.config.adapters import LearningOptions
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
+from packtool.config.model import LearningOptions
 from packtool.plan.balance import imbalance
 from packtool.plan.cost import ALL_WEIGHTS, CostModel
 from packtool.plan.epoch import plan_epoch

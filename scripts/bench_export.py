@@ -70,10 +70,10 @@ def pictures(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoProcessor
 
-    from packtool.config.export import EncodeSpec
+    from packtool.config.data import EncodeSpec
     from packtool.encode.encoder import Encoder
     from packtool.encode.model_files import ModelFiles
-    from packtool.media.load import load_image
+    from packtool.media.measure import load_image
 
     model = options.realdata / "tokenizers" / "qwen3-vl"
     rows = []
@@ -122,8 +122,7 @@ def pictures(options: argparse.Namespace) -> None:
 
 def _pictures_alone(paths: list[str], processor: Any, repeat: int) -> tuple[float, float]:
     """Median seconds to measure pictures by their headers, and to decode and process them, without any text."""
-    from packtool.media.load import load_image
-    from packtool.media.measure import measure_image
+    from packtool.media.measure import load_image, measure_image
     from packtool.rows.sample import MediaRef
 
     headers, decoded = [], []

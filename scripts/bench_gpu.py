@@ -46,14 +46,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.attention.choose import KERNELS, choose
+from packtool.attention.kernel import Varlen
 from packtool.attention.register import set_attention
-from packtool.attention.varlen import Varlen
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import patch_squares
 from packtool.plan.cost import CostModel
 from packtool.simulate.hardware import peak_tflops
-from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.loss import HeadLoss
 from scripts._gpu_checks import kernels_at_hand, run_checks, work_type
 from scripts._gpu_measure import (
     FAILED,
@@ -202,7 +202,7 @@ def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], conf
         from packtool.batch.spec import InputSpec
         from packtool.encode.families import MediaLimits
         from packtool.train.model.trace import trace_pass
-        from packtool.train.prepare.rank_tokens import RankTokens
+        from packtool.train.prepare.figures import RankTokens
     except ImportError as error:
         yield replace(row, note=f"not traced: {error}")
         return

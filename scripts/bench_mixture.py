@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from packtool.config.recipe import Recipe, SourceRecipe
+from packtool.config.mixture import Recipe, SourceRecipe
 from packtool.plan.epoch import EpochPlan, plan_epoch, plan_mixture
 from packtool.plan.mixture import Mixture, mixture_of
 from packtool.plan.options import PlanOptions

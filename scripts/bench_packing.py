@@ -33,11 +33,9 @@ import numpy.typing as npt
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.config.packing import PackOptions
+from packtool.plan.best_fit import falling_histogram
 from packtool.plan.packing import pack
-from packtool.plan.placements import falling_histogram
-from packtool.report.axes import SIZE, Axis
-from packtool.report.drawing import Box, Drawing, Path, Word
-from packtool.report.markup import render
+from packtool.report.drawing import SIZE, Axis, Box, Drawing, Path, Word, render
 
 Lengths = npt.NDArray[np.int32]
 

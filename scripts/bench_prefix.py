@@ -3,7 +3,7 @@
 
 - ``questions``: pictures of real rows, each of about 500 tokens, are asked 1, 2, 4, 8 and 16 short questions, of real
   rows too, and exported. The same rows are packed with their common prefixes once (``plan.prefix_trees`` and
-  ``batch.collate_tree``), packed whole, and padded, and every way collates and trains the same epoch of them, forward
+  ``batch.collate``), packed whole, and padded, and every way collates and trains the same epoch of them, forward
   and backward without an optimizer, round after round in an order that turns.
 - ``turns``: real conversations of several questions with tools and thoughts, of which each turn is trained with its
   thoughts (``--expand-turns auto``), as texts and about pictures, in the same three ways.
@@ -50,7 +50,7 @@ from packtool.config.train import TrainConfig
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
 from packtool.launch.world import World as Processes
-from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.loss import HeadLoss
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.preview import preview
 from scripts._prefix_planning import make_large_cache

@@ -41,10 +41,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from packtool.config.simulate import StrategyName
 from packtool.plan.skrull import SHARDED, PlacedMicroBatch
 from packtool.simulate.cost import Machine
-from packtool.simulate.distributions import DistributionName, draw_lengths
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, outcome, simulate
+from packtool.simulate.run import DistributionName, draw_lengths
 from packtool.simulate.strategies import PlacedBatch, Sequences, SimulateOptions, schedule_of
 
 # An all-gather of 2 MB took 53 us there, and one of 1024 MB 6468 us: (7 / 8) 1024 MB / 6468 us. The links between nodes

@@ -57,7 +57,7 @@ from packtool.batch.dataset import MicroBatches
 from packtool.batch.micro_batch import PlannedEpoch
 from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.config.train import TrainConfig
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
@@ -65,8 +65,7 @@ from packtool.launch.world import World
 from packtool.media.content import SETTLED_SECONDS
 from packtool.plan.cost import CostModel
 from packtool.progress import SilentProgress
-from packtool.train.model.head_loss import HeadLoss
-from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.loss import HeadLoss, sum_of_losses
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.run import train
 from scripts._media_wait import make_media_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from packtool.report.tables import print_table
-from packtool.report.terminal import TerminalProgress
+from packtool.report.tables import TerminalProgress, print_table
 from packtool.visible import show, show_json, show_styled, visible, visible_line
 
 # Text with far more controls than chance would give it.

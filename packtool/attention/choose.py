@@ -6,12 +6,9 @@ from functools import lru_cache
 
 import torch
 
-from packtool.attention.flash import FlashKernel
-from packtool.attention.flex import FlexKernel
-from packtool.attention.kernel import Kernel, Unavailable, needs_half
-from packtool.attention.reference import ReferenceKernel
+from packtool.attention.flash import FlashKernel, FlexKernel, TorchVarlenKernel
+from packtool.attention.kernel import Kernel, ReferenceKernel, Unavailable, needs_half
 from packtool.attention.sdpa import SdpaKernel
-from packtool.attention.torch_varlen import TorchVarlenKernel
 from packtool.errors import ConfigError
 
 AUTO = "auto"

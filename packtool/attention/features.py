@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from packtool.attention.parallel.features import exchange_features
+from packtool.attention.parallel.mesh import exchange_features
 from packtool.encode.families import MediaKind, family_of
 
 if TYPE_CHECKING:

@@ -3,6 +3,18 @@
 The packages are ``flash-attn`` (module ``flash_attn``) and ``flash-attn-3`` (``flash_attn_interface``). The hub's
 kernels are those that transformers takes; ``auto`` uses one only if it has been downloaded before, asking for it by
 name downloads it.
+
+torch's own varlen attention: one call for all documents, on CUDA, without a further package.
+
+Its arguments have grown: torch 2.10 has neither a scale nor windows, 2.11 has both, 2.12 also takes fewer heads of K
+and V than of Q [read in the documentation of each, and in the source of 2.15]. What is missing is made up for here, but
+for windows.
+
+torch's flex attention with a block mask of the documents.
+
+On a GPU it is compiled: the first call takes a minute, and so does a new shape until the compiler has learned which
+sizes vary. On the CPU it runs as written, dense and without gradients [ran: NotImplementedError in 2.15], which is
+enough to compare its masks with the reference, and not to train.
 """
 
 from __future__ import annotations
@@ -10,16 +22,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
 
-from packtool.attention.kernel import Kernel, Unavailable, default_scale, needs_fast_gpu, pad_heads
-from packtool.attention.varlen import Varlen
+from packtool.attention.kernel import Kernel, Unavailable, Varlen, default_scale, needs_fast_gpu, pad_heads
 from packtool.errors import ConfigError
 
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
@@ -143,3 +156,139 @@ def _function(version: int) -> Callable[..., Any]:
 
     functions, _ = lazy_import_flash_attention(_HUB[version])
     return functions[1]
+
+
+class TorchVarlenKernel(Kernel):
+    """``torch.nn.attention.varlen``: one call for all documents of a sequence, on CUDA."""
+
+    name = "varlen"
+    max_head_dim = 256
+    is_half_only = True
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
+        """The reason where there is no CUDA, 32 bits are asked for, or torch is older than 2.10."""
+        if _module() is None:
+            return Unavailable(
+                f"torch {torch.__version__} has no torch.nn.attention.varlen",
+                "Install torch 2.10 or newer, or use sdpa.",
+            )
+        return needs_fast_gpu("torch's varlen", device, dtype)
+
+    def fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as ``Kernel.fwd`` says.
+
+        Raises:
+            ConfigError: for a window, where this torch's function has none.
+        """
+        module: Any = _module()
+        known, keys = _parameters(module.varlen_attn), varlen.of_keys
+        scale, head_dim = default_scale(q, scale), v.shape[-1]
+        q, k, v = pad_heads(q, k, v)
+        given: dict[str, Any] = {"return_aux": module.AuxRequest(lse=True)}
+        if "window_size" in known:
+            # A query of the kernel's window sees so many keys before and behind itself; -1 is all of them.
+            given["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
+        elif window is not None and window < keys.max_seqlen:
+            raise ConfigError(
+                f"torch {torch.__version__} has varlen attention without sliding windows",
+                "Install torch 2.11 or newer, or use --attn-impl sdpa.",
+            )
+        else:
+            given["is_causal"] = varlen.causal
+        if "scale" in known:
+            given["scale"] = scale
+        else:
+            q = q * (scale * math.sqrt(q.shape[-1]))
+        if "enable_gqa" in known:
+            given["enable_gqa"] = q.shape[1] != k.shape[1]
+        else:
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+        # Where both bounds are one tensor, torch may take cuDNN, which aligns causal masks at the beginning.
+        bounds, longest = (varlen.cu_seqlens, keys.cu_seqlens), (varlen.max_seqlen, keys.max_seqlen)
+        out, lse = module.varlen_attn(q, k, v, *bounds, *longest, **given)
+        return out[..., :head_dim], lse.detach()
+
+
+@cache
+def _module() -> Any:
+    try:
+        return importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return None
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """What a function takes; to look costs as much as a small kernel."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+class FlexKernel(Kernel):
+    """FlexAttention with a block mask of the documents."""
+
+    name = "flex"
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
+        """The reason where there is no CUDA: the CPU has no backward pass."""
+        if device.type != "cuda":
+            return Unavailable(
+                f"flex attention has no backward pass on the {device.type}", "Use sdpa, which runs anywhere."
+            )
+        return None
+
+    def fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as ``Kernel.fwd`` says; on the CPU there are no gradients."""
+        keys = varlen.of_keys
+        if window is not None and window >= keys.max_seqlen:
+            window = None
+        heads = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
+        function, given = _compiled_flex(q.device.type), _lse_arguments()
+        out, told = function(
+            *heads,
+            block_mask=_block_mask(varlen.host_lengths(), keys.host_lengths(), window, varlen.causal, q.device),
+            scale=default_scale(q, scale),
+            enable_gqa=q.shape[1] != k.shape[1],
+            **given,
+        )
+        lse = told if isinstance(told, Tensor) else told.lse
+        return out[0].transpose(0, 1), lse[0].detach().float()
+
+
+@cache
+def _compiled_flex(device_type: str) -> Callable[..., Any]:
+    function: Any = flex.flex_attention
+    return torch.compile(function) if device_type == "cuda" else function
+
+
+def _lse_arguments() -> dict[str, Any]:
+    """``return_lse`` gave way to ``return_aux``."""
+    if "return_aux" in inspect.signature(flex.flex_attention).parameters:
+        return {"return_aux": flex.AuxRequest(lse=True)}
+    return {"return_lse": True}
+
+
+@lru_cache(maxsize=4)
+def _block_mask(
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, causal: bool, device: torch.device
+) -> Any:
+    """Which blocks of the scores hold anything; the same for all layers of a batch with one window."""
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    of_keys, shift = documents, None
+    if key_lengths != lengths:
+        of_keys = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(key_lengths)).to(device)
+        # From a query's place to that of the key that is the same token.
+        shift = (torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)).to(device)[documents]
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = documents[query] == of_keys[key]
+        at = query if shift is None else query + shift[query]
+        same = same & (at >= key) if causal else same
+        return same if window is None else same & (key > at - window)
+
+    # Uncompiled it would build the whole T x T' mask first.
+    make = torch.compile(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
+    return make(visible, None, None, sum(lengths), sum(key_lengths), device=device)

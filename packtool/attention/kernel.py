@@ -11,20 +11,109 @@ result, and tests compare every kernel with it, forward and backward.
 | ``varlen`` | CUDA, bfloat16 and float16 | one call for all documents |
 | ``flash_attention_2``, ``flash_attention_3`` | CUDA, bfloat16 and float16; a package or a hub kernel | the same |
 | ``flex`` | CUDA; on the CPU without gradients | compiles at first, and again for new shapes; a block mask a batch |
+
+Where the documents of a packed sequence lie, and what each of their tokens sees.
+
+Three documents of 3, 2 and 4 tokens, ``cu_seqlens = [0, 3, 5, 9]``; a query (row) sees the keys (columns) marked x::
+
+        a a a b b c c c c
+    a   x . . . . . . . .
+    a   x x . . . . . . .
+    a   x x x . . . . . .
+    b   . . . x . . . . .
+    b   . . . x x . . . .
+    c   . . . . . x . . .
+    c   . . . . . x x . .
+    c   . . . . . x x x .
+    c   . . . . . x x x x
+
+Documents that begin alike can have their common prefix computed once. A prefix p of 3 tokens with the continuations a
+and b, of 2 tokens each, are 7 tokens, ``cu_seqlens = [0, 3, 5, 7]``. Their keys and values are gathered into the layout
+of whole documents, ``keys.cu_seqlens = [0, 3, 8, 13]``, and the queries of a document are the last of its keys::
+
+        p p p p p p a a p p p b b
+    p   x . . . . . . . . . . . .
+    p   x x . . . . . . . . . . .
+    p   x x x . . . . . . . . . .
+    a   . . . x x x x . . . . . .
+    a   . . . x x x x x . . . . .
+    b   . . . . . . . . x x x x .
+    b   . . . . . . . . x x x x x
+
+No kernel builds this mask but the reference. Shapes use T packed tokens, S documents, Hq and Hkv heads, D head size.
+
+What every attention kernel is compared with: dense, in float64, with the whole mask written out.
 """
 
 from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packtool.attention.varlen import Varlen
 from packtool.errors import UnsupportedModelError
+
+
+class LeakError(RuntimeError):
+    """A call in which one document of a pack could see another: a bug in the caller, or a model that is not known."""
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen:
+    """Where the documents of a packed sequence lie.
+
+    Args:
+        cu_seqlens: int32 (S + 1,), starts of the documents and T at the end.
+        max_seqlen: tokens of the longest one.
+        lengths: the S lengths on the host, if the caller has them; saves reading ``cu_seqlens`` back from a GPU.
+        causal: no token sees later ones; False, as in the towers of media, each sees its whole document.
+        keys: where the S documents of keys and values lie, if these begin before their queries do: document i of the
+            queries is the end of document i of the keys, and none has keys alone. None where both are the same tokens.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    lengths: tuple[int, ...] | None = None
+    causal: bool = True
+    keys: Varlen | None = None
+
+    @property
+    def of_keys(self) -> Varlen:
+        """The documents of keys and values; itself where they are those of the queries."""
+        return self if self.keys is None else self.keys
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Varlen:
+        """Documents of these lengths, end to end."""
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        return cls(cu_seqlens, max(lengths, default=0), tuple(lengths))
+
+    def host_lengths(self) -> tuple[int, ...]:
+        """Length of every document, as Python integers."""
+        if self.lengths is not None:
+            return self.lengths
+        return tuple(self.cu_seqlens.diff().tolist())
+
+    def documents(self, num_tokens: int) -> Iterator[slice]:
+        """The tokens of each document that has any, in order.
+
+        Args:
+            num_tokens: T of the sequence, which the documents must add up to.
+        """
+        lengths = self.host_lengths()
+        # Tokens behind the last document would be left without an output, silently.
+        assert sum(lengths) == num_tokens, "the documents do not add up to the packed sequence"
+        start = 0
+        for length in lengths:
+            if length:
+                yield slice(start, start + length)
+            start += length
+
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
@@ -139,3 +228,57 @@ def needs_half(name: str, dtype: torch.dtype) -> Unavailable | None:
             "Use --torch-dtype bfloat16, or sdpa.",
         )
     return None
+
+
+class ReferenceKernel(Kernel):
+    """Causal attention within documents, by definition; O(T^2) memory, for tests and ``packtool verify``."""
+
+    name = "reference"
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
+        """Everywhere where there is float64."""
+        if device.type == "mps":
+            return Unavailable("the reference needs float64, which this device lacks", "Use the CPU.")
+        return None
+
+    def fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as ``Kernel.fwd`` says, but in float64 and with a graph for the lse too."""
+        num_tokens, num_heads, _ = q.shape
+        scale = default_scale(q, scale)
+        groups = num_heads // k.shape[1]
+        q, k, v = q.double(), k.double().repeat_interleave(groups, dim=1), v.double().repeat_interleave(groups, dim=1)
+        query, query_ends = _places(num_tokens, varlen)
+        key, key_ends = _places(len(k), varlen.of_keys)
+        visible = query[:, None] == key[None, :]
+        # Counted back from the end of the document, which both have in common.
+        if varlen.causal:
+            visible &= query_ends[:, None] >= key_ends[None, :]
+        if window is not None:
+            visible &= key_ends[None, :] > query_ends[:, None] - window
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores = scores.masked_fill(~visible, -math.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        varlen: Varlen,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Attend as ``Kernel.attend`` says, in float64; of the type that q has, as the next layers expect."""
+        return super().attend(q, k, v, varlen, scale=scale, window=window, dropout=dropout).to(q.dtype)
+
+
+def _places(num_tokens: int, varlen: Varlen) -> tuple[Tensor, Tensor]:
+    """The number of each token's document, and its distance to the end of it, below zero; int64 (T,) each."""
+    index = torch.arange(num_tokens, device=varlen.cu_seqlens.device)
+    ends = varlen.cu_seqlens.to(index)[1:]
+    document = torch.bucketize(index, ends, right=True)
+    return document, index - ends[document]

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from packtool.attention.kernel import LeakError, Varlen
 from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.parallel.delta_nets import Recurrence, share_heads
-from packtool.attention.varlen import LeakError, Varlen
 from packtool.encode.families import FAMILIES
 from packtool.errors import UnsupportedModelError
 

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.features import own_features, share_features, towers_of_media
+from packtool.attention.kernel import LeakError, Varlen
 from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_shared
@@ -30,7 +31,6 @@ from packtool.attention.recurrent import (
     release_recurrent_layers,
     share_recurrent_layers,
 )
-from packtool.attention.varlen import LeakError, Varlen
 from packtool.errors import ConfigError, UnsupportedModelError
 
 ATTENTION_NAME = "packtool"

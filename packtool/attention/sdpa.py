@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packtool.attention.kernel import Kernel, Unavailable, default_scale
-from packtool.attention.varlen import Varlen
+from packtool.attention.kernel import Kernel, Unavailable, Varlen, default_scale
 
 _LSE_QUERIES = 256
 """Queries whose scores are held at once where the lse is computed here."""

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.micro_batch import Tower
-from packtool.batch.movable import Movable
 from packtool.batch.shard import SequenceShard
-from packtool.batch.tower_inputs import TowerInputs
+from packtool.batch.tower_inputs import Movable, TowerInputs
 from packtool.constants import IGNORE_INDEX
 
 B = TypeVar("B", bound="Batch")

@@ -30,8 +30,7 @@ from packtool.batch.collate import (
     silence,
 )
 from packtool.batch.micro_batch import Tower
-from packtool.batch.padding import PAD_ID, align_sample
-from packtool.batch.positions import sample_positions
+from packtool.batch.positions import PAD_ID, align_sample, sample_positions
 from packtool.batch.processed import blank_picture_processed
 from packtool.batch.shard import (
     Cut,
@@ -46,7 +45,7 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.families import MediaKind
-from packtool.encode.placed_media import sounds_in_order
+from packtool.encode.media_spans import sounds_in_order
 from packtool.plan.skrull import SHARDED
 from packtool.plan.towers import assign_heaviest_first
 

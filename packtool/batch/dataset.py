@@ -1,7 +1,11 @@
-"""The tensors of micro-batches, made ahead of time by worker processes."""
+"""The tensors of micro-batches, made ahead of time by worker processes.
+
+What is said when a process that loads media beside the one of the model dies.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,18 +15,39 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from packtool.batch.batch import B, Batch, SkippedSample
-from packtool.batch.collate import collate_packs, collate_padded, load_media
+from packtool.batch.collate import collate_packs, collate_padded, collate_tree, load_media
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.collate_tree import collate_tree
 from packtool.batch.micro_batch import MicroBatch, Tower
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
-from packtool.batch.worker import RESUME, deaths_told
 from packtool.cache.shard import num_targets
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.prefix_hashes import changed_files
 from packtool.errors import MediaError, PacktoolError
 from packtool.launch.worker import begin_worker
+
+RESUME = "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one"
+
+
+@contextlib.contextmanager
+def deaths_told(remedy: str = RESUME) -> Iterator[None]:
+    """Around all that is done while workers load: torch tells of a dead one wherever this process happens to be.
+
+    Args:
+        remedy: what a user may do, beside doing without workers.
+
+    Raises:
+        PacktoolError: if a worker died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise PacktoolError(
+            f"a process that loads pictures died (killed, or out of memory?): {error}",
+            f"{remedy}; --dataloader-num-workers 0 loads in the process of the model.",
+        ) from error
 
 
 class MicroBatches(Dataset["Batch | PacktoolError"]):

@@ -36,9 +36,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from packtool.cache.files import locked
-from packtool.config.media_cache import MediaCacheOptions
-from packtool.config.sizes import written_bytes
+from packtool.cache.local import locked
+from packtool.config.data import MediaCacheOptions
+from packtool.config.settings import written_bytes
 
 _MAGIC = b"packmed1"
 _HEADER = struct.Struct("<8sI4I4x")  # magic, checksum, shape

@@ -8,20 +8,40 @@ samples apart wrongly (a leak that was measured at 2.65 in logits). For a sample
     t        0  1  2   3  3  3  3  5   6
     h        0  1  2   3  3  4  4  5   6
     w        0  1  2   3  4  3  4  5   6
+
+Padding removed before a model and restored after it, on tensors, as MindSpeed-RL's ``remove_padding.py`` does.
+
+Three rows of 3, 2 and 3 tokens, aligned to a multiple of 2 ("." is padding, "-" is -100, P is the pad that aligns)::
+
+    input_ids   a b c .        input_ids    a b c P d e f g h P       (1, 10)
+                d e . .   ->   position_ids 0 1 2 3 0 1 0 1 2 3
+                f g h .        seqlens      3 2 3                     tokens of each row
+                               cu_seqlens   0 4 6 10                  where each row starts, its pads included
+
+    restored, seq_len 4:  a b c .     seq_len 2, prompt lengths 1, 2, 2:  a b
+                          d e . .                                         . .
+                          f g h .                                         g .
+
+A prompt of p tokens: what position p - 1 says is about the first token after it, so a row begins there, and its last
+position, which speaks of no token, is left out. Positions run through the pads, and no label is ever made of a pad
+(MindSpeed-RL writes 0 there, which is a token).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from packtool.batch.spec import InputSpec
+from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaKind
-from packtool.encode.placed_media import sounds_in_order
+from packtool.encode.media_spans import sounds_in_order
 from packtool.errors import DataError
 
 NUM_POSITION_ROWS = 4
@@ -77,3 +97,129 @@ def _omni_settings(sample: EncodedSample, input_ids: torch.Tensor, spec: InputSp
         "audio_seqlens": torch.tensor(sounds) if sounds else None,
         "second_per_grids": torch.tensor([video.seconds_per_grid for video in sample.videos]),
     }
+
+
+PAD_ID = 0
+"""The token that rows are padded with: it is in every vocabulary, and no medium's placeholder token."""
+
+
+class RemovedPadding(NamedTuple):
+    """B rows laid end to end, T tokens with the pads that align them; in the order of MindSpeed-RL's function.
+
+    Args:
+        input_ids: (1, T), in the precision they came in.
+        position_ids: int64 (1, T), from 0 on in every row.
+        labels: (1, T), -100 on pads.
+        seqlens: int32 (B,), tokens of each row without any padding.
+        cu_seqlens: int32 (B + 1,), starts of the rows, pads included, and T at the end.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    seqlens: Tensor
+    cu_seqlens: Tensor
+
+
+def alignment_for(*, tensor_parallel_size: int = 1, sequence_parallel_size: int = 1, zigzag: bool = False) -> int:
+    """What every row's length must be a multiple of, so that it can be cut for the ranks of both kinds.
+
+    Args:
+        tensor_parallel_size: ranks that share each layer's matrices.
+        sequence_parallel_size: ranks that share each row's tokens; Megatron calls them context parallel.
+        zigzag: those hold two chunks of each row (Megatron's way), one from either end.
+    """
+    return tensor_parallel_size * sequence_parallel_size * (2 if zigzag else 1)
+
+
+def remove_padding(input_ids: Tensor, labels: Tensor, attention_mask: Tensor, *, align_to: int = 1) -> RemovedPadding:
+    """Lay the rows of a padded batch end to end.
+
+    Args:
+        input_ids: int (B, L).
+        labels: int (B, L), of the same positions; shifted before, where a loss is to be made of them.
+        attention_mask: (B, L), 1 on tokens and 0 on padding, on whichever side.
+        align_to: every row is padded to a multiple of it: see ``alignment_for``.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if not input_ids.shape == labels.shape == attention_mask.shape or input_ids.ndim != 2:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (input_ids, labels, attention_mask))
+        raise ValueError(f"input_ids, labels and attention_mask must have one shape (B, L), not {shapes}")
+    is_token = attention_mask.bool()
+    seqlens = is_token.sum(dim=1)
+    padded = (seqlens + align_to - 1) // align_to * align_to
+    cu_seqlens = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    num_tokens = int(cu_seqlens[-1])
+    place = (cu_seqlens[:-1, None] + is_token.cumsum(dim=1) - 1)[is_token]
+    packed_ids = input_ids.new_full((num_tokens,), PAD_ID)
+    packed_ids[place] = input_ids[is_token]
+    packed_labels = labels.new_full((num_tokens,), IGNORE_INDEX)
+    packed_labels[place] = labels[is_token]
+    starts = torch.repeat_interleave(cu_seqlens[:-1], padded, output_size=num_tokens)
+    positions = torch.arange(num_tokens, device=input_ids.device) - starts
+    return RemovedPadding(packed_ids[None], positions[None], packed_labels[None], seqlens.int(), cu_seqlens.int())
+
+
+def restore_padding(
+    values: Tensor,
+    seqlens: Tensor,
+    cu_seqlens: Tensor,
+    seq_len: int,
+    prompt_length: Tensor | None = None,
+    *,
+    fill: float = 0,
+) -> Tensor:
+    """Put a model's values of a packed sequence back into rows: the inverse of ``remove_padding``, padded on the right.
+
+    Args:
+        values: (1, T, ...), one for each packed position; gradients flow through.
+        seqlens: int (B,), tokens of each row.
+        cu_seqlens: int (B + 1,), starts of the rows in ``values``: those with pads, not sums of ``seqlens``.
+        seq_len: length L of the restored rows.
+        prompt_length: int (B,) or (B, 1), at least 1. Rows then begin at position p - 1 and hold what is said of the
+            seqlens - p tokens after the prompt.
+        fill: value of the padding.
+
+    Returns:
+        (B, L, ...) in the precision of ``values``.
+
+    Raises:
+        ValueError: if ``values`` has several rows, a row has no such prompt, or is longer than ``seq_len``.
+    """
+    if values.shape[0] != 1:
+        raise ValueError(f"expected the values of one packed sequence, (1, T, ...), not {tuple(values.shape)}")
+    counts, starts = seqlens.long(), cu_seqlens[:-1].long()
+    if prompt_length is not None:
+        prompt_length = prompt_length.reshape(-1)
+        if bool(((prompt_length < 1) | (prompt_length > counts.clamp(min=1))).any()):
+            raise ValueError("a prompt has at least one token, and no more than its row")
+        counts, starts = (counts - prompt_length).clamp(min=0), starts + prompt_length - 1
+    longest = int(counts.max()) if len(counts) else 0
+    if longest > seq_len:
+        raise ValueError(f"seq_len {seq_len} is too short for a row of {longest}")
+    if values.shape[1] == 0:
+        return values.new_full((len(counts), seq_len, *values.shape[2:]), fill)
+    column = torch.arange(seq_len, device=values.device)
+    is_padding = column >= counts[:, None]
+    index = (starts[:, None] + column).masked_fill(is_padding, 0)
+    return values[0][index].masked_fill(is_padding.view(*is_padding.shape, *[1] * (values.ndim - 2)), fill)
+
+
+def align_sample(sample: EncodedSample, align_to: int) -> EncodedSample:
+    """A sample with pads behind it, as ``remove_padding`` has its rows: collation gives positions to these too.
+
+    Args:
+        align_to: its length becomes a multiple of it.
+    """
+    num_pads = -sample.length % align_to
+    if not num_pads:
+        return sample
+    scale = sample.loss_scale
+    return dataclasses.replace(
+        sample,
+        input_ids=np.append(sample.input_ids, np.full(num_pads, PAD_ID, np.int32)),
+        labels=np.append(sample.labels, np.full(num_pads, IGNORE_INDEX, np.int32)),
+        loss_scale=None if scale is None else np.append(scale, np.zeros(num_pads, np.float32)),
+    )

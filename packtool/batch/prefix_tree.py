@@ -14,6 +14,8 @@ in the samples alone. In attention its queries see the keys of all nodes from th
 What is equal is decided on tokens and on what media hold. A prefix ends only where every medium of it has all of its
 pads. Its last token is to predict the first token of every continuation: where that is more than one target, the prefix
 ends a token earlier, and each continuation has a last token of its own, so that a token never has two labels.
+
+Which media of some samples are the same, so that one of them can be computed for all.
 """
 
 from __future__ import annotations
@@ -21,15 +23,70 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.batch.same_media import MediaNumbers
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.placed_media import placed_media
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, files_of
+from packtool.encode.media_spans import placed_media
+from packtool.media.content import content_digest, content_name
+from packtool.rows.rights import MediaRights
+
+Medium = EncodedImage | EncodedVideo | EncodedAudio
+
+
+class MediaNumbers:
+    """Numbers of media, from 0: two have the same one if they were measured alike and hold the same, wherever they lie.
+
+    Files are read only where two that were measured alike lie in different places: pieces of both first, and all of
+    them where these are equal. Media that cannot be read are the same only in the same place.
+
+    Args:
+        rights: which media may be read.
+    """
+
+    def __init__(self, rights: MediaRights) -> None:
+        self._rights = rights
+        self._numbers: dict[Medium, int] = {}
+        self._alike: dict[Medium, list[Medium]] = {}
+        self._names: dict[Medium, tuple[str, ...]] = {}
+        self._num = 0
+
+    def __call__(self, medium: Medium) -> int:
+        """The number of a medium; a new one if none before was the same."""
+        if medium not in self._numbers:
+            others = self._alike.setdefault(_without_files(medium), [])
+            same = next((other for other in others if self._are_same(medium, other)), None)
+            if same is None:
+                others.append(medium)
+                self._num += 1
+            self._numbers[medium] = self._num - 1 if same is None else self._numbers[same]
+        return self._numbers[medium]
+
+    def _are_same(self, one: Medium, other: Medium) -> bool:
+        if self._names_of(one) != self._names_of(other):
+            return False
+        for mine, its in zip(files_of(one), files_of(other), strict=True):
+            digest = None if mine == its else content_digest(*mine, self._rights)
+            if mine != its and (digest is None or digest != content_digest(*its, self._rights)):
+                return False
+        return True
+
+    def _names_of(self, medium: Medium) -> tuple[str, ...]:
+        if medium not in self._names:
+            self._names[medium] = tuple(content_name(*file) for file in files_of(medium))
+        return self._names[medium]
+
+
+def _without_files(medium: Medium) -> Medium:
+    changes: dict[str, Any] = {"path": None, "data": None}
+    if isinstance(medium, EncodedVideo):
+        changes["frames"] = ((None, None),) * len(medium.frames)
+    return dataclasses.replace(medium, **changes)
+
 
 Int64Array = npt.NDArray[np.int64]
 ROOT = -1

@@ -18,10 +18,9 @@ from torch import Tensor
 from packtool.batch.pixels import one_behind_other
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.families.asked_videos import video_processed
-from packtool.encode.families.processor import load_processor, processed
+from packtool.encode.families.processor import load_processor, processed, video_processed
 from packtool.errors import ConfigError, MediaError
-from packtool.media.load import EXPORT_AGAIN, blank_image, load_image
+from packtool.media.measure import EXPORT_AGAIN, blank_image, load_image
 from packtool.media.video import load_video
 
 _BLANK_SIDE = 32

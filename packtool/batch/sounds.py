@@ -12,10 +12,10 @@ from transformers import AutoFeatureExtractor
 
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedSample
-from packtool.encode.placed_media import sounds_in_order
+from packtool.encode.media_spans import sounds_in_order
 from packtool.errors import MediaError
 from packtool.media.audio import load_audio
-from packtool.media.load import EXPORT_AGAIN
+from packtool.media.measure import EXPORT_AGAIN
 
 
 def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:

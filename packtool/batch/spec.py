@@ -23,12 +23,11 @@ from transformers.utils import logging
 
 from packtool.batch.media_cache import MediaCache
 from packtool.batch.micro_batch import Tower
-from packtool.config.adapters import LearningOptions
-from packtool.config.media_cache import MediaCacheOptions
-from packtool.config.rows import AccessOptions
+from packtool.config.data import AccessOptions, MediaCacheOptions
+from packtool.config.model import LearningOptions
 from packtool.config.train import LossReduction
 from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal
-from packtool.encode.placed_media import MediaTokens
+from packtool.encode.media_spans import MediaTokens
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
 from packtool.rows.rights import MediaRights, rights_of_cache

@@ -4,14 +4,17 @@ A tower of transformers turns sizes into boundaries, positions and windows by co
 (``.tolist()``, ``repeat_interleave``, ``nonzero``), and each time the device has to finish all that it was given
 before. The same functions of transformers take what they would compute as keyword arguments [read in vision_utils of
 5.17 and 5.23]. They run here, on the host, in the dataloader's workers: the numbers are theirs.
+
+Things made of tensors that go to a device together.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +26,25 @@ from transformers.vision_utils import (
 )
 
 from packtool.batch.micro_batch import Tower
-from packtool.batch.movable import Movable
 from packtool.batch.spec import InputSpec
+
+M = TypeVar("M", bound="Movable")
+
+
+class Movable(ABC):
+    """Something made of tensors; whoever moves batches (DataLoader, accelerate, Lightning) looks for these names."""
+
+    @abstractmethod
+    def map(self: M, function: Callable[[Tensor], Tensor]) -> M:
+        """This thing again, every tensor, of any shape, replaced by the function's answer."""
+
+    def to(self: M, device: torch.device | str, *, non_blocking: bool = False) -> M:
+        """This thing on another device."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: M) -> M:
+        """This thing in page-locked memory."""
+        return self.map(lambda tensor: tensor.pin_memory())
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packtool import storage
-from packtool.cache.schema import PARTS
+from packtool.cache.shard import PARTS
 
 _KEY = b"packtool"
 _SCHEMA = pa.schema(

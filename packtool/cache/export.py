@@ -14,15 +14,20 @@ from itertools import count
 import numpy as np
 
 from packtool import storage
-from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish_cache
-from packtool.cache.garbage import collecting_later
-from packtool.cache.identity import identity_of
+from packtool.cache.executors import Workers, run_tasks, run_tasks_on_ray
+from packtool.cache.finish import (
+    ExportSummary,
+    build_manifest,
+    length_counts,
+    merge_dropped,
+    nothing_left,
+    percentiles,
+    publish_cache,
+    summary_of,
+)
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
-from packtool.cache.nothing_left import nothing_left
-from packtool.cache.on_ray import run_tasks_on_ray
-from packtool.cache.pool import Workers, run_tasks
 from packtool.cache.repair import damaged_files, repair
 from packtool.cache.restart import (
     Claim,
@@ -30,28 +35,27 @@ from packtool.cache.restart import (
     check_is_cache,
     check_is_ours,
     clear,
+    collecting_later,
     find_finished,
     find_same,
     finished_tasks,
     forget_tasks,
+    identity_of,
     published,
 )
-from packtool.cache.summary import ExportSummary, percentiles, summary_of
-from packtool.cache.task import Task, TaskResult, Work
-from packtool.cache.tasks import LEAST_SHARD_ROWS, make_tasks
-from packtool.config.export import ExportConfig
+from packtool.cache.task import LEAST_SHARD_ROWS, Task, TaskResult, Work, make_tasks
+from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
-from packtool.encode.encoder import Encoder
+from packtool.encode.encoder import Encoder, remarks_on
 from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.remarks import remarks_on
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
 from packtool.progress import Progress
-from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
 from packtool.rows.prepared_notes import prepared_notes
-from packtool.rows.scan import scan_sources
+from packtool.rows.read import scan_sources
+from packtool.rows.sample import unforeseen_note
 from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of, splits_left_out
 

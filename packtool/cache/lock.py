@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from packtool import storage
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import MismatchError, StorageError
 
 _PREFIX, _PART, _SUFFIX = ".lock-", "part-", ".json"

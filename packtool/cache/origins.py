@@ -16,7 +16,7 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.manifest import Manifest, SourceInfo
 from packtool.cache.reader import CacheReader
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.errors import MismatchError
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import MismatchError
 
 _FORMAT = "packtool plan 1"

@@ -16,12 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.guessed import with_guesses
-from packtool.cache.index import read_index
-from packtool.cache.local import LocalCopies
+from packtool.cache.index import MappedPrefixes, SplitPrefixes, read_index, read_prefixes, with_guesses
+from packtool.cache.local import LocalCopies, MappedBlocks
 from packtool.cache.manifest import Manifest
-from packtool.cache.prefixes import MappedPrefixes, SplitPrefixes, read_prefixes
-from packtool.cache.verified import MappedBlocks
 from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, files_of
 from packtool.errors import MismatchError, PacktoolError

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.index import joined_batches, prefix_batch, with_fields
+from packtool.cache.local import check_all
 from packtool.cache.manifest import Manifest, ShardInfo
-from packtool.cache.prefixes import joined_batches, prefix_batch, with_fields
 from packtool.cache.reader import ShardFile
-from packtool.cache.schema import ADDED, INDEX, PREFIX, PREFIX_BEFORE
-from packtool.cache.shard import index_batch, index_part
+from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, index_batch, index_part
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
-from packtool.cache.verified import check_all
 from packtool.constants import INDEX_NAME, LEAST_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.placed_media import MediaTokens
+from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import MediumTold, by_address, by_content, prefix_hashes
 from packtool.errors import MismatchError
 from packtool.storage import AtomicFile

@@ -1,12 +1,19 @@
-"""What an output directory already holds: a finished cache, the beginning of one, or something else."""
+"""What an output directory already holds: a finished cache, the beginning of one, or something else.
+
+What decides the content of a cache, told from the options of its export and the model's files.
+
+When Python looks for garbage while an export is prepared.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packtool import __version__, storage
@@ -15,9 +22,14 @@ from packtool.cache.lock import is_of_lock, remove_stale
 from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
 from packtool.cache.task import TASKS_DIR, TaskResult
+from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.encode.families import MediaLimits
+from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
+from packtool.encode.model_files import ModelFiles, place_of
+from packtool.encode.row_parts import expansion_of
 from packtool.errors import ConfigError, MismatchError, StorageError
-from packtool.rows.scan import scan
+from packtool.rows.read import scan
 from packtool.rows.source import SourceSpec
 
 _PATHS = tuple(f"spec.{name}" for name in PATH_SETTINGS)
@@ -240,3 +252,51 @@ def num_finished(directory: str) -> int:
 
 def _is_marker(name: str) -> bool:
     return name.endswith(".json") and name.removesuffix(".json").isdigit()
+
+
+def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
+    """What decides the content of the cache that an export makes.
+
+    Args:
+        limits: on media, of the model with the user's options.
+    """
+    return Identity(
+        # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
+        spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
+        | {
+            "model": place_of(config.model),
+            # As it is meant, so that a cache whose empty thinking blocks are targets is not taken for one without.
+            "loss_scale": loss_scale_of(config.loss_scale, is_hybrid_thinking(files)),
+        },
+        model_type=files.model_type,
+        tokenizer_hash=files.tokenizer_hash,
+        template_hash=files.template_hash,
+        processor_hash=files.processor_hash,
+        media_limits=limits,
+        seed=config.seed,
+        split_dataset_ratio=config.split_dataset_ratio,
+        rows_per_shard=config.rows_per_shard,
+    )
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[Callable[[], None]]:
+    """Look for no garbage until the function is called that this gives, and in what there is by then not at all.
+
+    What is found of many thousand files all stays; it would be looked through again with every quarter more of it.
+    Where a program has switched collections off, they stay off, and what it has frozen stays frozen.
+    """
+    if not gc.isenabled():
+        yield lambda: None
+        return
+
+    def collect() -> None:
+        gc.freeze()
+        gc.enable()
+
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        gc.enable()

@@ -1,18 +1,177 @@
-"""One shard of a cache: an Arrow stream of samples, and its part of the index."""
+"""One shard of a cache: an Arrow stream of samples, and its part of the index.
+
+Columns of a cache, in Arrow and as ``datasets`` describes them.
+
+``--media embed``: the encoded files' bytes go into the shards, so that training reads nothing else.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from packtool.cache.schema import INDEX, samples_schema
+from packtool import storage
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
+from packtool.media.opening import MediaProblem, open_medium
+from packtool.rows.rights import MediaRights
+from packtool.rows.sample import Dropped, MediaRef
 from packtool.storage import AtomicFile, FileState
+
+_INTS = pa.list_(pa.int32())
+_FILE = [("path", pa.string()), ("bytes", pa.binary())]
+_SIZE = [("height", pa.int32()), ("width", pa.int32())]
+_SOUND = [("samples", pa.int64()), ("features", pa.int32()), ("tokens", pa.int32())]
+_IMAGE = pa.struct([*_FILE, *_SIZE, ("grid", _INTS), ("tokens", pa.int32())])
+_AUDIO = pa.struct([*_FILE, *_SOUND])
+_VIDEO = pa.struct(
+    [
+        *_FILE,
+        ("frames", pa.list_(pa.struct(_FILE))),
+        *_SIZE,
+        ("num_frames", pa.int32()),
+        ("fps", pa.float64()),
+        ("indices", _INTS),
+        ("grid", _INTS),
+        ("seconds_per_grid", pa.float64()),
+        ("tokens", pa.int32()),
+        ("audio", pa.struct(_SOUND)),
+    ]
+)
+
+SAMPLES = pa.schema(
+    [
+        ("input_ids", _INTS),
+        ("labels", _INTS),
+        ("length", pa.int32()),
+        ("turns", _INTS),
+        ("loss_scale", pa.list_(pa.float32())),
+        ("images", pa.list_(_IMAGE)),
+        ("videos", pa.list_(_VIDEO)),
+        ("audios", pa.list_(_AUDIO)),
+        ("channel", pa.string()),
+        ("source", pa.string()),
+        ("row", pa.int64()),
+        ("truncated", pa.int32()),
+    ]
+)
+"""One row a sample: the fields of ``EncodedSample`` and of its media.
+
+``turns``: [start, end) of each assistant turn that may be trained, flat. ``loss_scale``: null where all labels weigh 1.
+``truncated``: tokens removed.
+"""
+
+PARTS = pa.schema(
+    [
+        (
+            "part",
+            pa.struct([(name, pa.int32()) for name in ("turn", "num_turns", "response", "num_responses")]),
+        ),
+        ("borders", _INTS),
+    ]
+)
+"""Further columns where rows may become several samples, by ``--expand-turns`` or by their responses.
+
+``part``: which part of its row a sample is, null for a whole row. ``borders``: where its turns begin and end.
+"""
+
+INDEX = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("row_in_shard", pa.int32()),
+        ("length", pa.int32()),
+        ("target_tokens", pa.int32()),
+        ("media_tokens", pa.int32()),
+        ("num_images", pa.int32()),
+        ("num_videos", pa.int32()),
+        ("num_audios", pa.int32()),
+        ("channel", pa.int32()),
+        ("audio_tokens", pa.int32()),
+        ("patch_squares", pa.int64()),
+    ]
+)
+"""All that planning reads; ``channel`` is -1 or a position in the manifest's list.
+
+The last two are what towers cost: tokens of sounds, and the sum over frames of (patches of the frame)^2. Caches that
+were made before they were kept lack them.
+"""
+
+UNKNOWN = -1
+"""Stands in the last two columns of an index for what an older packtool did not keep."""
+ADDED = ("audio_tokens", "patch_squares")
+
+
+PREFIX = pa.struct(
+    [
+        ("length", pa.int32()),
+        ("hash", pa.uint64()),
+        ("media_tokens", pa.int32()),
+        ("audio_tokens", pa.int32()),
+        ("patch_squares", pa.int64()),
+        ("target_tokens", pa.int32()),
+    ]
+)
+"""One prefix of a sample: the fields of ``PrefixHashes``."""
+
+PREFIX_BEFORE = pa.struct([field for field in PREFIX if field.name != "target_tokens"])
+"""What older caches tell of one."""
+
+PREFIXES = pa.schema([("prefixes", pa.list_(PREFIX))])
+"""A line for each line of the index: some prefixes of the sample, the shorter ones first."""
+
+
+def with_added_columns(table: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
+    """An index, or a part of one, with all columns of ``INDEX``: ``UNKNOWN`` in those that it lacks."""
+    for name in ADDED:
+        if name not in table.schema.names:
+            field = INDEX.field(name)
+            table = table.append_column(field, pa.repeat(pa.scalar(UNKNOWN, field.type), table.num_rows))
+    return table
+
+
+def _feature(kind: pa.DataType) -> dict[str, Any]:
+    if pa.types.is_list(kind):
+        return {"feature": _feature(kind.value_type), "_type": "List"}
+    if pa.types.is_struct(kind):
+        return {kind.field(i).name: _feature(kind.field(i).type) for i in range(kind.num_fields)}
+    return {"dtype": str(kind), "_type": "Value"}
+
+
+def samples_schema(has_parts: bool) -> pa.Schema:
+    """The columns of a shard.
+
+    Args:
+        has_parts: whether rows may become several samples.
+    """
+    return pa.schema([*SAMPLES, *PARTS]) if has_parts else SAMPLES
+
+
+def dataset_info(has_parts: bool) -> bytes:
+    """``dataset_info.json``, which ``datasets.load_from_disk`` reads the columns' types from."""
+    features = {field.name: _feature(field.type) for field in samples_schema(has_parts)}
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    return json.dumps(info, indent=1).encode()
+
+
+def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
+    """``state.json``, which ``datasets.load_from_disk`` finds the shards by."""
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in files],
+        "_fingerprint": fingerprint,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+    return json.dumps(state, indent=1).encode()
+
 
 IndexPart = dict[str, npt.NDArray[np.integer[Any]]]
 """The index columns of some samples, (S,) each."""
@@ -182,3 +341,78 @@ def index_batch(columns: IndexPart) -> pa.RecordBatch:
     """Index columns, (S,) each, as a record batch in the schema's types."""
     arrays = [pa.array(columns[field.name], field.type) for field in INDEX]
     return pa.record_batch(arrays, schema=INDEX)
+
+
+# Rows are handed on once so much has been read: a batch of long videos must not fill the memory.
+_BYTES_AT_ONCE = 64 << 20
+
+
+def embedded(
+    rows: Sequence[list[EncodedSample]], rights_of: Mapping[str, MediaRights], lose: Callable[[Dropped], None]
+) -> Iterator[list[list[EncodedSample]]]:
+    """Rows with the bytes of their samples' media, in groups of bounded size; paths stay, for messages.
+
+    Args:
+        rows: the samples of each.
+        rights_of: what the rows of a source may reach, by the source's label.
+        lose: told of a row with a medium that cannot be read although it was measured a moment ago.
+
+    Raises:
+        StorageError: if a store is down for everything.
+    """
+    group: list[list[EncodedSample]] = []
+    size = 0
+    for row in rows:
+        try:
+            group.append([_with_bytes(sample, rights_of[sample.source]) for sample in row])
+        except MediaProblem as problem:
+            lose(Dropped(row[0].source, row[0].row, problem.reason, problem.detail))
+            continue
+        size += sum(map(_size, group[-1]))
+        if size > _BYTES_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _with_bytes(sample: EncodedSample, rights: MediaRights) -> EncodedSample:
+    return replace(
+        sample,
+        images=tuple(
+            replace(image, path=_shown(image.path), data=_bytes(image.path, image.data, rights))
+            for image in sample.images
+        ),
+        audios=tuple(
+            replace(audio, path=_shown(audio.path), data=_bytes(audio.path, audio.data, rights))
+            for audio in sample.audios
+        ),
+        videos=tuple(
+            replace(
+                video,
+                path=_shown(video.path),
+                data=None if video.frames else _bytes(video.path, video.data, rights),
+                frames=tuple((_shown(path), _bytes(path, data, rights)) for path, data in video.frames),
+            )
+            for video in sample.videos
+        ),
+    )
+
+
+def _shown(path: str | None) -> str | None:
+    return None if path is None else storage.masked(path)
+
+
+def _bytes(path: str | None, data: bytes | None, rights: MediaRights) -> bytes:
+    if data is not None:
+        return data
+    with open_medium(MediaRef(path, rights=rights), storage.ROWS_BLOCK) as file:
+        return file.read()
+
+
+def _size(sample: EncodedSample) -> int:
+    files = [image.data for image in sample.images]
+    files += [audio.data for audio in sample.audios]
+    files += [video.data for video in sample.videos]
+    files += [data for video in sample.videos for _, data in video.frames]
+    return sum(len(data) for data in files if data is not None)

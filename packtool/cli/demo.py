@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from packtool.cli.invocation import Invocation
-from packtool.config.demo import DemoConfig
+from packtool.cli.options import Invocation
+from packtool.config.commands import DemoConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from packtool.launch.processes import share_cores_politely
 from packtool.visible import show, show_json
@@ -22,9 +22,8 @@ def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
     """Run the demo and print its table; exit code 1 if the model has not learned to see."""
     share_cores_politely()
     from packtool.demo.run import run_demo
-    from packtool.report.names import named
-    from packtool.report.tables import print_table
-    from packtool.report.terminal import TerminalProgress
+    from packtool.report.statistics import named
+    from packtool.report.tables import TerminalProgress, print_table
 
     with TerminalProgress() as progress:
         try:

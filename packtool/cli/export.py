@@ -1,28 +1,30 @@
-"""``packtool export``."""
+"""``packtool export``.
+
+``packtool import``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
-from packtool.cli.invocation import Invocation
-from packtool.config.export import ExportConfig
-from packtool.errors import EXIT_INTERRUPTED
+from packtool.cli.options import Invocation
+from packtool.config.data import ExportConfig, ImportConfig
+from packtool.errors import EXIT_INTERRUPTED, ConfigError
 from packtool.visible import show_json
 
 
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
-    from packtool.cache.nothing_left import drop_notes
-    from packtool.report.names import named
-    from packtool.report.statistics import export_json, export_lines
-    from packtool.report.tables import print_table
-    from packtool.report.terminal import TerminalProgress
-    from packtool.rows.modelscope import with_local_copies
+    from packtool.cache.finish import drop_notes
+    from packtool.report.statistics import export_json, export_lines, named
+    from packtool.report.tables import TerminalProgress, print_table
+    from packtool.rows.sources import with_local_copies
 
     config = with_local_copies(config)
     with TerminalProgress() as progress:
@@ -74,3 +76,30 @@ def _title(config: ExportConfig, already_finished: bool) -> str:
     if config.is_part and config.task_index is not None:
         return f"part {config.task_index} of {config.num_tasks} for {config.output_dir}"
     return "counted, nothing written (--dry-run)" if config.dry_run else f"exported to {config.output_dir}"
+
+
+def run_import(config: ImportConfig, invocation: Invocation) -> None:
+    """Make a cache of what another tool has tokenized; export says what was taken over, and what nobody vouches for."""
+    if not config.max_length:
+        config = dataclasses.replace(config, max_length=_longest(config))
+    run_export(config, invocation)
+
+
+def _longest(config: ImportConfig) -> int:
+    """The most tokens that the model takes.
+
+    Raises:
+        ConfigError: if it does not say so.
+    """
+    from packtool.encode.families import text_config_of
+    from packtool.encode.model_files import ModelFiles
+    from packtool.rows.sources import with_local_copies
+
+    files = ModelFiles.load(with_local_copies(config).model, config.chat_template)
+    found = text_config_of(files.config).get("max_position_embeddings")
+    if not isinstance(found, int) or found < 2:
+        raise ConfigError(
+            f"--model {config.model}: its config.json says nothing of the longest sample (max_position_embeddings)",
+            "Give --max-length.",
+        )
+    return found

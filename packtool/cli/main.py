@@ -1,9 +1,13 @@
-"""``packtool``: the commands, and the one place where errors become exit codes."""
+"""``packtool``: the commands, and the one place where errors become exit codes.
+
+``--debug`` and ``PACKTOOL_LOG_LEVEL``: show tracebacks and log what every batch holds.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import site
@@ -18,38 +22,73 @@ import typer
 
 import packtool
 from packtool import __version__
-from packtool.cli.arguments import rewrite
-from packtool.cli.debug import asks_for_debug, show_debug
 from packtool.cli.demo import run_demo_command
-from packtool.cli.eval import run_eval
-from packtool.cli.export import run_export
-from packtool.cli.imported import run_import
+from packtool.cli.export import run_export, run_import
 from packtool.cli.inspect import run_inspect
-from packtool.cli.invocation import Invocation
-from packtool.cli.merge import run_merge
-from packtool.cli.options import PanelCommand, command_of, option_kinds
-from packtool.cli.pack import run_pack
-from packtool.cli.plan import run_plan
-from packtool.cli.simulate import run_simulate
-from packtool.cli.strangers import Strangers
-from packtool.cli.train import run_train
-from packtool.cli.verify import run_verify
-from packtool.config.demo import DemoConfig
-from packtool.config.evaluate import EvalConfig
-from packtool.config.export import ExportConfig
-from packtool.config.imported import ImportConfig
-from packtool.config.inspect import InspectConfig
-from packtool.config.merge import MergeConfig
-from packtool.config.pack import PackConfig
-from packtool.config.plan import PlanConfig
+from packtool.cli.options import Invocation, PanelCommand, Strangers, command_of, option_kinds, rewrite
+from packtool.cli.plan import run_pack, run_plan, run_simulate
+from packtool.cli.train import run_eval, run_merge, run_train, run_verify
+from packtool.config.commands import DemoConfig, EvalConfig, InspectConfig, MergeConfig, VerifyConfig
+from packtool.config.data import ExportConfig, ImportConfig
+from packtool.config.plan import PackConfig, PlanConfig
+from packtool.config.settings import FALSE_WORDS
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
-from packtool.config.verify import VerifyConfig
-from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
-from packtool.launch.exchange import LOST_PEER, is_lost_peer
-from packtool.launch.once import is_said_elsewhere
-from packtool.launch.processes import end_with_launcher, is_launched
+from packtool.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_UNEXPECTED,
+    EXIT_USAGE,
+    ConfigError,
+    PacktoolError,
+    StoppedError,
+)
+from packtool.launch.processes import end_with_launcher, is_said_elsewhere
+from packtool.launch.world import LOST_PEER, is_launched, is_lost_peer
 from packtool.visible import show
+
+_VARIABLE = "PACKTOOL_LOG_LEVEL"
+_MS_SWIFT_VARIABLE = "SWIFT_LOG_LEVEL"
+_LEVELS = ("DEBUG", "INFO")
+
+
+def asks_for_debug(arguments: Sequence[str]) -> bool:
+    """Whether the command line or the environment asks for it."""
+    level = os.environ.get(_VARIABLE) or os.environ.get(_MS_SWIFT_VARIABLE, "")
+    if level.upper() == "DEBUG":
+        return True
+    for at, word in enumerate(arguments):
+        name, _, value = word.partition("=")
+        if name == "--debug":
+            return (value or " ".join(arguments[at + 1 : at + 2])).lower() not in FALSE_WORDS
+    return False
+
+
+def show_debug(debug: bool) -> None:
+    """Send what packtool's loggers say to stderr, from now on; or stop it.
+
+    Raises:
+        ConfigError: for a level that means nothing here.
+    """
+    level = os.environ.get(_VARIABLE, "")
+    if level and level.upper() not in _LEVELS:
+        raise ConfigError(f"{_VARIABLE}={level}: give {' or '.join(_LEVELS)}")
+    logger = logging.getLogger("packtool")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    if debug:
+        logger.addHandler(_Shown())
+        logger.propagate = False
+
+
+class _Shown(logging.Handler):
+    """Shows what is logged on stderr, with control characters made visible."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging``."""
+        show(f"packtool: {record.getMessage()}", error=True)
+
 
 _MOST_COLUMNS = 120  # of --help, in a terminal that has as many
 

@@ -1,26 +1,248 @@
-"""Typer options made from the settings' declarations, so that each is written down once."""
+"""Typer options made from the settings' declarations, so that each is written down once.
+
+ms-swift's spelling of a command line, rewritten into typer's.
+
+Accepted are both spellings of a name (``--max_length``), values behind booleans (``--packing true``), and several
+values behind a list option (``--dataset a b c``).
+
+What is said of names that a command does not know: another tool's, another command's, or mistyped.
+
+How a command was called, besides its settings.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import os
+import shlex
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 import typer.core
 
-from packtool.cli.arguments import ArgumentKind
-from packtool.cli.invocation import Invocation
-from packtool.cli.strangers import Strangers
-from packtool.config.panels import FIRST, LAST, PANELS
-from packtool.config.settings import option_names, resolve, unit_of, value_type
-from packtool.config.yaml_values import parse_yaml
-from packtool.errors import EXIT_INTERRUPTED, ConfigError
+from packtool.config.peers import find_peer, peer_names
+from packtool.config.settings import (
+    FALSE_WORDS,
+    FIRST,
+    LAST,
+    PANELS,
+    TRUE_WORDS,
+    flag,
+    option_names,
+    parse_yaml,
+    resolve,
+    unit_of,
+    value_type,
+)
+from packtool.errors import EXIT_INTERRUPTED, ConfigError, did_you_mean, most_similar
 from packtool.visible import show
+
+# A switch is off where it is not given, and has no name for no.
+ArgumentKind = Literal["flag", "switch", "single", "list"]
+_HELP = ("--help",)
+
+
+def rewrite(
+    arguments: Sequence[str],
+    kinds: Mapping[str, ArgumentKind],
+    nameless: str | None = None,
+    stranger: Callable[[str, str | None], str | None] | None = None,
+) -> list[str]:
+    """The command line in the form that typer reads.
+
+    Args:
+        arguments: behind the command's name.
+        kinds: of each option, by its name with dashes.
+        nameless: the option that words without a name are values of.
+        stranger: asked what to say of an option that is not known, and of its value; None leaves it out without a
+            word. By default such options, and words of no option, pass through, for typer to refuse.
+
+    Raises:
+        ConfigError: naming unknown options, booleans that are neither true nor false, and words of no option.
+    """
+    result: list[str] = []
+    problems: list[str] = []
+    at = 0
+    while at < len(arguments):
+        argument = arguments[at]
+        at += 1
+        if not argument.startswith("--") or argument == "--":
+            is_word = not argument.startswith("-")
+            result += [nameless, argument] if nameless and is_word else [argument]
+            if is_word and not nameless and stranger:
+                problems.append(_stray(argument, arguments[at - 2] if at > 1 else "", kinds))
+            continue
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-")
+        kind = kinds.get(name)
+        if kind in ("flag", "switch"):
+            if not equals and at < len(arguments) and arguments[at].lower() in TRUE_WORDS + FALSE_WORDS:
+                value, equals = arguments[at], "="
+                at += 1
+            told = _flag(name, value, kind) if equals else [name]
+            result += told or []
+            problems += [f"{name}: {value!r} is neither true nor false"] if told is None else []
+        elif kind == "list":
+            words = _words(arguments, at)
+            at += len(words)
+            values = [value, *words] if equals else words
+            # A name without a value stays, for typer to say so.
+            result += [part for item in values for part in (name, item)] or [name]
+        elif kind is None and stranger is not None and not _is_known(name, kinds):
+            words = _words(arguments, at)
+            at += len(words)
+            values = [value, *words] if equals else words
+            said = stranger(name, " ".join(values) if values else None)
+            problems += [said] if said is not None else []
+        else:
+            result.append(f"{name}={value}" if equals else name)
+            if kind == "single" and not equals and at < len(arguments):
+                result.append(arguments[at])
+                at += 1
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return result
+
+
+def _words(arguments: Sequence[str], at: int) -> list[str]:
+    """The words from there on to the next option."""
+    end = at
+    while end < len(arguments) and not arguments[end].startswith("--"):
+        end += 1
+    return list(arguments[at:end])
+
+
+def _is_known(name: str, kinds: Mapping[str, ArgumentKind]) -> bool:
+    return name in _HELP or kinds.get("--" + name.removeprefix("--no-")) == "flag"
+
+
+def _stray(word: str, before: str, kinds: Mapping[str, ArgumentKind]) -> str:
+    """What to say of a word that no option takes."""
+    name = before.replace("_", "-")
+    if kinds.get(name) in ("flag", "switch"):
+        return f"{name}: {word!r} is neither true nor false"
+    return f"{word!r} stands alone: every value has the name of its option in front, and values with spaces are quoted"
+
+
+def _flag(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
+    """Words for typer.
+
+    Returns:
+        None for a value that is neither true nor false.
+    """
+    if value.lower() in TRUE_WORDS:
+        return [name]
+    if value.lower() in FALSE_WORDS:
+        return ["--no-" + name.removeprefix("--")] if kind == "flag" else []
+    return None
+
+
+_NOTHING = ("", "none", "null", "[]", "{}", *FALSE_WORDS)
+_LIKENESS = 0.75
+
+
+class Strangers:
+    """Answers for one command.
+
+    Args:
+        command: its name.
+        settings: of all commands, by name.
+        tell: takes remarks that are no mistakes.
+    """
+
+    def __init__(self, command: str, settings: Mapping[str, type], tell: Callable[[str], None]) -> None:
+        self.command = command
+        self._settings = settings
+        self.tell = tell
+
+    def on_command_line(self, name: str, value: str | None) -> str | None:
+        """See ``cli.options.rewrite``.
+
+        Args:
+            name: ``--name``.
+            value: what followed it.
+
+        Returns:
+            what is wrong; None if nothing is.
+        """
+        answer = self._answer(name.removeprefix("--"), name, value)
+        return answer if answer is None or self._is_peers(name) else f"No such option: {answer}"
+
+    def in_settings(self, name: str, value: Any) -> str | None:
+        """See ``config.settings.resolve``; ``name`` is a key of YAML or of ``--set``."""
+        answer = self._answer(name, repr(name), value)
+        return answer if answer is None or self._is_peers(name) else f"unknown setting {answer}"
+
+    def variables(self, environ: Mapping[str, str]) -> None:
+        """Tell of environment variables that another tool would have read and packtool does not."""
+        for entry in peer_names():
+            if entry.is_variable and entry.status in ("renamed", "unsupported") and environ.get(entry.name):
+                self.tell(entry.sentence(f"environment variable {entry.name}"))
+
+    def _is_peers(self, name: str) -> bool:
+        return find_peer(name.removeprefix("--"), self.command) is not None
+
+    def _answer(self, name: str, shown: str, value: Any) -> str | None:
+        peer = find_peer(name, self.command)
+        if peer is None:
+            return shown + self._guess(name)
+        if peer.status == "unneeded":
+            self.tell(peer.sentence(shown))
+            return None
+        if peer.status == "unsupported" and value is not None and str(value).strip().lower() in _NOTHING:
+            return None
+        return peer.sentence(shown, value)
+
+    def _guess(self, name: str) -> str:
+        """Another command's, the most similar one, or the most similar one of another command."""
+        wanted = flag(name)
+        others = {
+            command: _names(settings)
+            for command, settings in self._settings.items()
+            if command not in (self.command, "sft")
+        }
+        if owned := _owned(wanted, others):
+            return f"; it is {owned}"
+        if guess := did_you_mean(wanted, _names(self._settings[self.command]), _LIKENESS):
+            return guess
+        elsewhere = most_similar(wanted, itertools.chain(*others.values()), _LIKENESS)
+        return f"; did you mean {elsewhere}? It is {_owned(elsewhere, others)}" if elsewhere else ""
+
+
+def _owned(name: str, options: Mapping[str, list[str]]) -> str:
+    """Whose option it is, by commands and their options; nothing where it is nobody's."""
+    owners = [command for command, names in options.items() if name in names]
+    return f"an option of packtool {', '.join(owners)}" if owners else ""
+
+
+def _names(settings: type) -> list[str]:
+    fields = [field for field in dataclasses.fields(settings) if field.metadata["flag"]]
+    return [name for field in fields for name in option_names(field)]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """How a command was called.
+
+    Args:
+        arguments: everything behind ``packtool``, as it was given, so that torchrun can call it again in every process.
+        as_json: one JSON document is wanted on stdout.
+    """
+
+    arguments: tuple[str, ...]
+    as_json: bool
+
+    @property
+    def command(self) -> str:
+        """The command line, to be shown and copied."""
+        return shlex.join(["packtool", *self.arguments])
+
 
 T = TypeVar("T")
 
@@ -83,7 +305,7 @@ class PanelCommand(typer.core.TyperCommand):
     nameless: str | None = None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """See click; with the words that ``cli.arguments`` gives a name."""
+        """See click; with the words that ``cli.options`` gives a name."""
         return [*super().collect_usage_pieces(ctx), *([self.nameless] if self.nameless else [])]
 
     def panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:

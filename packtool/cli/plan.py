@@ -1,11 +1,21 @@
-"""``packtool plan``."""
+"""``packtool plan``.
+
+``packtool simulate``.
+
+``packtool pack``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
-from packtool.cli.invocation import Invocation
-from packtool.config.plan import PlanConfig
+import typer
+
+from packtool.cli.options import Invocation
+from packtool.config.plan import PackConfig, PlanConfig
+from packtool.config.simulate import SimulateConfig
+from packtool.errors import EXIT_INTERRUPTED
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
@@ -69,8 +79,8 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
 def _resumed(config: PlanConfig, invocation: Invocation) -> None:
     """How a run would go on, and what has become of its data."""
-    from packtool.report.resumed import resumed_lines
-    from packtool.train.prepare.resumed import resumed
+    from packtool.report.plan import resumed_lines
+    from packtool.train.prepare.run import resumed
 
     figures = resumed(config).figures()
     if invocation.as_json:
@@ -82,9 +92,9 @@ def _resumed(config: PlanConfig, invocation: Invocation) -> None:
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     """One row for each packing length."""
     from packtool import storage
-    from packtool.report.names import named
-    from packtool.report.sweep import sweep_lines, sweep_page
-    from packtool.simulate.lengths import names_of
+    from packtool.report.plan import sweep_lines, sweep_page
+    from packtool.report.statistics import named
+    from packtool.simulate.run import names_of
     from packtool.train.prepare.preview import preview
 
     plans = [preview(config, length) for length in config.sweep_lengths()]
@@ -104,9 +114,9 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
 
 def _fit(config: PlanConfig, invocation: Invocation) -> None:
     """The settings that fit into a GPU, the cheapest first, and the command of the best."""
-    from packtool.report.fit import fit_advice, fit_lines, fit_title
-    from packtool.report.names import named
-    from packtool.report.terminal import TerminalProgress
+    from packtool.report.plan import fit_advice, fit_lines, fit_title
+    from packtool.report.statistics import named
+    from packtool.report.tables import TerminalProgress
     from packtool.train.model.fit import find_fit
 
     with TerminalProgress() as progress:
@@ -120,12 +130,12 @@ def _fit(config: PlanConfig, invocation: Invocation) -> None:
 def _memory(config: PlanConfig, found: Preview) -> MemoryEstimate | str:
     """What a rank would hold, or why nobody knows."""
     from packtool.errors import ConfigError, UnsupportedModelError
-    from packtool.report.terminal import TerminalProgress
+    from packtool.report.tables import TerminalProgress
 
     with TerminalProgress() as progress:
         progress.start("tracing memory", None)
         try:
-            from packtool.train.model.planned import planned_memory
+            from packtool.train.model.memory import planned_memory
 
             return planned_memory(config, found)
         except (ConfigError, UnsupportedModelError) as error:
@@ -148,7 +158,7 @@ def _print_memory(config: PlanConfig, found: Preview) -> None:
 
 def _media(config: PlanConfig, found: Preview) -> LoadingTimes:
     """What loading takes on this machine."""
-    from packtool.report.terminal import TerminalProgress
+    from packtool.report.tables import TerminalProgress
     from packtool.train.loop.media_times import measure_media
 
     with TerminalProgress() as progress:
@@ -167,3 +177,52 @@ def _print_histograms(found: Preview) -> None:
     show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
     show("\npacks by fill in percent, up to")
     show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, rows=10)))
+
+
+def run_simulate(config: SimulateConfig, invocation: Invocation) -> None:
+    """Simulate, print, and write the page that is asked for."""
+    from packtool.report.simulation import assumption_lines, simulation_json, simulation_page, table_lines, title_of
+    from packtool.report.statistics import named
+    from packtool.report.tables import TerminalProgress, print_table
+    from packtool.simulate.run import run_simulation
+
+    with TerminalProgress() as progress:
+        found = run_simulation(config, progress)
+    if config.html is not None:
+        from packtool import storage
+
+        storage.publish(config.html, simulation_page(found, invocation.command).encode())
+    if invocation.as_json:
+        show_json(named(simulation_json(found)))
+        return
+    show(title_of(found))
+    show("\n".join(table_lines(found)))
+    print_table("\nwhat the times rest on", assumption_lines(found), "l")
+    if config.html is not None:
+        show(f"written: {config.html}")
+
+
+def run_pack(config: PackConfig, invocation: Invocation) -> None:
+    """Write packs, and say what was written."""
+    from packtool.packs.write import write_packs
+    from packtool.report.drawing import plural
+    from packtool.report.statistics import named
+    from packtool.report.tables import TerminalProgress, print_table
+
+    with TerminalProgress() as progress:
+        try:
+            summary = write_packs(config, progress)
+        except KeyboardInterrupt:
+            progress.note("interrupted; the same command begins anew")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    if invocation.as_json:
+        show_json(named(dataclasses.asdict(summary)))
+        return
+    lines = [
+        ("packs", f"{summary.packs:,} of at most {summary.capacity:,} tokens, in {plural(summary.files, 'file')}"),
+        ("samples", f"{summary.samples:,}"),
+        ("  left out, too long" if config.plan is None else "  not in the plan", f"{summary.filtered:,}"),
+        ("tokens", f"{summary.tokens:,}, fill {summary.tokens / (summary.packs * summary.capacity):.2%}"),
+        ("  target tokens", f"{summary.target_tokens:,}"),
+    ]
+    print_table(f"{summary.format} packs in {summary.output_dir}", lines)

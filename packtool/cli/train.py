@@ -1,20 +1,34 @@
-"""``packtool train``."""
+"""``packtool train``.
+
+Ctrl-C that is heard whatever a library does with it.
+
+``packtool eval``.
+
+``packtool verify``.
+
+``packtool merge``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
 
-from packtool.cli.interrupts import interrupts_heard
-from packtool.cli.invocation import Invocation
+from packtool.cli.options import Invocation
+from packtool.config.commands import EvalConfig, MergeConfig, VerifyConfig
 from packtool.config.train import TrainConfig
-from packtool.errors import EXIT_INTERRUPTED, PacktoolError
-from packtool.launch.exchange import LOST_PEER, is_lost_peer
-from packtool.launch.launcher import begins_run, find_place
+from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_OK, PacktoolError
+from packtool.launch.processes import begins_run, find_place, imported_at_once, share_cores_politely
+from packtool.launch.world import LOST_PEER, is_lost_peer
+from packtool.progress import Progress
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
@@ -22,12 +36,75 @@ if TYPE_CHECKING:
     from packtool.train.prepare.result import TrainResult
 
 
+@contextmanager
+def interrupts_heard(progress: Progress) -> Iterator[Progress]:
+    """Inside, an interrupt that somebody caught and dropped is raised again, the next time that progress is told.
+
+    Libraries have ``except:`` without a name, and what is raised in a callback from C or in a finalizer goes nowhere:
+    a Ctrl-C at that moment would be lost, and the run go on.
+
+    Args:
+        progress: that is told of every step.
+
+    Returns:
+        the one to tell instead.
+    """
+    listening = _Listening(progress)
+    before = signal.signal(signal.SIGINT, listening.hear)
+    try:
+        yield listening
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Listening:
+    """Passes on what it is told, unless there was an interrupt before."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._was_interrupted = False
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self._was_interrupted = True
+        raise KeyboardInterrupt
+
+    def start(self, title: str, total: int | None) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._check()
+        self._progress.start(title, total)
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._check()
+        self._progress.advance(num_done, **fields)
+
+    def line(self, num_done: int = 0, **fields: float | int | str) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._check()
+        self._progress.line(num_done, **fields)
+
+    def note(self, message: str) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._check()
+        self._progress.note(message)
+
+    def finish(self) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._check()
+        self._progress.finish()
+
+    def _check(self) -> None:
+        if self._was_interrupted:
+            raise KeyboardInterrupt
+
+
 def run_train(config: TrainConfig, invocation: Invocation) -> None:
     """Start under torchrun if the environment asks for it, else train and print the summary.
 
     What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
     """
-    from packtool.rows.modelscope import with_local_copies
+    from packtool.rows.sources import with_local_copies
     from packtool.train.prepare.place import refuse_other_run, with_defaults
 
     config = with_defaults(config)
@@ -37,16 +114,16 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     world = find_place(
         invocation.arguments,
         config.sequence_parallel_ranks,
-        partial(_prepare, config),
+        partial(_prepare_train, config),
         # DeepSpeed asks torchrun's environment where it is, and MPI where there is none.
         even_one=config.deepspeed is not None,
         starts_none=config.dry_run,
         max_wait=config.ddp_timeout,
     )
-    from packtool.cache.nothing_left import drop_notes
+    from packtool.cache.finish import drop_notes
     from packtool.report.statistics import source_rows, train_lines
     from packtool.report.tables import print_table
-    from packtool.rows.boundary import unforeseen_note
+    from packtool.rows.sample import unforeseen_note
     from packtool.train.prepare.result import next_lines
 
     result = _train(config, invocation, world)
@@ -77,7 +154,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
 def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainResult:
     """Train, and say what there is to resume from where that ends early."""
-    from packtool.report.terminal import TerminalProgress
+    from packtool.report.tables import TerminalProgress
     from packtool.train.run import train
 
     with TerminalProgress(enabled=world.is_first) as progress:
@@ -132,9 +209,9 @@ def _draw_curves(output_dir: str) -> str | None:
         return None
 
 
-def _prepare(config: TrainConfig, world: World) -> None:
+def _prepare_train(config: TrainConfig, world: World) -> None:
     """Find mistakes, and make the cache of rows, before processes are started."""
-    from packtool.report.terminal import TerminalProgress
+    from packtool.report.tables import TerminalProgress
     from packtool.train.prepare.from_rows import with_cache
     from packtool.train.prepare.run import prepare_run
     from packtool.train.run import check_without_rows
@@ -145,7 +222,102 @@ def _prepare(config: TrainConfig, world: World) -> None:
         # Every process finds it out for itself, and says so; the plan is only checked here.
         from packtool.progress import SilentProgress
         from packtool.train.model.bucket import with_bucket
-        from packtool.train.prepare.recompute import with_recomputing
+        from packtool.train.prepare.costs import with_recomputing
 
         config = with_bucket(with_recomputing(config), world, SilentProgress())
     prepare_run(config, world)
+
+
+def run_eval(config: EvalConfig, invocation: Invocation) -> None:
+    """Start under torchrun if the environment asks for it, else evaluate and print the totals.
+
+    What does not fit is told here, once and at once, before any process is started.
+    """
+    world = find_place(
+        invocation.arguments,
+        config.sequence_parallel_ranks,
+        partial(_prepare_eval, config),
+        max_wait=config.ddp_timeout,
+    )
+    from packtool.report.results import evaluation_json, print_evaluation
+    from packtool.report.statistics import named
+    from packtool.report.tables import TerminalProgress
+    from packtool.train.evaluate.run import evaluate_caches
+
+    with TerminalProgress(enabled=world.is_first) as progress:
+        result = evaluate_caches(config, progress, world)
+    if not world.is_first:
+        return
+    if invocation.as_json:
+        show_json(named(evaluation_json(result)))
+        return
+    print_evaluation(result)
+    show(f"written: {result.output}")
+
+
+def _prepare_eval(config: EvalConfig, world: World) -> None:
+    from packtool.train.prepare.evaluation import prepare_evaluation
+
+    prepare_evaluation(config, world)
+
+
+def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
+    """Compare and print; a leak ends with exit code 4, after the report.
+
+    Several processes are started only where they share sequences: otherwise one computes all.
+    """
+    ranks = config.sequence_parallel_ranks
+    world = find_place(
+        invocation.arguments,
+        ranks,
+        partial(_prepare_verify, config),
+        starts_none=ranks == 1,
+        max_wait=config.ddp_timeout,
+    )
+    from packtool.report.results import print_report, verify_json, write_page
+    from packtool.report.statistics import named
+    from packtool.report.tables import TerminalProgress
+
+    with imported_at_once():
+        from packtool.train.verify.run import verify
+
+    with TerminalProgress(enabled=world.is_first) as progress:
+        report = verify(config, progress, world)
+    if not world.is_first:
+        # The first one says what is wrong.
+        raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)
+    if config.html is not None:
+        write_page(report, config.html, invocation.command)
+    if invocation.as_json:
+        show_json(named(verify_json(report)))
+    else:
+        print_report(report)
+        if config.html is not None:
+            show(f"written: {config.html}")
+    report.raise_if_failed()
+
+
+def _prepare_verify(config: VerifyConfig, world: World) -> None:
+    import numpy as np
+
+    from packtool.encode.model_files import ModelFiles
+    from packtool.train.prepare.sequence_parallel import axes_of
+
+    axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))
+
+
+def run_merge(config: MergeConfig, invocation: Invocation) -> None:
+    """Merge and say where the model is."""
+    share_cores_politely()
+    from packtool.report.tables import TerminalProgress
+
+    with imported_at_once():
+        from packtool.train.model.merge import merge_adapter
+
+    with TerminalProgress() as progress:
+        result = merge_adapter(config, progress)
+    if invocation.as_json:
+        show_json(dataclasses.asdict(result))
+        return
+    show(f"merged: {result.num_merged:,} modules of {result.base_model}, saved as {result.dtype}")
+    show(f"written: {result.output}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from packtool.config.panels import Panel
-from packtool.config.settings import NOT_AT_ALL, YES_OR_NO, option
+from packtool.config.settings import NOT_AT_ALL, YES_OR_NO, Panel, option
 
 SaveStrategy = Annotated[Literal["steps", "epoch", "best", "no"], NOT_AT_ALL]
 _PANEL: Panel = "Checkpoints and logs"

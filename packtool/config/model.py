@@ -1,10 +1,23 @@
-"""How a model computes: the names of precisions and of attention kernels, as options take them."""
+"""How a model computes: the names of precisions and of attention kernels, as options take them.
+
+Which weights learn, and through which adapters. Names and meanings are ms-swift's.
+
+Weights of the base model in 4 or 8 bits. Names and meanings are ms-swift's.
+
+Experts of a mixture that are spread over processes.
+
+What decides a rank's memory beside the model and its tokens: precision, recomputation and sharding.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
-from packtool.config.settings import Synonyms
+from packtool.config.settings import YES_OR_NO, Panel, Synonyms, flag, not_together, option
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttnImpl = Annotated[
@@ -25,3 +38,355 @@ ATTN_IMPL_HELP = (
     "Kernel of the packed attention: auto takes flash attention if it is installed, torch's own varlen on CUDA, and "
     "SDPA for each sample elsewhere."
 )
+
+
+ModelPart = Literal["vision tower", "aligner", "language model"]
+"""The parts of a model that are frozen, adapted and given learning rates as one."""
+_ONLY_LORA = "of adapters, packtool trains LoRA: give lora, perhaps with --use-dora, --use-rslora or --init-weights"
+TrainType = Annotated[
+    Literal["lora", "full"],
+    Synonyms(
+        {},
+        {
+            "qlora": "give lora and --quant-bits 4",
+            "freeze": "give full and --freeze-parameters or --trainable-parameters",
+            "lora_llm": "towers that are trained in full beside adapters are not done here: give lora with "
+            "--freeze-vit false, which puts adapters on them too",
+            **dict.fromkeys(
+                ("adalora", "adapter", "boft", "fourierft", "llamapro", "longlora", "oft", "reft", "vera"), _ONLY_LORA
+            ),
+        },
+    ),
+]
+InitWeights = Annotated[
+    Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"],
+    YES_OR_NO,
+]
+_PANEL: Panel = "Parameters"
+_LORA, _FULL = ("train_type", "lora"), ("train_type", "full")
+_FULL_ONLY = (
+    "freeze_parameters",
+    "freeze_parameters_regex",
+    "freeze_parameters_ratio",
+    "trainable_parameters",
+    "trainable_parameters_regex",
+)
+_NAMES = ("lora_bias", "target_modules", "target_regex", "modules_to_save", *_FULL_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """Which parts of a model learn: what a step costs depends on it."""
+
+    train_type: TrainType = option(
+        "lora", "Low-rank adapters, or all weights.", panel="Training", aliases=("tuner_type",)
+    )
+    lora_rank: int = option(8, "Rank of the adapters.", panel=_PANEL, needs=_LORA, minimum=1)
+    freeze_vit: bool = option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel=_PANEL)
+    freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel=_PANEL)
+    freeze_llm: bool = option(False, "Keep the language model as it is.", panel=_PANEL)
+    lora_bias: Literal["none", "all", "lora_only"] = option(
+        "none", "Biases that learn too: none, all of the model, or those of adapted modules.", panel=_PANEL, needs=_LORA
+    )
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Modules that get adapters: all-linear or names.", panel=_PANEL, needs=_LORA
+    )
+    target_regex: str | None = option(
+        None,
+        "Modules that get adapters, by a regular expression of their whole names; nothing else counts then.",
+        panel=_PANEL,
+        needs=_LORA,
+    )
+    modules_to_save: tuple[str, ...] = option(
+        (),
+        "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head.",
+        panel=_PANEL,
+        needs=_LORA,
+    )
+    freeze_parameters: tuple[str, ...] = option(
+        (), "With full: keep parameters as they are whose names begin with one of these.", panel=_PANEL, needs=_FULL
+    )
+    freeze_parameters_regex: str | None = option(
+        None,
+        "With full: keep parameters as they are in whose names this regular expression is found.",
+        panel=_PANEL,
+        needs=_FULL,
+    )
+    freeze_parameters_ratio: float = option(
+        0.0,
+        "With full: keep this share of the parameters as it is, from the model's first ones on.",
+        panel=_PANEL,
+        needs=_FULL,
+        minimum=0.0,
+        maximum=1.0,
+    )
+    trainable_parameters: tuple[str, ...] = option(
+        (),
+        "With full: train parameters whose names begin with one of these, whatever else is frozen.",
+        panel=_PANEL,
+        needs=_FULL,
+    )
+    trainable_parameters_regex: str | None = option(
+        None,
+        "With full: train parameters in whose names this is found, whatever else is frozen.",
+        panel=_PANEL,
+        needs=_FULL,
+    )
+
+    @property
+    def frozen_parts(self) -> frozenset[ModelPart]:
+        """The parts that are kept as they are."""
+        flags: dict[ModelPart, bool] = {
+            "vision tower": self.freeze_vit,
+            "aligner": self.freeze_aligner,
+            "language model": self.freeze_llm,
+        }
+        return frozenset(part for part, frozen in flags.items() if frozen)
+
+    @property
+    def learning_words(self) -> str:
+        """How each part learns, for people."""
+        how = {part: "frozen" if part in self.frozen_parts else self.train_type for part in get_args(ModelPart)}
+        told = f"language model {how['language model']}, towers {how['vision tower']}, aligner {how['aligner']}"
+        defaults = {field.name: field.default for field in dataclasses.fields(LearningOptions)}
+        named = [(name, value) for name in _NAMES if (value := getattr(self, name)) != defaults[name]]
+        shown = ((name, " ".join(value) if isinstance(value, tuple) else value) for name, value in named)
+        return ", ".join((told, *(f"{flag(name)} {value}" for name, value in shown)))
+
+    def is_target(self, name: str) -> bool:
+        """Whether a linear module is among those that adapters are for, if its part learns."""
+        if self.target_regex is not None:
+            return re.fullmatch(self.target_regex, name) is not None
+        return self.target_modules == ("all-linear",) or any(is_named(name, wanted) for wanted in self.target_modules)
+
+    def is_saved(self, name: str) -> bool:
+        """Whether a module learns whole beside adapters."""
+        return any(is_named(name, wanted) for wanted in self.modules_to_save)
+
+    def is_kept(self, parameter: str) -> bool:
+        """Whether ``--freeze-parameters`` or its regular expression means a parameter."""
+        return _is_meant(parameter, self.freeze_parameters, self.freeze_parameters_regex)
+
+    def is_wanted(self, parameter: str) -> bool:
+        """Whether ``--trainable-parameters`` or its regular expression means a parameter, whatever else is frozen."""
+        return _is_meant(parameter, self.trainable_parameters, self.trainable_parameters_regex)
+
+
+def is_named(name: str, target: str) -> bool:
+    """Whether a module is called so, or its full name ends so."""
+    return name == target or name.endswith("." + target)
+
+
+def _is_meant(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
+    return name.startswith(prefixes) or (regex is not None and re.search(regex, name) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(LearningOptions):
+    """Which weights learn, and through which adapters."""
+
+    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL, needs=_LORA)
+    lora_alpha: int = option(32, "Scale of the adapters.", panel=_PANEL, needs=_LORA, minimum=1)
+    lora_dropout: float = option(
+        0.05, "Dropout before the adapters.", panel=_PANEL, needs=_LORA, minimum=0.0, maximum=1.0
+    )
+    use_rslora: bool = option(
+        False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).", panel=_PANEL, needs=_LORA
+    )
+    use_dora: bool = option(
+        False, "Learn the magnitudes of the weights apart from their directions.", panel=_PANEL, needs=_LORA
+    )
+    init_weights: InitWeights = option(
+        "true",
+        "How adapters begin: true (peft's own, without effect at first), false (at random), gaussian, orthogonal, "
+        "pissa or olora.",
+        panel=_PANEL,
+        needs=_LORA,
+    )
+
+
+def adapter_problems(options: AdapterOptions) -> list[str]:
+    """Options of what learns that contradict each other."""
+    found = []
+    for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
+        try:
+            re.compile(getattr(options, name) or "")
+        except re.error as error:
+            found.append(f"{flag(name)} {getattr(options, name)}: no regular expression: {error}")
+    if options.train_type == "lora":
+        found += [f"{flag(name)} goes with --train-type full" for name in _FULL_ONLY if getattr(options, name)]
+    else:
+        needs_lora = ("adapters", "modules_to_save", "target_regex", "use_dora", "use_rslora")
+        found += [f"{flag(name)} goes with --train-type lora" for name in needs_lora if getattr(options, name)]
+    if options.lora_dropout >= 1.0:
+        found.append(f"--lora-dropout {options.lora_dropout:g} drops all that adapters are given: give less than 1")
+    if len(options.adapters) > 1:
+        found.append("--adapters: one adapter is trained at a time; give a single directory")
+    if options.adapters and options.init_weights != "true":
+        found.append(f"--init-weights {options.init_weights} begins new adapters, and --adapters goes on from one")
+    is_revived = options.trainable_parameters or options.trainable_parameters_regex or options.target_regex
+    if options.freeze_vit and options.freeze_aligner and options.freeze_llm and not is_revived:
+        found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
+    return found
+
+
+FSDP_WORDS = ("fsdp2", "full_shard", "shard_grad_op", "auto_wrap", "offload")
+MasterWeights = Literal["float32", "kahan", "none"]
+_MEMORY_PANEL: Panel = "Precision and memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """What decides a rank's memory beside the model and its tokens."""
+
+    torch_dtype: DType = option(
+        "auto",
+        "Precision of the computation; auto is the checkpoint's on a GPU and float32 on a CPU.",
+        panel=_MEMORY_PANEL,
+    )
+    master_weights: MasterWeights = option(
+        "float32",
+        "How all weights are kept while they are trained in 16 bits: float32 (16 bytes each with gradient and AdamW); "
+        "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
+        panel=_MEMORY_PANEL,
+    )
+    gradient_checkpointing: bool | None = option(
+        None,
+        "Recompute activations to save memory; by default for models of more than 100 million parameters.",
+        panel=_MEMORY_PANEL,
+    )
+    vit_gradient_checkpointing: bool | None = option(
+        None,
+        "The same in the vision and audio towers alone; by default as --gradient-checkpointing.",
+        panel=_MEMORY_PANEL,
+    )
+    deepspeed: str | None = option(
+        None,
+        "DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload, or a JSON file of its settings.",
+        panel=_MEMORY_PANEL,
+    )
+    fsdp: tuple[str, ...] = option(
+        (),
+        "FSDP2: full_shard (or fsdp2), or shard_grad_op, which keeps weights whole after the forward; and offload.",
+        panel=_MEMORY_PANEL,
+    )
+
+
+def sharding_problems(options: MemoryOptions) -> list[str]:
+    """Options of sharding that contradict each other."""
+    found = []
+    if options.deepspeed is not None and options.fsdp:
+        found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
+    return found + [
+        f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in options.fsdp if word not in FSDP_WORDS
+    ]
+
+
+def master_problems(options: MemoryOptions, optim: str, train_type: str, computed_in: DType) -> list[str]:
+    """Where ``--master-weights`` says something that would not be done."""
+    if options.master_weights == "float32":
+        return []
+    given, found = f"--master-weights {options.master_weights}", []
+    if train_type == "lora":
+        found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
+    if options.fsdp or options.deepspeed is not None:
+        found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, sharded over the processes; leave it out")
+    if options.torch_dtype == "float32" and computed_in != "float32":
+        found.append(f"{given} contradicts --torch-dtype float32, which keeps weights in float32")
+    if computed_in == "float16":
+        found.append(f"{given}: float16 gradients cannot be unscaled; use bfloat16")
+    if options.master_weights == "kahan" and not optim.startswith("adamw_torch"):
+        found.append(f"{given} is an AdamW of its own: leave out --optim {optim}")
+    return found
+
+
+QuantMethod = Literal["bnb"]
+_QUANTIZATION_PANEL: Panel = "Precision and memory"
+_BITS = (4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """Whether the base model under adapters is kept in few bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
+
+    quant_method: QuantMethod | None = option(
+        None,
+        "What keeps the base model in few bits: bnb is bitsandbytes, which --quant-bits takes alone, too.",
+        panel=_QUANTIZATION_PANEL,
+    )
+    quant_bits: int | None = option(
+        None,
+        "Bits of the language model's linear layers under adapters: 4 (QLoRA) or 8. Towers of media and the head stay "
+        "as they are.",
+        panel=_QUANTIZATION_PANEL,
+        minimum=min(_BITS),
+        maximum=max(_BITS),
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "What four bits stand for.", panel=_QUANTIZATION_PANEL)
+    bnb_4bit_use_double_quant: bool = option(
+        True,
+        "Keep the scales of four-bit weights in 8 bits, which saves 0.37 bits a weight.",
+        panel=_QUANTIZATION_PANEL,
+    )
+
+
+def quantization_problems(options: QuantizationOptions) -> list[str]:
+    """Options of few bits that contradict each other."""
+    if options.quant_bits not in (None, *_BITS):
+        return [f"--quant-bits {options.quant_bits}: known are {' and '.join(map(str, _BITS))}"]
+    found = []
+    if options.quant_method is not None and options.quant_bits is None:
+        found.append(f"--quant-method {options.quant_method} needs --quant-bits 4 or 8")
+    if options.quant_bits != 4:
+        asked = {
+            f"--bnb-4bit-quant-type {options.bnb_4bit_quant_type}": options.bnb_4bit_quant_type != "nf4",
+            "--bnb-4bit-use-double-quant false": not options.bnb_4bit_use_double_quant,
+        }
+        found += [f"{name} goes with --quant-bits 4" for name, is_given in asked.items() if is_given]
+    return found
+
+
+def few_bits_problems(
+    bits: int | None, adapters: AdapterOptions, memory: MemoryOptions, *, compiles: bool
+) -> list[str]:
+    """Options of training that do not go with ``--quant-bits``."""
+    if bits is None:
+        return []
+    begin = adapters.init_weights
+    refused = {
+        "--train-type full: few bits cannot learn, adapters on them can": adapters.train_type == "full",
+        f"--init-weights {begin}, which changes the base model's weights": begin in ("pissa", "olora"),
+        "--fsdp, which shards weights of one precision": bool(memory.fsdp),
+        f"--deepspeed {memory.deepspeed}, which shards weights of one precision": memory.deepspeed is not None,
+        "--torch-compile true": compiles,
+    }
+    return not_together(f"--quant-bits {bits}", refused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Experts of a mixture that are spread over processes."""
+
+    expert_parallel_size: int = option(
+        1,
+        "Processes that divide the experts of a mixture among themselves and send each other tokens; the number of "
+        "processes is a multiple of it. All other weights are sharded over all processes.",
+        panel="Precision and memory",
+        minimum=1,
+    )
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether processes hold different experts."""
+        return self.expert_parallel_size > 1
+
+
+def expert_problems(options: ExpertOptions, others: Mapping[str, bool]) -> list[str]:
+    """Options that do not go with ``--expert-parallel-size``.
+
+    Args:
+        others: options, as they are given and with the reason, and whether they are.
+    """
+    if not options.shares_experts:
+        return []
+    return not_together(f"--expert-parallel-size {options.expert_parallel_size}", others)

@@ -6,23 +6,171 @@ the file given with ``--config``, the default. Every mistake found is reported i
 
 What a value may look like follows from the declared type: ``Tokens`` and ``Bytes`` (``sizes``) take suffixes, booleans
 take yes and no, and ``Annotated[..., Synonyms(...)]`` takes further words.
+
+Numbers of tokens and of bytes as people write them, and the types of settings that are such numbers.
+
+YAML and JSON of files and options; whatever they hold, what cannot be read raises the parser's own error.
+
+YAML is as ``--config`` and ``--set`` have it: numbers and booleans as people write them.
+
+PyYAML follows YAML 1.1, which takes ``1e-6`` for a text and ``no`` for a boolean. YAML 1.2 (core schema, section 10.3)
+says what is meant: ``1e-6`` is a number, ``no`` a word (as are ``12:30`` and ``2024-01-01``), and only ``true`` and
+``false`` are booleans; where an option wants a boolean, the word is turned into one by its declared type.
+
+The headings that ``--help`` shows options under, in the order in which it shows them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args
 
-from packtool.config.panels import FIRST, Panel
-from packtool.config.sizes import Unit
-from packtool.config.yaml_values import load_json, parse_yaml
 from packtool.errors import ConfigError, did_you_mean
+
+_BASES = ((1000, ""), (1024, "i"))
+_POWERS = {"": 0, "k": 1, "m": 2}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a whole number counts, where people write it with a suffix.
+
+    Args:
+        letter: what ``--help`` shows for a value.
+        parse: makes a number of text such as ``8K``; raises ValueError with what was expected.
+    """
+
+    letter: str
+    parse: Callable[[str], int]
+
+
+def num_tokens(text: str) -> int:
+    """A number of tokens as people write it: ``8192``, ``8k``, ``26K``, ``1M``; K is 1024, M is 1024 K.
+
+    Raises:
+        ValueError: if it is none, or not positive.
+    """
+    match = re.fullmatch(r"(\d+)([km]?)", text.strip(), re.IGNORECASE)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r} is no number of tokens; write it as in 8192 or 8K")
+    return int(match[1]) * 1024 ** _POWERS[match[2].lower()]
+
+
+def num_bytes(text: str) -> int:
+    """A size as people write it: ``200GB``, ``1.5 TiB``, ``1000000``.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write it as in 200GB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+
+
+def written_bytes(num: int) -> str:
+    """A size in the largest unit that it is a whole number of: ``1KB`` for 1000, ``4KiB`` for 4096, ``80`` for 80."""
+    sizes = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in _BASES]
+    size, unit = max(((size, unit) for size, unit in sizes if num % size == 0), default=(1, ""))
+    return f"{num // size}{unit}"
+
+
+Tokens = Annotated[int, Unit("TOKENS", num_tokens)]
+"""Type of settings that count tokens: ``8192`` or ``8K``."""
+
+Bytes = Annotated[int, Unit("BYTES", num_bytes)]
+"""Type of settings that count bytes: ``1000000`` or ``200GB``."""
+
+
+_DEEP = "lists and objects nest too deeply"
+_BOOL, _INT, _FLOAT, _TIME = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp"))
+_IS_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
+_IS_INT = re.compile(r"[-+]?(?:0x[0-9a-fA-F]+|[0-9][0-9_]*)$")
+_IS_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: if it is none.
+    """
+    import yaml  # here, because most runs need none of it
+
+    try:
+        return yaml.load(text, Loader=_loader())  # a SafeLoader with other resolvers
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise yaml.YAMLError(_DEEP if isinstance(error, RecursionError) else str(error)) from error
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: if it is none, or nests too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(_DEEP) from error
+
+
+@functools.cache
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """PyYAML's with the plain scalars of YAML 1.2."""
+
+    # A table of its own, for PyYAML's is shared by all loaders.
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if tag not in (_BOOL, _INT, _FLOAT, _TIME)]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(_BOOL, _IS_BOOL, list("tTfF"))
+    Loader.add_implicit_resolver(_INT, _IS_INT, list("-+0123456789"))
+    Loader.add_implicit_resolver(_FLOAT, _IS_FLOAT, list("-+.0123456789"))
+    return Loader
+
+
+Panel = Literal[
+    "Options",
+    "Model and hardware",
+    "Mixtures",
+    "Packing",
+    "Training",
+    "Optimizer",
+    "Parameters",
+    "Precision and memory",
+    "Speed",
+    "Steps",
+    "Sequence parallel",
+    "Evaluation",
+    "Checkpoints and logs",
+    "Rows",
+    "Streaming",
+    "Pictures",
+    "Video and audio",
+    "Scale",
+    "Media access",
+    "Caches",
+    "Other options",
+]
+PANELS: tuple[Panel, ...] = get_args(Panel)
+FIRST, LAST = PANELS[0], PANELS[-1]
+"""What a command needs first, whatever else its options are declared as; and what all commands have."""
+
 
 T = TypeVar("T")
 REQUIRED: Any = MISSING

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from packtool.config.parallel import SequenceParallelType
-from packtool.config.settings import option
-from packtool.config.sizes import Tokens, num_tokens
+from packtool.config.packing import SequenceParallelType
+from packtool.config.settings import Tokens, num_tokens, option
 from packtool.errors import did_you_mean
 
 StrategyName = Literal[

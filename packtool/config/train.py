@@ -1,34 +1,18 @@
-"""What ``packtool train`` needs to know."""
+"""What ``packtool train`` needs to know.
+
+How weights are moved: optimizer, learning rates and their schedule. Names and meanings are ms-swift's.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from packtool.config.adapters import AdapterOptions, adapter_problems
-from packtool.config.caches import CacheOptions
 from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems, data_change_problems
-from packtool.config.evaluate import MAX_TOKENS_HELP
-from packtool.config.experts import ExpertOptions, expert_problems
-from packtool.config.export import ExportConfig
-from packtool.config.media_cache import MediaCacheOptions, media_cache_problems
-from packtool.config.memory import MemoryOptions, master_problems, sharding_problems
-from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
-from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
-from packtool.config.optimizer import OptimizerOptions, router_problems
-from packtool.config.packages import missing_packages
-from packtool.config.packing import (
-    SEQUENCE_PARALLELISM,
-    IntervalOptions,
-    PackingOptions,
-    no_sharing_with,
-    packing_problems,
-    sharing_problems,
-)
-from packtool.config.parallel import LaunchOptions, ParallelOptions, parallel_problems
-from packtool.config.quantization import QuantizationOptions, few_bits_problems, quantization_problems
-from packtool.config.rows import (
+from packtool.config.commands import MAX_TOKENS_HELP
+from packtool.config.data import (
     EXPAND_HELP,
     LOSS_SCALE_HELP,
     MAX_ROW_BYTES,
@@ -36,7 +20,10 @@ from packtool.config.rows import (
     TEMPLATE_HELP,
     TRUNCATION_HELP,
     BoxOptions,
+    CacheOptions,
     ExpandTurns,
+    ExportConfig,
+    MediaCacheOptions,
     MediaOptions,
     MediaOverflow,
     RowOptions,
@@ -44,9 +31,108 @@ from packtool.config.rows import (
     access_problems,
     expand_problems,
     image_limit_problems,
+    media_cache_problems,
 )
-from packtool.config.settings import NOT_AT_ALL, flag, option, part_of
-from packtool.config.sizes import Tokens
+from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
+from packtool.config.model import (
+    ATTN_IMPL_HELP,
+    AdapterOptions,
+    AttnImpl,
+    DType,
+    ExpertOptions,
+    MemoryOptions,
+    QuantizationOptions,
+    adapter_problems,
+    expert_problems,
+    few_bits_problems,
+    master_problems,
+    quantization_problems,
+    sharding_problems,
+)
+from packtool.config.packages import missing_packages
+from packtool.config.packing import (
+    SEQUENCE_PARALLELISM,
+    IntervalOptions,
+    LaunchOptions,
+    PackingOptions,
+    ParallelOptions,
+    no_sharing_with,
+    packing_problems,
+    parallel_problems,
+    sharing_problems,
+)
+from packtool.config.settings import NOT_AT_ALL, Panel, Tokens, flag, not_together, option, part_of
+
+_PANEL: Panel = "Optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """How weights are moved."""
+
+    learning_rate: float | None = option(
+        None, "Peak learning rate; by default 1e-4 with lora and 1e-5 with full.", panel=_PANEL, minimum=0.0
+    )
+    vit_lr: float | None = option(
+        None, "Peak learning rate of the vision tower; by default --learning-rate.", panel=_PANEL, minimum=0.0
+    )
+    aligner_lr: float | None = option(
+        None, "Peak learning rate of the aligner; by default --learning-rate.", panel=_PANEL, minimum=0.0
+    )
+    optim: str = option(
+        "adamw_torch_fused", "Optimizer, by transformers' names: adamw_torch, adafactor, sgd, ...", panel=_PANEL
+    )
+    adam_beta1: float = option(0.9, "Adam's decay of the mean gradient.", panel=_PANEL, minimum=0.0, maximum=1.0)
+    adam_beta2: float = option(
+        0.999, "Adam's decay of the mean squared gradient.", panel=_PANEL, minimum=0.0, maximum=1.0
+    )
+    adam_epsilon: float = option(1e-8, "Adam's constant under the fraction.", panel=_PANEL, minimum=0.0)
+    weight_decay: float = option(0.1, "AdamW's weight decay.", panel=_PANEL, minimum=0.0)
+    warmup_ratio: float = option(
+        0.05, "Share of the steps in which the learning rate rises.", panel=_PANEL, minimum=0.0, maximum=1.0
+    )
+    warmup_steps: int | None = option(
+        None, "Steps in which the learning rate rises, instead of --warmup-ratio.", panel=_PANEL, minimum=0
+    )
+    lr_scheduler_type: str = option("cosine", "Schedule of the learning rate, by transformers' names.", panel=_PANEL)
+    lr_scheduler_kwargs: Mapping[str, Any] = option(
+        {},
+        "What the schedule wants to know beside that, as JSON: '{\"min_lr\": 1e-6}' for cosine_with_min_lr.",
+        panel=_PANEL,
+    )
+    max_grad_norm: float = option(
+        1.0, "Gradient norm above which gradients are scaled down.", panel=_PANEL, minimum=0.0
+    )
+    router_aux_loss_coef: float = option(
+        0.0,
+        "Weight of the loss that balances the experts of a mixture, over the tokens of samples; 0 leaves it out.",
+        panel=_PANEL,
+        minimum=0.0,
+    )
+    neftune_noise_alpha: float | None = option(
+        None,
+        "Noise on the embeddings of training, NEFTune's alpha; each sample of a pack has the noise of its own length.",
+        panel=_PANEL,
+        minimum=0.0,
+    )
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of a run of ``num_steps`` in which the learning rate rises."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return math.ceil(num_steps * self.warmup_ratio)
+
+
+def router_problems(options: OptimizerOptions, others: Mapping[str, bool]) -> list[str]:
+    """Options that do not go with ``--router-aux-loss-coef``.
+
+    Args:
+        others: options, as they are given, and whether they are.
+    """
+    if not options.router_aux_loss_coef:
+        return []
+    return not_together(f"--router-aux-loss-coef {options.router_aux_loss_coef:g}", others)
+
 
 # Settings of a run that say something about rows, and nothing about a cache.
 ROWS_ONLY = (

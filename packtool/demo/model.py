@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from packtool.demo.world import sentences
-from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.load import quiet_transformers
 
 VOCAB_SIZE = 512
 """Rows of the embedding; the small world's words do not give enough merges to fill it, as with the real ones."""

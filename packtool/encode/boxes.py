@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from packtool.config.rows import BboxType, BoxOptions
+from packtool.config.data import BboxType, BoxOptions
 from packtool.constants import BOX_MARK, NAME_MARK
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import FAMILIES, ImageLimits, MediaKind, Medium, family_of
 from packtool.encode.families.boxes import QWEN_TOKENS, BoxForm, BoxTokens
-from packtool.encode.messages import CannotRender
 from packtool.encode.model_files import ModelFiles
+from packtool.encode.template import CannotRender
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
+from packtool.rows.forms.columns import RowProblem, finite
 from packtool.rows.forms.objects import JSON_KEY, ROUNDING, corners_of
-from packtool.rows.forms.problem import RowProblem
-from packtool.rows.forms.values import finite
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 
 # A name that is a text of JSON is written as one.

@@ -1,4 +1,7 @@
-"""Samples to tokens, labels and media spans."""
+"""Samples to tokens, labels and media spans.
+
+What a user should know of how a model is encoded for, beyond what was asked.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,62 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, lay_out, num_common
+from packtool.config.data import EncodeSpec
 from packtool.encode.boxes import BoxWriter
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
 from packtool.encode.fit import Tokenized, fit, fit_all, over_long
-from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
-from packtool.encode.messages import CannotRender, message_of, strings_of
+from packtool.encode.media_spans import (
+    MediaLayout,
+    MediaTokens,
+    TokenizedLayout,
+    join_pieces,
+    lay_out,
+    num_common,
+    refuse_mixed,
+)
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.pieces import PieceTokenizer
-from packtool.encode.placed_media import MediaTokens, refuse_mixed
 from packtool.encode.prepared import PreparedRows
-from packtool.encode.remarks import remarks_on
 from packtool.encode.row_parts import RowParts, expansion_of, joined
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
-from packtool.encode.template import ChatTemplate, TemplateFailure
+from packtool.encode.template import CannotRender, ChatTemplate, LeftOut, TemplateFailure, message_of, strings_of
+from packtool.encode.tokenize import PieceTokenizer
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
-from packtool.rows.forms.marks import lone_mark_detail
+from packtool.rows.forms.media import lone_mark_detail
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
+
+
+def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
+    """A line each.
+
+    Raises:
+        ConfigError: if the loss scale cannot be understood.
+    """
+    found = [*media.remarks]
+    asked, meant = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
+    if meant != asked:
+        found.append(
+            f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
+            f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it"
+        )
+    if files.end_mark:
+        found.append(
+            f"the chat template ends no answer, and generation stops at {files.end_mark.strip()}, which opens the next "
+            "turn: it stands behind the last answer, too, and is trained as the end of each"
+        )
+    if spec.expand_turns == "auto":
+        drops = expansion_of("auto", files) == "auto"
+        found.append(
+            "--expand-turns auto: the chat template leaves out what earlier turns thought, so a row in which it does "
+            "becomes several samples"
+            if drops
+            else "--expand-turns auto changes nothing: the chat template keeps what earlier turns thought"
+        )
+    return tuple(found)
+
 
 _REMEMBERED_MEDIA = 10_000
 # Characters a token of a text that is looked at before it is tokenized: most texts have fewer.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from packtool.config.yaml_values import load_json
-from packtool.encode.open_template import ended_template
+from packtool.config.settings import load_json
+from packtool.encode.template import ended_template
 from packtool.errors import ConfigError
 
 _FETCH_AGAIN = "Fetch the model's files again."

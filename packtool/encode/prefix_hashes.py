@@ -28,7 +28,7 @@ from packtool.encode.encoded import (
     files_of,
     patch_squares,
 )
-from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
+from packtool.encode.media_spans import MediaTokens, PlacedMedium, placed_media
 from packtool.media.content import content_name
 
 _BYTES = 8

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import Span
+from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, Part
 from packtool.encode.fit import Tokenized
 from packtool.encode.loss_scale import Base, parse_loss_scale
-from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
-from packtool.rows.forms.values import shown
+from packtool.encode.media_spans import MediaTokens, PlacedMedium, Span, placed_media
+from packtool.rows.forms.columns import shown
 from packtool.rows.sample import Dropped, PreparedTokens, Sample
 
 _KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from packtool.config.export import EncodeSpec
-from packtool.config.rows import ExpandTurns
+from packtool.config.data import EncodeSpec, ExpandTurns
 from packtool.constants import MEDIA_MARKS
 from packtool.encode.control import Piece
 from packtool.encode.encoded import EncodedRow, EncodedSample

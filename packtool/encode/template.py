@@ -1,9 +1,29 @@
-"""Chat templates, rendered as transformers renders them (``apply_chat_template``), without importing it."""
+"""Chat templates, rendered as transformers renders them (``apply_chat_template``), without importing it.
+
+Templates that end no answer: what the model stops at is put behind the last one.
+
+GLM's turns end where the next one opens, and what opens it is among the tokens that generation stops at
+(``generation_config.json``)::
+
+    <|user|>Why?<|assistant|>So.<|user|>And?<|assistant|>Thus.              as the template writes it
+    <|user|>Why?<|assistant|>So.<|user|>And?<|assistant|>Thus.<|user|>      with it
+
+So ``<|user|>`` is what an answer is trained to end with, as in ms-swift and TRL [read in both]. That
+``<|observation|>`` is what tool calls end with follows from the template and from what generation stops at alone.
+
+A sample as chat templates get it.
+
+Turns that a chat template leaves out, though a row has them: a second system prompt, a tool's answer.
+
+Many templates know of one system prompt, before everything else, and pass over all others without a word. What a row
+says must not vanish so; whether it does is found out by rendering the same roles once more, with a mark for each text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import islice
@@ -18,7 +38,10 @@ import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from packtool.encode.control import Shield
 from packtool.errors import ConfigError
+from packtool.rows.forms.columns import RowProblem
+from packtool.rows.sample import Sample, Turn
 
 # What a template can run into on a conversation it was not written for.
 _FAILURES = (
@@ -244,3 +267,133 @@ def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+_QUESTION, _ANSWER = "packtoolquestion", "packtoolanswer"
+_ENDED = (
+    "{{%- if messages and messages[-1].role == 'assistant' and not add_generation_prompt -%}}"
+    "{{{{- ({tool!r} if messages[-1].tool_calls else {user!r}) -}}}}{{%- endif -%}}"
+)
+
+
+def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
+    """A chat template that ends the last answer too, if it ends answers only by opening the next turn.
+
+    Args:
+        text: the template.
+        variables: ``bos_token`` and its like.
+        stops: gives the tokens that generation stops at, if they are needed.
+
+    Returns:
+        the template and the mark that it now has behind the last answer; as it was and "", where it ends answers by
+        itself, or by what generation does not stop at.
+    """
+    for as_list in (False, True):
+        try:
+            template = ChatTemplate(text, variables, content_as_list=as_list)
+        except ConfigError:  # no valid template, which is told where it is used
+            return text, ""
+        if user := _mark_between(template, "user", stops):
+            tool = _mark_between(template, "tool", stops) or user
+            return text + _ENDED.format(user=user, tool=tool), user
+    return text, ""
+
+
+def _mark_between(template: ChatTemplate, role: str, stops: Callable[[], Collection[str]]) -> str:
+    """What a template writes between an answer and the message of a role, "" if that is nothing to stop at."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        short = template.render(asked)
+        long = template.render([*asked, {"role": role, "content": _QUESTION}])
+    except TemplateFailure:
+        return ""
+    written, behind = short.partition(_ANSWER)[2], long.partition(_ANSWER)[2]
+    if _ANSWER not in short or written.strip() or not behind.startswith(written):
+        return ""
+    mark = behind.removeprefix(written)
+    stop = next((stop for stop in stops() if mark.lstrip().startswith(stop)), None)
+    return "" if stop is None else mark[: mark.index(stop) + len(stop)]
+
+
+class CannotRender(RowProblem):
+    """A sample that no template can render."""
+
+
+def message_of(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
+    """A turn as the template gets it."""
+    text = shield.text(shield.media(turn.content, kinds))
+    content = shield.as_list(text) if as_list else text
+    return {"role": turn.role, "content": content, **shield.value(turn.extra)}
+
+
+def strings_of(sample: Sample) -> list[str]:
+    """Every string of a sample that a template may print.
+
+    Raises:
+        CannotRender: if a template might print NaN or an infinite number, which no JSON has.
+    """
+    found = [turn.content for turn in sample.turns]
+    stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
+    stack += list(sample.tools or ())
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            stack += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            stack += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
+    return found
+
+
+_REMEMBERED = 10_000
+_Roles = tuple[Any, ...]
+
+
+class LeftOut:
+    """Says which turn a template leaves out, for every order of roles that rows have.
+
+    Args:
+        render: messages and tools to text, as the template does it.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Mapping[str, Any]], Any], str]) -> None:
+        self._render = render
+        self._known: dict[_Roles, int | None] = {}
+
+    def first(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
+        """Number of the first turn, not an assistant's, that has a text of which nothing is rendered; None if none is.
+
+        Args:
+            turns: of a row.
+            messages: the same as the template gets them.
+            tools: as the template gets them.
+        """
+        roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
+        if roles in self._known:
+            return self._known[roles]
+        found = self._look(turns, messages, tools)
+        if len(self._known) < _REMEMBERED:
+            self._known[roles] = found
+        return found
+
+    def _look(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
+        marks = {
+            number: f"packtoolturn{number}end"
+            for number, turn in enumerate(turns)
+            if turn.role != "assistant" and turn.content.strip()
+        }
+        marked = [_with_text(message, marks.get(number)) for number, message in enumerate(messages)]
+        try:
+            rendered = self._render(marked, tools)
+        except TemplateFailure:
+            return None  # it looks into the texts; the row's own were rendered
+        return next((number for number, mark in marks.items() if mark not in rendered), None)
+
+
+def _with_text(message: Mapping[str, Any], text: str | None) -> Mapping[str, Any]:
+    if text is None:
+        return message
+    return {**message, "content": text if isinstance(message["content"], str) else [{"type": "text", "text": text}]}

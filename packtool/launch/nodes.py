@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import EXIT_UNEXPECTED, ConfigError
 from packtool.visible import show
 

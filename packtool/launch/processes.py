@@ -3,22 +3,34 @@
 NPROC_PER_NODE=8 packtool train ...                      8 processes on this machine
 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ...
                                                          the first of two machines with 8 each
+
+How train, eval and verify begin: each finds its place among the processes of a run, or starts them.
+
+What several processes of a run would say alike is said by one of them.
+
+Imports of libraries of many thousand modules.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import gc
+import hashlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from packtool.errors import ConfigError
+from packtool.launch.world import World, is_launched
 
-_INSIDE = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 _LAUNCHER = "PACKTOOL_LAUNCHER"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -72,12 +84,6 @@ class Processes:
         if problems:
             raise ConfigError.from_problems(problems)
         return cls(per_node, num_nodes, node_rank, address, port or None)
-
-
-def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process was started by torchrun; ``environ`` stands for its environment."""
-    values = os.environ if environ is None else environ
-    return any(values.get(name) for name in _INSIDE)
 
 
 def environment_of_one_process() -> dict[str, str]:
@@ -210,3 +216,100 @@ def _number(
         problems.append(f"{name}={text}: expected a whole number {bound}")
         return default
     return int(text)
+
+
+def begins_run() -> bool:
+    """Whether this command starts a run: not one of torchrun's processes, and on the first machine.
+
+    Raises:
+        ConfigError: if the environment is wrong.
+    """
+    return not is_launched() and Processes.from_environment(os.environ).node_rank == 0
+
+
+def find_place(
+    arguments: Sequence[str],
+    sequence_parallel_size: int,
+    prepare: Callable[[World], object],
+    *,
+    even_one: bool = False,
+    starts_none: bool = False,
+    max_wait: int | None = None,
+) -> World:
+    """This process's place in the run; where the environment asks for several, they are started and nothing returns.
+
+    Args:
+        arguments: of packtool, from the subcommand on, to be called again in every process.
+        sequence_parallel_size: processes that share each sequence.
+        prepare: called before any process is started, with the place of the first, so that what does not fit is told
+            once and at once.
+        even_one: a single process needs torchrun's environment, too.
+        starts_none: this process stands for all: the run is only looked at, or one process does all of its work.
+        max_wait: seconds to wait for other machines; by default 1800.
+
+    Raises:
+        ConfigError: if the environment is wrong, or its processes cannot be divided into groups.
+    """
+    share_cores_politely()
+    world = World.from_environment()
+    if is_launched():
+        return world
+    world = World(0, Processes.from_environment(os.environ).total).shared_by(sequence_parallel_size)
+    if (world.size > 1 or even_one) and not starts_none:
+        prepare(world)
+        launch_if_asked(arguments, even_one=even_one, max_wait=max_wait)
+    return world
+
+
+_SECONDS = 2.0
+
+
+def is_said_elsewhere(message: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether another process of this run has said the same message already; if none has, this one is noted for it.
+
+    The processes ask the store where torchrun lets them meet, which is there before they have met and after one has
+    failed. Without torchrun, or if the store does not answer, every process speaks for itself.
+
+    Args:
+        environ: the environment, with what torchrun adds; by default that of this process.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # here: most never need torch
+
+    rank = environ.get("RANK", "")
+    attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        with socket.create_connection(place, _SECONDS):  # where it fails, torch would print a stack
+            pass
+        store = TCPStore(
+            *place,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_SECONDS),
+        )
+        return bool(store.compare_set(key, "", rank) != rank.encode())
+    except (DistError, RuntimeError, KeyError, ValueError, OSError):
+        return False  # rather twice than not at all
+
+
+@contextlib.contextmanager
+def imported_at_once() -> Iterator[None]:
+    """Look for no garbage while torch and transformers are imported, and later not in what they hold.
+
+    All of it stays. Python would look through it again with every quarter more of it, which takes a third of the time
+    of importing, and whenever a training asks for a collection. Where they have been imported already, nothing is done.
+    """
+    if "transformers" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # libraries that count what is left of them in the end would complain

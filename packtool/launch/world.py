@@ -1,14 +1,30 @@
-"""Which of how many processes this is, as torchrun says."""
+"""Which of how many processes this is, as torchrun says.
+
+The GPUs of this machine by the names that their driver tells, without loading torch or the driver's libraries.
+
+What processes tell each other that is no tensor.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
+
+_INSIDE = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process was started by torchrun; ``environ`` stands for its environment."""
+    values = os.environ if environ is None else environ
+    return any(values.get(name) for name in _INSIDE)
 
 
 @dataclass(frozen=True)
@@ -96,3 +112,53 @@ class World:
 def processes_of_machine(otherwise: int = 1) -> int:
     """Processes of the run on this machine: what torchrun says, or will be told; else ``otherwise``."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NPROC_PER_NODE") or otherwise)
+
+
+_PLACES = "/proc/driver/nvidia/gpus/*/information"
+
+
+def gpu_names(places: str = _PLACES) -> tuple[str, ...]:
+    """The names of the GPUs, as in ``("NVIDIA H100 80GB HBM3",)``; nothing where the driver's files cannot be read.
+
+    Args:
+        places: of the files that describe a GPU each.
+    """
+    found = []
+    for place in sorted(glob.glob(places)):
+        try:
+            with open(place, encoding="utf-8", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            continue
+        if match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE):
+            found.append(match.group(1))
+    return tuple(found)
+
+
+T = TypeVar("T")
+
+LOST_PEER = "another process has ended, and this one with it; what that one says is what went wrong"
+# What gloo, NCCL and torch's store say when a process that they talk to is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Return whether an error means that another process of the run has ended."""
+    return is_launched() and any(lost in str(error) for lost in _LOST)
+
+
+def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T]:
+    """What every process has, in the order of their ranks; each of them must call this.
+
+    Args:
+        mine: of this process; anything that can be pickled.
+        num_processes: of the group; a single one needs no process group.
+        group: of processes; by default all of them.
+    """
+    if num_processes == 1:
+        return [mine]
+    import torch.distributed as dist  # here, because a single process may do without torch
+
+    found: list[Any] = [None] * num_processes
+    dist.all_gather_object(found, mine, group=group)
+    return found

@@ -17,13 +17,12 @@ from torch.utils.data import Dataset
 from packtool.batch.batch import Batch
 from packtool.batch.dataset import load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
-from packtool.config.media_cache import MediaCacheOptions
-from packtool.config.rows import AccessOptions
+from packtool.config.data import AccessOptions, MediaCacheOptions
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.launch.world import World
+from packtool.library.commands import refuse_others, settings_of
 from packtool.library.planned import Plan
-from packtool.library.settings import refuse_others, settings_of
 from packtool.library.training import Targets
 from packtool.train.loop.loader import input_spec, micro_batches
 from packtool.train.model.loss import label_positions

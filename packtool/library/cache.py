@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from packtool.cache.reader import CacheReader
 from packtool.encode.encoded import EncodedSample
+from packtool.report.drawing import render
 from packtool.report.inspect import cache_figures, figure_lines, sample_view
-from packtool.report.markup import render
-from packtool.report.names import named
+from packtool.report.statistics import named
 
 
 class Cache:

@@ -1,21 +1,56 @@
-"""What the commands of the same names do, as functions."""
+"""What the commands of the same names do, as functions.
+
+Options of the library's functions: the command line's, by the same names, read and checked by the same code.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
-from typing import TYPE_CHECKING, Unpack
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from packtool.config.evaluate import EvalConfig
-from packtool.config.export import ExportConfig
-from packtool.config.verify import VerifyConfig
-from packtool.library.settings import settings_of
+from packtool.config.commands import EvalConfig, VerifyConfig
+from packtool.config.data import ExportConfig
+from packtool.config.settings import resolve
+from packtool.errors import ConfigError, did_you_mean
 from packtool.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
-    from packtool.cache.summary import ExportSummary
+    from packtool.cache.finish import ExportSummary
     from packtool.library.options import EvalKeywords, ExportKeywords, VerifyKeywords
     from packtool.train.evaluate.run import EvalResult
     from packtool.train.verify.run import VerifyReport
+
+
+T = TypeVar("T")
+
+
+def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
+    """The settings of a command from keyword arguments, and as there from the environment (``MAX_PIXELS``, ...).
+
+    Args:
+        cls: the command's settings.
+        options: by name; None is not given, and where a path is taken, a ``Cache`` stands for its directory.
+
+    Raises:
+        ConfigError: naming every option that is wrong, or not known.
+    """
+    given = {name: _as_text(value) for name, value in options.items()}
+    return resolve(cls, given, environ=os.environ)
+
+
+def refuse_others(options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise a ConfigError for options that mean nothing here, though a command may have them."""
+    if others := [name for name in options if name not in known]:
+        raise ConfigError.from_problems([f"{name} is no option here{did_you_mean(name, known)}" for name in others])
+
+
+def _as_text(value: Any) -> Any:
+    """A value with paths, and caches among them, as the texts that settings have."""
+    if isinstance(value, (list, tuple)):
+        return [_as_text(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def export(*, progress: Progress | None = None, **options: Unpack[ExportKeywords]) -> ExportSummary:
@@ -34,7 +69,7 @@ def export(*, progress: Progress | None = None, **options: Unpack[ExportKeywords
         ConfigError, DataError, RowError, StorageError: as the command; a finished cache is left as it is.
     """
     from packtool.cache.export import export as export_rows
-    from packtool.rows.modelscope import with_local_copies
+    from packtool.rows.sources import with_local_copies
 
     return export_rows(with_local_copies(settings_of(ExportConfig, options)), progress or SilentProgress())
 
@@ -59,7 +94,7 @@ def verify(*, progress: Progress | None = None, **options: Unpack[VerifyKeywords
     config = settings_of(VerifyConfig, options)
     report = verify_caches(config, progress)
     if config.html is not None:
-        from packtool.report.verify import write_page
+        from packtool.report.results import write_page
         from packtool.train.prepare.result import option_words
 
         write_page(report, config.html, shlex.join(["packtool", "verify", *option_words(config)]))

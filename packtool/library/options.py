@@ -14,7 +14,7 @@ Texts = Text | Sequence[Text]
 
 
 class ExportKeywords(TypedDict, total=False):
-    """See ``packtool.config.export.ExportConfig``."""
+    """See ``packtool.config.data.ExportConfig``."""
 
     max_pixels: int | None
     min_pixels: int | None
@@ -162,7 +162,7 @@ class BatchKeywords(TypedDict, total=False):
 
 
 class VerifyKeywords(TypedDict, total=False):
-    """See ``packtool.config.verify.VerifyConfig``."""
+    """See ``packtool.config.commands.VerifyConfig``."""
 
     share_prefix: Literal["auto", "true", "false"] | None
     ddp_timeout: int | None
@@ -188,7 +188,7 @@ class VerifyKeywords(TypedDict, total=False):
 
 
 class EvalKeywords(TypedDict, total=False):
-    """See ``packtool.config.evaluate.EvalConfig``."""
+    """See ``packtool.config.commands.EvalConfig``."""
 
     quant_method: Literal["bnb"] | None
     quant_bits: int | None

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from packtool import storage
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError
-from packtool.library.settings import settings_of
+from packtool.library.commands import settings_of
 from packtool.plan.epoch import EpochPlan
-from packtool.report.markup import framed
-from packtool.report.names import named
+from packtool.report.drawing import framed
 from packtool.report.plan import page_content, plan_lines
 from packtool.report.plan_page import page
+from packtool.report.statistics import named
 from packtool.report.tables import aligned
-from packtool.simulate.lengths import names_of
+from packtool.simulate.run import names_of
 from packtool.train.prepare.preview import Preview, preview, save_plan
 from packtool.train.prepare.result import option_words
 

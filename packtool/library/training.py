@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from packtool.attention.support import refuse_unsupported
-from packtool.batch.movable import Movable
+from packtool.batch.tower_inputs import Movable
 from packtool.config.model import AttnImpl
 from packtool.errors import ConfigError
 from packtool.train.model.load import route_attention

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.media.container import check_end, index_of, is_counted, num_hidden, open_container
-from packtool.media.load import ANY, media_error, unlike_the_export
+from packtool.media.measure import ANY, media_error, unlike_the_export
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef

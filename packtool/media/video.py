@@ -12,8 +12,7 @@ import numpy.typing as npt
 from av.video.reformatter import VideoReformatter
 
 from packtool.media.container import check_end, index_of, is_indexed, num_hidden, open_container
-from packtool.media.load import ANY, load_image, media_error, unlike_the_export
-from packtool.media.measure import measure_image
+from packtool.media.measure import ANY, load_image, measure_image, media_error, unlike_the_export
 from packtool.media.opening import MediaProblem, label
 from packtool.media.seeking import Unnumbered, all_frames, count_frames, decode_all, needed_frames
 from packtool.rows.rights import MediaRights

@@ -12,21 +12,19 @@ import numpy.typing as npt
 
 from packtool import __version__, storage
 from packtool.batch.spec import InputSpec
-from packtool.cache.embed import embedded
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
-from packtool.config.pack import PackConfig
+from packtool.cache.shard import embedded
+from packtool.config.plan import PackConfig
 from packtool.constants import PACKS_MANIFEST_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MediaError, MismatchError
 from packtool.media.suffix import is_media
-from packtool.packs.files import SUFFIXES, energon_files, open_file
-from packtool.packs.pack import Pack
-from packtool.plan.packing import pack
-from packtool.plan.windows import map_on_processes
+from packtool.packs.files import SUFFIXES, Pack, energon_files, open_file
+from packtool.plan.packing import map_on_processes, pack
 from packtool.progress import Progress
 from packtool.rows.rights import rights_of_cache
 from packtool.rows.sample import Dropped

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError, DataError
-from packtool.plan.length_set import LengthSet
+from packtool.plan.best_fit import LengthSet
 from packtool.plan.pack_plan import (
     Int32Array,
     Int64Array,

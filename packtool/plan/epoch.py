@@ -12,13 +12,11 @@ import numpy.typing as npt
 
 from packtool.errors import DataError
 from packtool.plan.balance import imbalance
-from packtool.plan.dynamic import rearrange
-from packtool.plan.even_order import even_order
-from packtool.plan.even_packs import pack_evenly
+from packtool.plan.dynamic import costs_in_turn, pack_each_step, rearrange
+from packtool.plan.even import even_order, pack_evenly
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
-from packtool.plan.packed_steps import costs_in_turn, pack_each_step
 from packtool.plan.packing import pack, pack_singletons, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.shuffle import RandomStream, seeded_order

@@ -139,7 +139,7 @@ def plan_evaluation(
         max_tokens: cap of a micro-batch, a hard one; by default ``DEFAULT_MAX_TOKENS``, or the longest sample if that
             is longer.
         max_samples: of a micro-batch, or None.
-        alignment: see ``batch.padding.alignment_for``.
+        alignment: see ``batch.positions.alignment_for``.
 
     Raises:
         ConfigError: if a sample alone is over the cap.

@@ -7,10 +7,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.best_fit import place_best_fit
-from packtool.plan.exact_fit import MOST_BITS_FOR_PAIRS, place_exact_fit
+from packtool.plan.best_fit import (
+    MOST_BITS_FOR_PAIRS,
+    Placements,
+    falling_histogram,
+    fill_slots,
+    place_best_fit,
+    place_exact_fit,
+    reorder_groups,
+)
 from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, in_cache_order, offsets_of, split_to
-from packtool.plan.placements import Placements, falling_histogram, fill_slots, reorder_groups
 from packtool.plan.shuffle import RandomStream, seeded_order, seeded_uniform
 
 Placer = Callable[[Sequence[int], Sequence[int]], Placements]

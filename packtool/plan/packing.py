@@ -1,22 +1,33 @@
-"""Packing: one entry to all algorithms."""
+"""Packing: one entry to all algorithms.
+
+Windows of samples that are packed apart from one another, in parallel where that pays.
+
+Packing with the library ``binpacking``, in batches, as ms-swift does.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.config.packing import PackOptions, budget_problems
 from packtool.config.settings import bound_problems
-from packtool.errors import ConfigError
-from packtool.plan.batches import place_in_batches
+from packtool.errors import ConfigError, PacktoolError
+from packtool.launch.worker import PipeWorker, begin_worker, end_with_parent, portable
 from packtool.plan.budgets import check_media_tokens, pack_within_budgets
 from packtool.plan.histogram import pack_histogram
 from packtool.plan.pack_plan import (
     Int32Array,
+    Int64Array,
     Lengths,
     PackPlan,
     check_lengths,
@@ -29,7 +40,161 @@ from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.sequential import place_sequential
 from packtool.plan.shuffle import RandomStream, of_window, seeded_order
 from packtool.plan.tree_parts import apart_in_packs
-from packtool.plan.windows import contiguous_windows, draw_windows, map_on_processes
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+_GLANCE_S = 0.5
+
+
+def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
+    """Assign ``num`` samples to windows of at most ``window``, all of about one size, by chance.
+
+    Chance, because neighbours are often alike: where a cache is sorted by length, windows of neighbours would lack the
+    short samples that fill gaps. The windows do not depend on the epoch, so that every epoch has equally many packs.
+
+    Returns:
+        The samples of each window, int64 (n,), ascending.
+    """
+    order = seeded_order(num, seed=seed, epoch=0, stream=RandomStream.WINDOWS)
+    return [np.sort(part) for part in np.array_split(order, -(-num // window))]
+
+
+def contiguous_windows(num: int, window: int) -> list[Int64Array]:
+    """Windows of neighbours, int64 (n,) each, for packing that keeps the order."""
+    return [np.arange(start, min(start + window, num)) for start in range(0, num, window)]
+
+
+def map_on_processes(
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    num_proc: int,
+    told: Callable[[int], None] = lambda num_done: None,
+) -> list[Result]:
+    """``[function(job) for job in jobs]`` on so many processes; the result does not depend on how many.
+
+    Args:
+        function: of a module, so that it can be sent to the processes.
+        told: how many are done, whenever one is.
+
+    Raises:
+        PacktoolError: a process died.
+        Exception: what the function raised.
+    """
+    num_proc = min(num_proc, len(jobs))
+    # Workers of data loaders may not have children.
+    if num_proc <= 1 or multiprocessing.current_process().daemon:
+        return [_told(function(job), number, told) for number, job in enumerate(jobs, start=1)]
+    # Forked workers would inherit locks that other threads may hold.
+    context = multiprocessing.get_context("spawn")
+    workers: dict[Connection, PipeWorker] = {}
+    results: dict[int, Result] = {}
+    given = 0
+    try:
+        for _ in range(num_proc):
+            worker = PipeWorker(context, _work, function)
+            workers[worker.pipe] = worker
+        waiting = list(workers)
+        while len(results) < len(jobs):
+            for pipe in waiting:
+                if given < len(jobs):
+                    pipe.send((given, jobs[given]))
+                    given += 1
+            # Looked up now and then: a signal that another thread receives does not wake this one.
+            waiting = [pipe for pipe in wait(list(workers), timeout=_GLANCE_S) if isinstance(pipe, Connection)]
+            for pipe in waiting:
+                number, found = pipe.recv()
+                if isinstance(found, BaseException):
+                    raise found
+                results[number] = found
+                told(len(results))
+    except (EOFError, OSError):
+        raise PacktoolError(
+            "a packing process died (killed, or out of memory?)",
+            "--packing-num-proc 1 packs without further processes; the plan is the same.",
+        ) from None
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    return [results[number] for number in range(len(jobs))]
+
+
+def _told(result: Result, number: int, told: Callable[[int], None]) -> Result:
+    told(number)
+    return result
+
+
+def _work(function: Callable[[Job], Result], pipe: Connection) -> None:
+    """A worker's life: one job after the other, until it is killed."""
+    begin_worker()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    with suppress(EOFError, OSError):  # nobody asks or listens any more
+        while True:
+            number, job = pipe.recv()
+            try:
+                told: Result | Exception = function(job)
+            except Exception as error:
+                told = portable(error)
+            pipe.send((number, told))
+
+
+BATCHES_PER_CHAIN = 64
+_MANY = 20_000
+
+_Chain = tuple[Int64Array, Int32Array, int, int]
+
+
+def place_in_batches(
+    lengths: Int32Array, capacity: int, batch_size: int, num_proc: int, order: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Give samples to ``binpacking.to_constant_volume`` so many at a time; the last pack, if not full, goes on.
+
+    What the library does differs: 1.5.2 puts a sample into the fullest pack that takes it, 2.0.1 into the emptiest.
+    With both, samples go in falling order, and the time grows with the square of the batch.
+
+    ms-swift has one chain of batches a process, so that its packs depend on how many there are. Here a chain has 64
+    batches, whatever the processes.
+
+    Args:
+        lengths: (N,), from 1 to ``capacity``.
+        capacity: tokens that a pack may hold.
+        batch_size: samples of a batch, besides those that go on from the batch before.
+        num_proc: processes.
+        order: (N,), in which samples come into batches.
+
+    Returns:
+        int64 (N,) the samples in pack order, and (K,) how many are in each pack.
+    """
+    step = batch_size * BATCHES_PER_CHAIN
+    parts = [order[start : start + step] for start in range(0, len(order), step)]
+    chains: list[_Chain] = [(part, lengths[part], capacity, batch_size) for part in parts]
+    results = map_on_processes(_pack_chain, chains, num_proc if len(order) >= _MANY else 1)
+    nothing = np.zeros(0, dtype=np.int64)
+    packed = np.concatenate([nothing, *(packed for packed, _ in results)])
+    sizes = np.concatenate([nothing, *(sizes for _, sizes in results)])
+    assert len(packed) == len(lengths) == sizes.sum(), "binpacking neither loses samples nor makes empty packs"
+    return packed, sizes
+
+
+def _pack_chain(chain: _Chain) -> tuple[Int64Array, Int64Array]:
+    # Takes a moment, and most plans do without.
+    from binpacking.to_constant_volume import to_constant_volume
+
+    samples, lengths, capacity, batch_size = chain
+    items = list(zip(samples.tolist(), lengths.tolist(), strict=True))
+    packs: list[list[tuple[int, int]]] = []
+    waiting: list[tuple[int, int]] = []
+    for start in range(0, len(items), batch_size):
+        made = to_constant_volume([*waiting, *items[start : start + batch_size]], capacity, weight_pos=1)
+        waiting = []
+        if start + batch_size < len(items) and sum(length for _, length in made[-1]) < capacity:
+            waiting = made.pop()
+        packs += made
+    # It answers an empty list with one empty pack.
+    packs = [pack for pack in packs if pack]
+    packed = np.array([sample for pack in packs for sample, _ in pack], dtype=np.int64)
+    return packed, np.array([len(pack) for pack in packs], dtype=np.int64)
+
 
 _AS_DECLARED = PackOptions()
 

@@ -14,12 +14,16 @@ are the nodes of trees::
 In the order of a walk through the trees, the tokens that a sample adds are those beyond what it shares with the one
 before it, whatever comes after: sums of ``length - shared`` over neighbours are the tokens of a tree. So a tree is cut,
 packed and counted as a run of numbers.
+
+Prefix trees of some of their samples: the others were trained already.
+
+The trees of a pack taken apart: what is there once, for whom, and what goes on from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -346,3 +350,85 @@ def _cut(
             start = min(max(min(ends), start + 1), start + most, stop)
         starts.append(np.array(cuts, np.int64))
     return np.sort(np.concatenate(starts)).astype(np.int64)
+
+
+def trees_of_some(trees: PrefixTrees, wanted: npt.NDArray[np.bool_]) -> PrefixTrees:
+    """The trees without some samples: two that become neighbours share what all between them shared.
+
+    Args:
+        trees: of N samples.
+        wanted: (N,) or longer, which samples stay, by number; at least one of them.
+    """
+    places: npt.NDArray[np.integer[Any]] = np.flatnonzero(wanted[trees.samples])
+    # The least of what is shared since the neighbour before, and where that is: both in one number.
+    keys = trees.shared.astype(np.int64) * len(wanted) + np.arange(len(trees.samples))
+    least = np.minimum.reduceat(keys[: places[-1] + 1], np.append(0, places[:-1] + 1)) % len(wanted)
+    offsets = np.unique(np.searchsorted(places, trees.offsets))
+    shared, prefixes = trees.shared[least], trees.prefixes[least]
+    shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
+    return replace(
+        trees,
+        samples=trees.samples[places],
+        offsets=offsets,
+        shared=shared,
+        prefixes=prefixes,
+        numbers=trees.numbers[places],
+    )
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Tokens that are there once in a pack: a prefix of several samples, or what one of them has of its own.
+
+    Args:
+        first, last: the samples that have them, in pack order, from the first to behind the last.
+        start, stop: their positions, the same in each of these samples.
+        parent: place of the branch that they go on from, before it in the list; or ``NOTHING``.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    parent: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that have the tokens."""
+        return self.last - self.first
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are there once."""
+        return self.stop - self.start
+
+
+def branches_of(new: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None) -> list[Branch]:
+    """The trees of one pack, each branch behind the one that it goes on from: the order in which they are laid out.
+
+    Price: each sample is looked at once for each prefix that it shares.
+
+    Args:
+        new: (S,), tokens that each sample adds to the pack, 1 or more.
+        shared: (S,), tokens that each has in common with the one before it, fewer than either has; None for none.
+    """
+    common = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
+    lengths = [tokens + known for tokens, known in zip(new.tolist(), common, strict=False)]
+    found: list[Branch] = []
+    path: list[int] = []  # the branches that the sample of the moment is in
+    for sample, length in enumerate(lengths):
+        while path and found[path[-1]].stop > common[sample]:
+            path.pop()
+        # How much of it each following sample has: prefixes that begin with it end there.
+        least, lasts = length, dict[int, int]()
+        for other in range(sample + 1, len(common)):
+            if least > common[other]:
+                lasts[least] = other
+                least = common[other]
+            if least <= common[sample]:
+                break
+        for stop in sorted(lasts):
+            start, parent = (found[path[-1]].stop, path[-1]) if path else (0, NOTHING)
+            path.append(len(found))
+            found.append(Branch(sample, lasts[stop], start, stop, parent))
+    return found

@@ -19,7 +19,7 @@ class RandomStream(IntEnum):
     find its own. Windows of samples that are packed apart from one another use those of packing again, each window 16
     further on (``of_window``): from 16 on all numbers are theirs, up to those of mixtures, which begin beyond every
     window, at 2^40, and are moved by the number of a source or of a level of halving. Rows drawn before there is a plan
-    (``rows.sampling``, the val split) come from the seed alone.
+    (``rows.source``, the val split) come from the seed alone.
     """
 
     WITHIN_LENGTH = 0

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from packtool.config.adapters import ModelPart
+from packtool.config.model import ModelPart
 from packtool.encode.families import family_of
 
 StepKind = Literal["linear", "convolution", "tensor", "lookup", "attention"]

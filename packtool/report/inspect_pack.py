@@ -11,10 +11,9 @@ from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.placed_media import MediaTokens, placed_media
+from packtool.encode.media_spans import MediaTokens, placed_media
 from packtool.errors import ConfigError
-from packtool.plan.branches import Branch, branches_of
-from packtool.plan.prefix_trees import NOTHING
+from packtool.plan.prefix_trees import NOTHING, Branch, branches_of
 from packtool.report.inspect import all_media, medium_text, model_of_cache
 from packtool.visible import visible_line
 

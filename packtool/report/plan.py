@@ -1,19 +1,28 @@
-"""A plan's figures as lines of a table, and as the content of a page."""
+"""A plan's figures as lines of a table, and as the content of a page.
+
+``packtool plan --sweep``: several packing lengths beside each other, as lines of a terminal and as a page.
+
+``packtool plan --fit``: the settings that fit, as lines of a terminal.
+
+What ``packtool plan --resume`` shows: how a run would go on, and what has become of its data.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.branches import Branch, branches_of
+from packtool.plan.mixture import added, by_name, share_figures
 from packtool.plan.pack_plan import PackPlan
-from packtool.plan.source_shares import added, by_name, share_figures
+from packtool.plan.prefix_trees import Branch, branches_of
+from packtool.report.drawing import render
 from packtool.report.plan_page import Histogram, MixtureFigures, PageContent, PlainFigures, SharedFigures
 from packtool.report.statistics import Line, percent, source_rows
+from packtool.report.tables import aligned
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.staged_schedule import stage_title
 
@@ -193,7 +202,7 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
         plain=PlainFigures(figures["rows_of_plain_batches"], percent(padding), _times(figures), padding > 0.05),
         balance=(before, after) if found.options.world_size > 1 else None,
         processes_per_rank=found.sequence_parallel_size,
-        shared=_shared(packs, figures),
+        shared=_shared_figures(packs, figures),
         mixture=_mixture(found),
         figures=[*plan_lines(figures), *_fingerprints(figures)],
         commands=[("This page was made by", command)],
@@ -250,7 +259,7 @@ def _left_out(figures: Mapping[str, Any]) -> str:
     return f"{figures['not_drawn']:,} were not drawn, {figures['filtered']:,} were too long or short"
 
 
-def _shared(packs: PackPlan, figures: Mapping[str, Any]) -> SharedFigures | None:
+def _shared_figures(packs: PackPlan, figures: Mapping[str, Any]) -> SharedFigures | None:
     """What shared prefixes save, in large figures, and two of the trees: the one that saves most, and a usual one."""
     saved = figures["shared_prefixes"]
     if saved is None or packs.shared is None:
@@ -318,3 +327,164 @@ def _fingerprints(figures: Mapping[str, Any]) -> list[Line]:
     if figures["cache_fingerprint"]:
         found.append(("caches", str(figures["cache_fingerprint"])))
     return found
+
+
+Figures = Sequence[Mapping[str, Any]]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _share_saved(figures: Mapping[str, Any] | None) -> str:
+    return "none" if figures is None else percent(figures["token_share_saved"])
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("capacity", "packing length", _number),
+    ("packs", "packs", _number),
+    ("samples_per_pack", "samples per pack", _number),
+    ("fill", "fill", percent),
+    ("over_lower_bound", "above lower bound", percent),
+    ("steps_per_epoch", "steps per epoch", _number),
+    ("filtered", "samples too long", _number),
+    ("shared_prefixes", "tokens saved by shared prefixes", _share_saved),
+)
+
+
+def sweep_cells(rows: Figures) -> list[tuple[str, ...]]:
+    """Header and a line for each packing length."""
+    header = tuple(title for _, title, _ in _COLUMNS)
+    return [header, *(tuple(shown(row[name]) for name, _, shown in _COLUMNS) for row in rows)]
+
+
+def sweep_lines(rows: Figures) -> list[str]:
+    """What ``packtool plan --sweep`` prints."""
+    return aligned(sweep_cells(rows), "r")
+
+
+def sweep_page(rows: Figures, title: str, command: str) -> str:
+    """The page of a sweep as text."""
+    best = max(rows, key=lambda row: row["fill"])
+    header, *cells = sweep_cells(rows)
+    fewest, most = (pick(row["steps_per_epoch"] for row in rows) for pick in (min, max))
+    least, largest = (pick(row["capacity"] for row in rows) for pick in (min, max))
+    cards = [
+        (f"{len(rows)}", "packing lengths", f"{least:,} to {largest:,} tokens"),
+        (percent(best["fill"]), "is the best fill", f"with packs of {best['capacity']:,} tokens"),
+        (f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}", "optimizer steps", "per epoch"),
+        (f"{rows[0]['num_samples_in_caches']:,}", "samples", "including those that are left out"),
+    ]
+    return render(
+        "sweep.html",
+        title=title,
+        command=command,
+        cards=cards,
+        header=header,
+        rows=cells,
+        fills=_bars(rows, "fill", percent, 1.0),
+        steps=_bars(rows, "steps_per_epoch", _number, most),
+    )
+
+
+def _bars(rows: Figures, name: str, shown: Callable[[float], str], whole: float) -> list[Any]:
+    """Bars to one scale, which ends at ``whole``."""
+    return [
+        (f"{row['capacity']:,}", [("accent", 100 * row[name] / (whole or 1), "")], "", shown(row[name]), False)
+        for row in rows
+    ]
+
+
+_TITLES = (
+    *("", "packing length", "recompute", "sharding", "ranks a pack", "GiB a rank"),
+    *("tokens/step", "s/step", "tokens/s", "hours"),
+)
+
+
+def fit_lines(figures: Mapping[str, Any]) -> list[str]:
+    """What ``packtool plan --fit`` prints below its title: a row for each proposal, the cheapest first."""
+    rows = [
+        (
+            f"{number}",
+            f"{found['packing_length']:,}",
+            "yes" if found["gradient_checkpointing"] else "no",
+            found["sharding"],
+            f"{found['sequence_parallel_size']}",
+            f"{found['memory_gib']:.1f}",
+            f"{found['tokens_per_step']:,.0f}",
+            f"{found['step_seconds']:.3g}",
+            f"{found['tokens_per_second']:,.0f}",
+            f"{found['hours']:,.2f}",
+        )
+        for number, found in enumerate(figures["proposals"], start=1)
+    ]
+    return aligned([_TITLES, *rows], "r")
+
+
+def fit_title(figures: Mapping[str, Any]) -> list[str]:
+    """What was searched, and what came of it."""
+    return [
+        f"{figures['num_settings']:,} settings for {figures['hardware']}, of which the {figures['num_tried']:,} of "
+        "least time per token were tried:",
+        f"{figures['num_too_large']:,} of them do not fit into {figures['budget_gib']:.1f} GiB of "
+        f"{figures['fit'] / 2**30:.1f} (the rest is for libraries and the allocator)",
+    ]
+
+
+def fit_advice(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
+    """The command of the best, how to check it, and how to get the others'."""
+    return [
+        "",
+        "the first one trains with:",
+        f"  {figures['proposals'][0]['command']}",
+        f"--dry-run --hardware {hardware or 'h100'} behind it checks it on any machine. --json has every row with its "
+        "command;",
+        "what is given beside --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) is kept.",
+        *_what_sharing_saves(figures["shareable"]),
+    ]
+
+
+def _what_sharing_saves(share: float) -> list[str]:
+    if not share:
+        return []
+    return [
+        f"shared prefixes could save {share:.0%} of the tokens beyond that: --fit computes every sample whole, and "
+        "packtool plan --share-prefix true tells what they do to a plan."
+    ]
+
+
+def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """The figures for a terminal."""
+    yield f"from {figures['checkpoint']}, after step {figures['step']:,}, in epoch {figures['epoch'] + 1:,}"
+    if figures["data_changed"]:
+        columns = ("samples", "trained", "left", "new", "gone")
+        rows = [("cache", "", "samples", "trained in this epoch", "left", "new", "gone")]
+        rows += [
+            (source["directory"], source["fate"], *(f"{source[name]:,}" for name in columns))
+            for source in figures["sources"]
+        ]
+        yield from aligned(rows, "llr")
+    else:
+        yield "the data are those of the checkpoint"
+    steps, before, step = figures["steps"], figures["steps_before"], figures["step"]
+    has_others = steps != before
+    yield from aligned(
+        [
+            ("left of this epoch", f"{figures['samples_left_in_epoch']:,} samples"),
+            ("", f"{figures['steps_left_in_epoch']:,} steps"),
+            *([("steps of a whole epoch", f"{figures['steps_per_epoch']:,}")] if figures["stages"] is None else []),
+            ("steps of the run", f"{steps:,}" + (f", before {before:,}" if has_others else "")),
+            (
+                "of the learning rate's schedule",
+                f"{step / steps:.1%} done" + (f", before {step / before:.1%}" if has_others else ""),
+            ),
+            ("data-parallel ranks", f"{figures['world_size']:,}"),
+        ],
+        "ll",
+    )
+    for stage in figures["stages"] or ():
+        if stage["last_step"] > step:
+            yield f"{stage_title(stage)}, {stage['samples']:,} samples:"
+            yield from ("  " + line for line in aligned(source_rows(stage["sources"]), "lr"))
+    if figures["data_changed"]:
+        yield "packtool train --resume-from-checkpoint true --data-change allow, with these caches, goes on so"

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from packtool.plan.branches import Branch
-from packtool.report.axes import SIZE, Axis
-from packtool.report.drawing import Box, Boxes, Chart, Drawing, Note, Path, Rectangle
-from packtool.report.markup import render
+from packtool.plan.prefix_trees import Branch
+from packtool.report.drawing import SIZE, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
 from packtool.report.statistics import percent
 
 _COLOURS = 5

@@ -13,11 +13,11 @@ from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.errors import ConfigError, MismatchError
 from packtool.plan.ledger import SourceLedger
-from packtool.report.markup import plural
+from packtool.report.drawing import plural
 from packtool.report.tables import aligned
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import has_history
-from packtool.train.prepare.ledger_file import read_ledger
+from packtool.train.prepare.record import read_ledger
 from packtool.train.prepare.replan import PlannedAgain, plan_again, segments_of
 from packtool.visible import visible_line
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool import storage
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import ConfigError, did_you_mean
 from packtool.rows.forms.columns import NAMES
 from packtool.rows.forms.messages import TAG_NAMES

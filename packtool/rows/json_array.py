@@ -8,11 +8,10 @@ import json
 import re
 from collections.abc import Iterator
 
-from packtool.config.rows import MAX_ROW_BYTES
+from packtool.config.data import MAX_ROW_BYTES
 from packtool.errors import DataError
-from packtool.rows.encoding import check_encoding
 from packtool.rows.lines import CHUNK_BYTES
-from packtool.rows.opened import Hashed, changed
+from packtool.rows.opened import Hashed, changed, check_encoding
 from packtool.rows.source import BLOCK_ROWS, RowBlock, Source
 
 _BLOCK_BYTES = 1 << 23

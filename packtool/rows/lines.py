@@ -1,16 +1,26 @@
-"""Where the rows of a file of lines lie: one JSON object a line, or one text a line."""
+"""Where the rows of a file of lines lie: one JSON object a line, or one text a line.
+
+Records of csv and tsv files: with a header, with line breaks in quotes, and each broken one apart from the others.
+
+Python's ``csv`` decides what a record is. It is given the bytes as characters of the same number (latin-1), so that a
+record's place in the file is known; fields become UTF-8 when they are read.
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+import csv
+import io
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from packtool.config.rows import MAX_ROW_BYTES
-from packtool.rows.encoding import check_encoding
-from packtool.rows.opened import Hashed, read_text
+from packtool.config.data import MAX_ROW_BYTES
+from packtool.errors import DataError
+from packtool.rows.opened import Hashed, check_encoding, read_text
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
@@ -150,3 +160,163 @@ def read_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[
             yield number, {"text": line.removesuffix(b"\r").decode()}
         except UnicodeDecodeError as error:
             yield number, Dropped(source.label, number, "invalid_text", str(error))
+
+
+_BLOCK_BYTES = 1 << 23
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+_BOM = "\ufeff".encode().decode("latin-1")
+
+
+class _TooLongError(Exception):
+    """Its quote is never closed, most likely."""
+
+
+_Line = bytes | LongLine
+
+
+def find_records(
+    path: str, file: Hashed, kind: str, longest: int = MAX_ROW_BYTES
+) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
+    """Column names, and blocks of up to 64 records and 8 MiB, but for longer ones; a broken record is a block alone.
+
+    Args:
+        longest: bytes of the longest record; a quote that is closed later counts as never closed.
+
+    Raises:
+        DataError: if the header is broken or names a column twice.
+    """
+    found = _records(_lines_of(path, file, longest), kind, longest)
+    at = 0
+    for num_bytes, fields in found:
+        at += num_bytes
+        if isinstance(fields, str):
+            raise DataError(f"{path}: the header is broken: {fields}", "The first line must name the columns.")
+        if fields:
+            return _header(path, fields), _blocks(found, at)
+    return (), iter(())
+
+
+def read_records(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
+    """(record number, {column: text}) of a block; a broken record comes as ``Dropped``."""
+    if data is None:
+        yield block.first_row, too_large(source, block.first_row)
+        return
+    number = block.first_row
+    for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
+        if not fields:
+            continue
+        yield number, _row(source, number, fields)
+        number += 1
+
+
+def _row(source: Source, number: int, fields: list[str] | str) -> dict[str, str] | Dropped:
+    if isinstance(fields, str):
+        return Dropped(source.label, number, "invalid_csv", fields)
+    if len(fields) != len(source.header):
+        detail = f"{len(fields)} fields, and the header names {len(source.header)} columns"
+        return Dropped(source.label, number, "invalid_csv", detail)
+    try:
+        return {name: _utf8(field) for name, field in zip(source.header, fields, strict=True)}
+    except UnicodeDecodeError as error:
+        return Dropped(source.label, number, "invalid_text", str(error))
+
+
+def _blocks(found: Iterator[tuple[int, list[str] | str]], at: int) -> Iterator[RowBlock]:
+    start, first, rows = at, 0, 0
+    for num_bytes, fields in found:
+        broken = isinstance(fields, str)
+        if broken and rows:
+            yield RowBlock(start, at, first, rows)
+            start, first, rows = at, first + rows, 0
+        at += num_bytes
+        rows += bool(fields)  # a blank line is no record
+        if rows and (broken or rows == BLOCK_ROWS or at - start >= _BLOCK_BYTES):
+            yield RowBlock(start, at, first, rows)
+            start, first, rows = at, first + rows, 0
+    if rows:
+        yield RowBlock(start, at, first, rows)
+
+
+def _lines_of(path: str, file: Hashed, longest: int) -> Iterator[_Line]:
+    for chunk in chunks_of_lines(path, file, longest):
+        if isinstance(chunk, LongLine):
+            yield chunk
+        else:
+            yield from io.BytesIO(chunk)
+
+
+def _records(lines: Iterable[_Line], kind: str, longest: int) -> Iterator[tuple[int, list[str] | str]]:
+    """Number of bytes of each record, and its fields or what is wrong with it.
+
+    Of a record that is broken only the first line is given up: the next one begins a record again.
+    """
+    csv.field_size_limit(sys.maxsize)  # the limit below is on whole records
+    waiting = deque[_Line]()
+    feed = _Feed(lines, waiting, longest)
+    while True:
+        reader = csv.reader(feed, delimiter=_DELIMITERS[kind])
+        problem = None
+        while problem is None:
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except (csv.Error, _TooLongError) as error:
+                problem = str(error)
+                continue
+            if feed.ended and feed.asked_beyond:
+                problem = "a quote is never closed"
+                continue
+            yield sum(map(_size, feed.taken)), fields
+            feed.taken.clear()
+        first, *rest = feed.taken
+        waiting.extendleft(reversed(rest))
+        feed.restart()
+        yield _size(first), problem
+
+
+class _Feed(Iterator[str]):
+    """Lines for ``csv``, remembered as long as the record that they belong to is not complete."""
+
+    def __init__(self, lines: Iterable[_Line], waiting: deque[_Line], longest: int) -> None:
+        self._lines, self._waiting, self._longest = iter(lines), waiting, longest
+        self._size = 0
+        self.taken: list[_Line] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.taken.clear()
+        self.ended = self.asked_beyond = False
+
+    def __next__(self) -> str:
+        line = self._waiting.popleft() if self._waiting else next(self._lines, None)
+        if line is None:
+            self.ended, self.asked_beyond = True, bool(self.taken)
+            raise StopIteration
+        self._size = _size(line) + (self._size if self.taken else 0)
+        self.taken.append(line)
+        if isinstance(line, LongLine) or self._size > self._longest:
+            what = "a quote is not closed" if len(self.taken) > 1 else "the record does not end"
+            raise _TooLongError(f"{what} within {self._longest:,} bytes (--max-row-bytes)")
+        return line.decode("latin-1")
+
+
+def _size(line: _Line) -> int:
+    return line.num_bytes if isinstance(line, LongLine) else len(line)
+
+
+def _header(path: str, fields: list[str]) -> tuple[str, ...]:
+    try:
+        names = tuple(_utf8(field.removeprefix(_BOM)).strip() for field in fields)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the header is not UTF-8: {error}", "Save the file as UTF-8.") from error
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(
+            f"{path}: the header names {', '.join(map(repr, twice))} twice", "Give each column its own name."
+        )
+    return names
+
+
+def _utf8(field: str) -> str:
+    return field.encode("latin-1").decode()

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from packtool.rows.boundary import held
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.forms.columns import NAMES, TOKEN_COLUMNS
 from packtool.rows.forms.prepared import PREPARED
 from packtool.rows.read import read_block
-from packtool.rows.sample import Sample
+from packtool.rows.sample import Sample, held
 from packtool.rows.source import RowBlock, ScannedSource, Source
 
 _LLAMA_FACTORY = {"input_ids", "attention_mask", "labels", "images", "videos", "audios"}

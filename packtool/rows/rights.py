@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from packtool import storage
-from packtool.config.rows import AccessOptions, MediaAccess
+from packtool.config.data import AccessOptions, MediaAccess
 
 NOT_ALLOWED = "media_not_allowed"
 ALLOWED_BY = (

@@ -1,25 +1,181 @@
-"""What ``--dataset`` and ``--val-dataset`` name, as files."""
+"""What ``--dataset`` and ``--val-dataset`` name, as files.
+
+Data sets of the Hugging Face hub, through ``datasets`` and its cache on this machine.
+
+Models and data sets of ModelScope, through its own package and that one's cache on this machine.
+
+Kinds of files, told from their names.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from packtool import storage
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.config.mixture import amount_behind, parse_amount
-from packtool.config.yaml_values import load_json, parse_yaml
+from packtool.config.settings import load_json, parse_yaml
+from packtool.config.train import TrainConfig
 from packtool.constants import MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
-from packtool.rows.file_formats import KNOWN_FORMATS, format_of
 from packtool.rows.forms.prepared import TOKENS
-from packtool.rows.hub import HUB_PREFIX, hub_files, hub_id
-from packtool.rows.modelscope import copy_of_rows
-from packtool.rows.source import Pairs, SourceSpec
+from packtool.rows.source import Compression, FileFormat, Pairs, SourceSpec
+
+HUB_PREFIX = "hf::"
+_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w. /-]*){0,2}")
+_ID_WITH_PREFIX = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?::[\w. /-]*){0,2}")
+
+
+def hub_id(name: str) -> str | None:
+    """The id, perhaps with subset and split, if a name can be one: ``owner/set:subset:split``, ``hf::set``."""
+    if name.startswith(HUB_PREFIX):
+        name = name.removeprefix(HUB_PREFIX)
+        return name if _ID_WITH_PREFIX.fullmatch(name) else None
+    return name if _ID.fullmatch(name) and not name.startswith(".") else None
+
+
+def hub_files(name: str, subset: str | None = None, split: str | None = None, folder: str | None = None) -> list[str]:
+    """Arrow files of a set, downloaded if they are not yet in ``datasets``' cache.
+
+    Args:
+        name: id, perhaps with ``:subset`` and ``:split`` (``train`` by default), or a folder with a copy of the set.
+        subset, split: the same, where the name has none.
+        folder: sub-directory of the set; only what lies in it is read.
+
+    Raises:
+        DataError: if there is no such set, or the hub cannot be reached.
+    """
+    import datasets  # here, because it takes a second and most exports read files
+
+    identifier = name
+    if not os.path.isdir(name):
+        identifier, of_name, split_of_name = [*name.split(":"), "", ""][:3]
+        subset, split = of_name or subset, split_of_name or split
+    split = split or "train"
+    try:
+        found = datasets.load_dataset(identifier, subset, split=split, data_dir=folder)
+    except Exception as error:  # of the hub, of the network, of whatever code reads the set
+        first_line = str(error).strip().partition("\n")[0]
+        inside = f", folder {folder}" if folder else ""
+        raise DataError(
+            f"--dataset {name}: no such file here, and the hub's set {identifier} (subset {subset or 'default'}, split "
+            f"{split}{inside}) cannot be loaded: {type(error).__name__}: {first_line}",
+            "Check the path or id; id:subset:split names another part. Without a network, HF_HUB_OFFLINE=1 uses what "
+            "was downloaded before.",
+        ) from error
+    files = [file["filename"] for file in found.cache_files]
+    if not files:
+        raise DataError(f"--dataset {name}: datasets keeps this set in no files", "Save it with save_to_disk first.")
+    return files
+
+
+_KINDS: dict[str, FileFormat] = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".idx": "megatron",
+    ".tar": "tar",
+}
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+
+KNOWN_FORMATS = (
+    f"{', '.join(suffix for suffix in _KINDS if suffix not in ('.idx', '.tar'))}, each also with "
+    f"{' or '.join(_COMPRESSIONS)}, .tar of packs, and .idx with Megatron's .bin beside it"
+)
+"""What messages call each kind."""
+
+
+def format_of(path: str) -> tuple[FileFormat, Compression | None] | None:
+    """FileFormat and compression of a file, None if its name says neither."""
+    stem, dot, suffix = storage.name(path).lower().rpartition(".")
+    if suffix == "idx" and stem.endswith(".tar"):  # where the members of a tar file begin
+        return None
+    compression = _COMPRESSIONS.get(dot + suffix)
+    if compression is not None:
+        _, dot, suffix = stem.rpartition(".")
+    kind = _KINDS.get(dot + suffix)
+    return None if kind is None else (kind, compression)
+
+
+C = TypeVar("C", ExportConfig, TrainConfig)
+
+# What encoding reads of a model.
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def with_local_copies(config: C) -> C:
+    """The same settings, with ids of ModelScope replaced by their copies here where ``--use-hf false`` asks for it.
+
+    Raises:
+        ConfigError: if the package is not installed, or ModelScope does not give what is named.
+    """
+    if config.use_hf is not False:
+        return config
+    changes: dict[str, Any] = {}
+    if not os.path.isdir(config.model):
+        small = {"allow_patterns": _SMALL_FILES} if isinstance(config, ExportConfig) else {}
+        changes["model"] = _copy("--model", "snapshot_download", config.model, **small)
+    for name in ("dataset", "val_dataset"):
+        option = "--" + name.replace("_", "-")
+        changes[name] = tuple(_set_of_rows(option, given, config) for given in getattr(config, name))
+    return dataclasses.replace(config, **changes)
+
+
+def _set_of_rows(option: str, given: str, config: ExportConfig | TrainConfig) -> str:
+    name, mark, number = given.partition("#")
+    is_local = storage.is_remote(name) or storage.exists(name) or format_of(name) is not None
+    if is_local or hub_id(name) is None or (config.dataset_info and name.count("/") != 1):
+        return given
+    if ":" in name:
+        raise ConfigError(
+            f"{option} {given}: of ModelScope's sets all files are read, and no single subset or split",
+            "Leave out what follows the colon, or give the files.",
+        )
+    return copy_of_rows(option, name) + mark + number
+
+
+def copy_of_rows(option: str, name: str) -> str:
+    """Folder on this machine with a copy of a set of rows of ModelScope.
+
+    Args:
+        option: that named the set, for messages.
+        name: its id.
+
+    Raises:
+        ConfigError: if the package is not installed, or ModelScope does not give the set.
+    """
+    return _copy(option, "dataset_snapshot_download", name)
+
+
+def _copy(option: str, function: str, name: str, **settings: Any) -> str:
+    try:
+        from modelscope.hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} {name}: ModelScope is asked for it (--use-hf false, or ms_hub_url in --dataset-info), and the "
+            "package modelscope is not installed",
+            "pip install modelscope, or leave out --use-hf (and USE_HF) to ask the Hugging Face hub.",
+        ) from error
+    try:
+        return str(getattr(snapshot_download, function)(name, **settings))
+    except Exception as error:  # of the hub and of the network
+        raise ConfigError(
+            f"{option} {name}: no such directory here, and ModelScope does not give it: {error}",
+            "Give a local directory, or check the name and the connection.",
+        ) from error
+
 
 _MAGIC = re.compile(r"[*?[]")
 _HIDDEN = re.compile(r"(?:^|[/\\])\.")

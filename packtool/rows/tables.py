@@ -12,12 +12,10 @@ import pyarrow.parquet as pq
 
 from packtool import storage
 from packtool.errors import DataError
-from packtool.rows.boundary import held
-from packtool.rows.forms.columns import NUMBER_COLUMNS
-from packtool.rows.forms.values import shown
+from packtool.rows.forms.columns import NUMBER_COLUMNS, shown
 from packtool.rows.lines import too_large
 from packtool.rows.opened import Hashed, changed, open_text, opened
-from packtool.rows.sample import Dropped
+from packtool.rows.sample import Dropped, held
 from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
 _BATCH_BYTES = 1 << 23

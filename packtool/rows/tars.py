@@ -14,11 +14,10 @@ from typing import Any, BinaryIO
 
 from packtool import storage
 from packtool.errors import DataError, StorageError
-from packtool.rows.boundary import held
 from packtool.rows.lines import too_large
 from packtool.rows.opened import changed, digest_of, opened
 from packtool.rows.parsing import JsonProblem, parse_json
-from packtool.rows.sample import Dropped
+from packtool.rows.sample import Dropped, held
 from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
 _Members = dict[str, tarfile.TarInfo]

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.parallel import SequenceParallelType
+from packtool.config.packing import SequenceParallelType
 from packtool.plan.skrull import SHARDED
 from packtool.plan.step_time import StepTime
 from packtool.simulate.exchanges import exchanges_of

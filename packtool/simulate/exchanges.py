@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from packtool.config.parallel import SequenceParallelType
+from packtool.config.packing import SequenceParallelType
 from packtool.plan.step_time import Exchange
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.model_sizes import ModelSizes

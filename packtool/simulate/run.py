@@ -1,32 +1,118 @@
-"""What ``packtool simulate`` reads (lengths, model, hardware) and finds out: every strategy's outcome. No torch."""
+"""What ``packtool simulate`` reads (lengths, model, hardware) and finds out: every strategy's outcome. No torch.
+
+Lengths like those of known data sets, drawn without the data.
+
+Each distribution is a quantile function through the shares that Skrull (arXiv 2505.19609) prints of a data set: so
+many per cent of the samples are shorter than 1K, 4K, ..., the longest has so many tokens. Between two points the
+logarithm of the length rises linearly. Nothing is published below 1K tokens; there the function starts at ``SHORTEST``,
+which is our assumption. K is 1,024 tokens.
+
+Lengths of samples from a file, and what plans and simulations of caches or files are called.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
-from packtool.config.settings import part_of
+from packtool.config.settings import load_json, parse_yaml, part_of
 from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
-from packtool.config.yaml_values import load_json, parse_yaml
 from packtool.errors import ConfigError, DataError
-from packtool.launch.devices import gpu_names
+from packtool.launch.world import gpu_names
+from packtool.plan.shuffle import RandomStream
 from packtool.progress import Progress
 from packtool.simulate.cost import Machine
-from packtool.simulate.distributions import draw_lengths, quantiles
 from packtool.simulate.exchanges import can_share_heads
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware, nearest_preset
-from packtool.simulate.lengths import names_of, read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, simulate
 from packtool.simulate.strategies import SimulateOptions
+
+DistributionName = Literal["wikipedia", "lmsys", "chatqa2"]
+SHORTEST = 64
+_K = 1024
+
+POINTS: dict[DistributionName, tuple[tuple[float, int], ...]] = {
+    "wikipedia": (
+        (0.0, SHORTEST),
+        (0.8788, _K),
+        (0.9934, 4 * _K),
+        (0.9992, 8 * _K),
+        (0.9999, 32 * _K),
+        (1.0, 78 * _K),
+    ),
+    "lmsys": (
+        (0.0, SHORTEST),
+        (0.8712, _K),
+        (0.9935, 4 * _K),
+        (0.9987, 8 * _K),
+        (0.9998, 32 * _K),
+        (1.0, 1643 * _K),
+    ),
+    "chatqa2": (
+        (0.0, SHORTEST),
+        (0.2192, _K),
+        (0.3148, 4 * _K),
+        (0.4043, 8 * _K),
+        (0.9986, 32 * _K),
+        (1.0, 99 * _K),
+    ),
+}
+"""(share of samples below, tokens) of Wikipedia, LMSYS-Chat-1M and ChatQA2-Long-SFT."""
+
+assert set(POINTS) == set(get_args(DistributionName))
+
+
+def quantiles(name: DistributionName, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Tokens that these shares, 0 to 1, of the samples are shorter than; arguments and result of any shape."""
+    at, tokens = (np.array(column, dtype=np.float64) for column in zip(*POINTS[name], strict=True))
+    found: npt.NDArray[Any] = np.exp(np.interp(shares, at, np.log(tokens)))
+    return np.round(found).astype(np.int64)
+
+
+def draw_lengths(name: DistributionName, num: int, *, seed: int) -> npt.NDArray[np.int64]:
+    """int64 (num,): lengths, always the same for a seed; more of them begin with the same ones."""
+    return quantiles(name, np.random.default_rng([seed, RandomStream.SIMULATED_LENGTHS]).random(num))
+
+
+def read_lengths(path: str) -> npt.NDArray[np.int64]:
+    """Lengths, int64 (N,), from a .npy file, a JSON list of numbers, or a text file with a number a line.
+
+    Raises:
+        ConfigError: if the file is of another kind.
+        DataError: if it does not hold whole numbers.
+        StorageError: if it cannot be read.
+    """
+    try:
+        with storage.open_read(path) as file:
+            if path.endswith(".npy"):
+                values = np.load(file, allow_pickle=False)
+            elif path.endswith(".json"):
+                values = np.array(load_json(file.read()))
+            elif path.endswith(".txt"):
+                values = np.array(file.read().split(), dtype=np.int64)
+            else:
+                raise ConfigError(f"--lengths {path}: neither .npy nor .json nor .txt")
+        if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+            raise ValueError(f"an array of {values.dtype} with shape {values.shape}, not one of whole numbers")
+    except ValueError as error:
+        raise DataError(f"--lengths {path}: {error}", "One whole number a sample is expected.") from error
+    return values.astype(np.int64)
+
+
+def names_of(paths: Sequence[str]) -> str:
+    """Caches or files by their own names, without the folders that they lie in: the title of a page."""
+    return " + ".join(storage.name(path if storage.is_remote(path) else os.path.abspath(path)) for path in paths)
+
 
 _SEQUENCES = 20_000  # of the steps that are simulated by default, and at least so many steps, at most so many
 _FEWEST_STEPS, _MOST_STEPS = 2, 32

@@ -21,9 +21,8 @@ from fnmatch import translate
 from typing import BinaryIO
 
 from packtool.errors import StorageError
-from packtool.storage.health import failed, forget_failures, retries_for, worked
-from packtool.storage.local import LocalStore, final_name
-from packtool.storage.options import StorageOptions, set_options
+from packtool.storage.local import Bounds, FileState, LedElsewhere, LocalStore, Store, TooLarge, final_name
+from packtool.storage.options import StorageOptions, failed, forget_failures, retries_for, set_options, worked
 from packtool.storage.options import options as options
 from packtool.storage.paths import (
     absolute,
@@ -37,7 +36,6 @@ from packtool.storage.paths import (
     scheme_of,
     scrubbed,
 )
-from packtool.storage.store import Bounds, FileState, LedElsewhere, Store, TooLarge
 
 __all__ = [
     "HEADER_BLOCK",

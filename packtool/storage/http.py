@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import HttpStatus, is_missing
+from packtool.storage.local import Bounds, FileState, LedElsewhere, TooLarge
 from packtool.storage.options import options
 from packtool.storage.paths import masked, origin
 from packtool.storage.remote import Range, answer, check_complete, open_ranges, patiently
-from packtool.storage.store import Bounds, FileState, LedElsewhere, TooLarge
 
 _IN_MEMORY = 16 * 2**20
 _CHUNK = 2**20

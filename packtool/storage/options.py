@@ -9,6 +9,12 @@ S3's own (``AWS_*`` and the profiles in ``~/.aws``) are read by botocore.
 A request is tried ``retries + 1`` times. Between two tries it waits 0.25, 0.5, 1, ... seconds, at most 20 and with some
 chance in it. A try ends after ``timeout`` seconds of silence, and in any case after ``timeout`` seconds and one more
 for each 128 KiB that it moves. So nothing waits for ever, and the defaults outlive an outage of half a minute.
+
+How stores have answered lately, so that one that is down is not waited for again and again.
+
+Only for files that rows name, of which there may be a million: the first waits as long as the options say, the next one
+that fails right after it half as often, and so on, until a success. A web server that has never answered gets a quarter
+of the tries. Counted by every process for itself, as connections are.
 """
 
 from __future__ import annotations
@@ -125,3 +131,32 @@ def _oss_region(endpoint: str | None) -> str | None:
         if part.startswith("oss-") and part != "oss-accelerate":
             return part.removeprefix("oss-").removesuffix("-internal")
     return None
+
+
+_UNKNOWN_WEB = 2
+_failures: dict[str, int] = {}
+_answered: set[str] = set()
+
+
+def forget_failures() -> None:
+    """Every store is as good as new."""
+    _failures.clear()
+    _answered.clear()
+
+
+def retries_for(place: str) -> int:
+    """Further tries that a request to a store is worth now."""
+    unknown = _UNKNOWN_WEB if place.startswith("http:") and place not in _answered else 0
+    return options().retries >> min(_failures.get(place, 0) + unknown, 16)
+
+
+def worked(place: str) -> None:
+    """The store has answered."""
+    _answered.add(place)
+    _failures.pop(place, None)
+
+
+def failed(place: str) -> int:
+    """The store could not be reached; how often now in a row."""
+    _failures[place] = _failures.get(place, 0) + 1
+    return _failures[place]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from packtool.config.export import EncodeSpec
+from packtool.config.data import EncodeSpec
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample, left_out_of
 from packtool.encode.encoder import Encoder

@@ -8,17 +8,16 @@ from functools import partial
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
 from packtool.errors import raise_together
-from packtool.launch.importing import imported_at_once
+from packtool.launch.processes import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
+from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.prepare.from_rows import with_cache
-from packtool.train.prepare.lengths import length_lines
+from packtool.train.prepare.heaviest import length_lines
 from packtool.train.prepare.place import checkpoint_of, locked_place, with_resumed_version
-from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
 from packtool.train.prepare.result import TrainResult, settings_lines
-from packtool.train.prepare.resumed import resume_lines
-from packtool.train.prepare.run import prepare_run
+from packtool.train.prepare.run import prepare_run, resume_lines
 from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from packtool.attention.choose import KERNELS
-from packtool.attention.kernel import Kernel
-from packtool.attention.varlen import Varlen
+from packtool.attention.kernel import Kernel, Varlen
 from packtool.batch.prefix_tree import key_index
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 3), (5, 1)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import packtool.attention.flash as flash
-import packtool.attention.torch_varlen as torch_varlen
 from packtool.attention.choose import choose
 from packtool.errors import ConfigError
 
@@ -21,10 +20,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _chosen_anew() -> Any:
-    for cached in (choose, flash._function, torch_varlen._module):
+    for cached in (choose, flash._function, flash._module):
         cached.cache_clear()
     yield
-    for cached in (choose, flash._function, torch_varlen._module):
+    for cached in (choose, flash._function, flash._module):
         cached.cache_clear()
 
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.attention.choose import KERNELS
-from packtool.attention.kernel import Kernel
+from packtool.attention.kernel import Kernel, Varlen
 from packtool.attention.sdpa import SdpaKernel
-from packtool.attention.varlen import Varlen
 from tests.attention.against_reference import (
     HEADS,
     LENGTHS,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from packtool.attention.choose import KERNELS, choose
+from packtool.attention.kernel import Varlen
 from packtool.attention.parallel.blocks import CudaFlashBlockKernel, choose_blocks
-from packtool.attention.varlen import Varlen
 from tests.attention.against_reference import HEADS, LENGTHS, TREES, check_kernel, random_heads, tree_varlen
 from tests.attention.parallel.against_formulas import SHAPES, largest_error
 

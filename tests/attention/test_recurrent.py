@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import packtool.attention.recurrent as recurrent
+from packtool.attention.kernel import LeakError
 from packtool.attention.recurrent import keeps_documents_apart, recurrent_layers
 from packtool.attention.register import own_attention, set_attention
-from packtool.attention.varlen import LeakError
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample

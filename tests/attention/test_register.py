@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3VLConfig
 
 from packtool.attention.choose import KERNELS
+from packtool.attention.kernel import Varlen
 from packtool.attention.register import (
     ATTENTION_NAME,
     attention_name,
@@ -18,7 +19,6 @@ from packtool.attention.register import (
     route,
     set_attention,
 )
-from packtool.attention.varlen import Varlen
 from packtool.errors import ConfigError, UnsupportedModelError
 
 

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 import packtool.attention.flash as flash
-import packtool.attention.torch_varlen as torch_varlen
 from packtool.attention.choose import KERNELS
-from packtool.attention.kernel import Kernel
+from packtool.attention.kernel import Kernel, Varlen
 from packtool.attention.parallel.blocks import AttentionBlock, CudaFlashBlockKernel
-from packtool.attention.varlen import Varlen
 from packtool.errors import ConfigError
 from tests.attention.against_reference import TREES, check_kernel, check_tree, random_heads, tree_varlen
 
@@ -131,7 +129,7 @@ def check_calls(kernel: Kernel, *, head_dim: int, has_windows: bool) -> None:
 def test_torchs_varlen_is_called_as_each_version_wants(
     version: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_varlen._module(), "varlen_attn", varlen_of(version))
+    monkeypatch.setattr(flash._module(), "varlen_attn", varlen_of(version))
     kernel, has_windows = KERNELS["varlen"], version != "2.10.0"
     check_calls(kernel, head_dim=head_dim, has_windows=has_windows)
     if not has_windows:
@@ -199,7 +197,7 @@ def test_the_installed_torch_agrees_with_its_entry() -> None:
     assert minor is not None
     its = [version for version in SIGNATURES["torch"]["varlen_attn"] if version.startswith(f"{minor[0]}.")]
     assert its, f"scripts/kernel_signatures.py has not seen torch {minor[0]}"
-    installed = inspect.signature(torch_varlen._module().varlen_attn).parameters.values()
+    installed = inspect.signature(flash._module().varlen_attn).parameters.values()
     untyped = inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in installed])
     assert untyped == rebuilt(SIGNATURES["torch"]["varlen_attn"][its[-1]])
     for name in ("_flash_attention_forward", "_flash_attention_backward"):

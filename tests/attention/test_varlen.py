@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packtool.attention.varlen import Varlen
+from packtool.attention.kernel import Varlen
 
 
 def test_documents_lie_end_to_end() -> None:

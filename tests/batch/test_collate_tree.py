@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.batch.batch import PackedBatch, TreeBatch
-from packtool.batch.collate import collate_packs
-from packtool.batch.collate_tree import collate_tree
+from packtool.batch.collate import collate_packs, collate_tree
 from packtool.encode.encoded import EncodedSample
 from tests.batch.reduced import (
     VISION_MODELS,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from packtool.batch.collate import collate_packs, collate_padded
-from packtool.batch.padding import PAD_ID, align_sample, alignment_for, remove_padding, restore_padding
+from packtool.batch.positions import PAD_ID, align_sample, alignment_for, remove_padding, restore_padding
 from packtool.constants import IGNORE_INDEX
 from tests.batch.reduced import TEXT_MODELS, make_sample, mixed_samples, reduced_spec
 

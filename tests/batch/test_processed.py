@@ -32,8 +32,7 @@ from packtool.batch.collate_shard import collate_shard
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.processed import load_processed, pictures_processed
 from packtool.batch.spec import InputSpec, auto_class
-from packtool.config.export import EncodeSpec
-from packtool.config.media_cache import MediaCacheOptions
+from packtool.config.data import EncodeSpec, MediaCacheOptions
 from packtool.config.train import TrainConfig
 from packtool.constants import BOX_MARK, NAME_MARK
 from packtool.encode.encoded import EncodedSample
@@ -48,7 +47,7 @@ from packtool.train.loop.media_times import _measured
 from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
 from packtool.train.model.trace import trace_pass, traced_batch
-from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.figures import RankTokens
 from packtool.train.verify.checks import check_gradients, check_isolation, check_logits, check_prefixes
 from packtool.train.verify.pack_under_test import PackUnderTest
 from tests.attention.parallel.shared_model import Found, Setting, alone, check_setting

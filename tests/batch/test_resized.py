@@ -17,7 +17,7 @@ from packtool.batch.media_cache import MediaCache, MediaReads
 from packtool.batch.pixels import load_pixels
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
-from packtool.config.media_cache import MediaCacheOptions
+from packtool.config.data import MediaCacheOptions
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, MediaError
@@ -167,7 +167,7 @@ def test_what_changes_while_it_is_decoded_is_not_kept(
     spec, kept = world
     _, sample = picture_on_disk(tmp_path, spec)
     answers = iter(["one", "another"])
-    monkeypatch.setattr("packtool.batch.resized.content_state", lambda *_, **__: next(answers))
+    monkeypatch.setattr("packtool.batch.pixels.content_state", lambda *_, **__: next(answers))
     load_pixels([sample], kept)
     assert not list((tmp_path / "kept" / "entries").iterdir())
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.batch.prefix_tree import ROOT, Node, find_tree
-from packtool.batch.same_media import MediaNumbers
-from packtool.config.rows import AccessOptions
+from packtool.batch.prefix_tree import ROOT, MediaNumbers, Node, find_tree
+from packtool.config.data import AccessOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
 from packtool.encode.prefix_hashes import prefix_hashes
 from packtool.media import content as content_module
@@ -93,7 +92,7 @@ def test_nothing_is_read_of_media_that_cannot_be_the_same(
 ) -> None:
     read: list[str | None] = []
     monkeypatch.setattr(content_module, "open_medium", lambda ref, *_: read.append(ref.path))
-    monkeypatch.setattr("packtool.batch.same_media.content_name", lambda path, _: read.append(path) or str(path))
+    monkeypatch.setattr("packtool.batch.prefix_tree.content_name", lambda path, _: read.append(path) or str(path))
     number = MediaNumbers(ANY)
     one, copy, *_ = files["a"]
     wider = [dataclasses.replace(one, width=size) for size in (8, 16, 24)]

@@ -14,7 +14,7 @@ from packtool.batch.sounds import _features
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio
 from packtool.encode.families import MediaLimits
-from packtool.encode.families.base import AudioLimits
+from packtool.encode.families.record import AudioLimits
 from packtool.media.audio import load_audio
 from packtool.rows.rights import MediaRights
 from tests.media.clips import write_sound

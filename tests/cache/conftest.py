@@ -13,8 +13,8 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from packtool.cache.export import export
-from packtool.cache.summary import ExportSummary
-from packtool.config.export import ExportConfig
+from packtool.cache.finish import ExportSummary
+from packtool.config.data import ExportConfig
 from packtool.progress import Progress, SilentProgress
 
 CHATML = (

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from packtool.cache.export import export
+from packtool.cache.finish import ExportSummary
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.cache.summary import ExportSummary
-from packtool.config.export import EncodeSpec, ExportConfig
+from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress

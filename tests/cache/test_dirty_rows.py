@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from packtool.cache.export import export
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 from packtool.encode.encoder import Encoder

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from packtool.cache import embed, task
+from packtool.cache import shard, task
+from packtool.cache.finish import ExportSummary
 from packtool.cache.reader import CacheReader
-from packtool.cache.summary import ExportSummary
 from packtool.encode.blocks import encode_samples
 from packtool.errors import MismatchError, RowError, StoreDownError
 from packtool.progress import SilentProgress
@@ -77,7 +77,7 @@ def test_a_store_that_is_down_stops_the_export(
     def down(*given: Any) -> Any:
         raise StoreDownError("http://h: 100 media in a row could not be had", "Look at it.")
 
-    monkeypatch.setattr(embed, "open_medium", down)
+    monkeypatch.setattr(shard, "open_medium", down)
     with pytest.raises(StoreDownError, match=r"in a row could not be had\nLook at it. What was finished is kept: run"):
         run_export(media="embed")
     with pytest.raises(MismatchError, match="no finished cache"):

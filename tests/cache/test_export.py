@@ -19,16 +19,16 @@ import psutil
 import pytest
 
 from packtool import storage
+from packtool.cache import executors
 from packtool.cache import export as export_module
-from packtool.cache import pool
+from packtool.cache.finish import ExportSummary
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.cache.summary import ExportSummary
 from packtool.cli.main import run
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.errors import ConfigError, DataError, MismatchError, RowError, StorageError
 from packtool.progress import SilentProgress
-from packtool.rows import scan as scan_module
+from packtool.rows import read as scan_module
 from packtool.storage import local as local_storage
 from tests.cache.conftest import Told, tree
 from tests.forked import started
@@ -168,8 +168,8 @@ def test_workers_begin_while_many_files_are_looked_through(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    begin, scan = pool.Workers.begin, scan_module._scan
-    monkeypatch.setattr(pool.Workers, "begin", lambda self: told.append("begin") or begin(self))
+    begin, scan = executors.Workers.begin, scan_module._scan
+    monkeypatch.setattr(executors.Workers, "begin", lambda self: told.append("begin") or begin(self))
     monkeypatch.setattr(scan_module, "_scan", lambda spec: told.append("file") or scan(spec))
     lines = rows.read_text().splitlines(keepends=True)
     paths = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
@@ -211,7 +211,7 @@ def test_scripts_need_no_guard_around_an_export(model: Path, rows: Path, tmp_pat
     """Workers do not run the program's own module again, as processes that are spawned do."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys; from packtool.cache.export import export; from packtool.config.export import ExportConfig;"
+        "import sys; from packtool.cache.export import export; from packtool.config.data import ExportConfig;"
         "from packtool.progress import SilentProgress; print('begins');"
         "given = dict(zip(('model', 'dataset', 'output_dir'), (sys.argv[1], (sys.argv[2],), sys.argv[3])));"
         "config = ExportConfig(max_length=200, rows_per_shard=300, dataset_num_proc=2, **given);"
@@ -585,9 +585,9 @@ def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path
 
 def test_workers_import_only_what_rows_of_text_need(model: Path, rows: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from packtool.cache import pool, task; from packtool.config.export import EncodeSpec;"
+        "import sys; from packtool.cache import executors, task; from packtool.config.data import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
-        "import pyarrow; pool._leave_pandas_out(); pyarrow.array(['a']);"
+        "import pyarrow; executors._leave_pandas_out(); pyarrow.array(['a']);"
         "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
         "heavy = 'torch', 'transformers', 'datasets', 'fsspec', 'av', 'pandas';"
         "print([name for name in heavy if name in sys.modules]);"

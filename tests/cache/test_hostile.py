@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packtool.cache.finish import ExportSummary
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.cache.schema import INDEX
-from packtool.cache.summary import ExportSummary
+from packtool.cache.shard import INDEX
 from packtool.errors import MismatchError, PacktoolError
 
 Export = Callable[..., ExportSummary]

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from packtool.cache.export import export
+from packtool.cache.finish import ExportSummary
 from packtool.cache.reader import CacheReader
-from packtool.cache.summary import ExportSummary
 from packtool.cli.main import run
-from packtool.config.imported import ImportConfig
+from packtool.config.data import ImportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
 from packtool.rows.forms import RowProblem
@@ -227,7 +227,7 @@ def test_columns_that_disagree_about_a_pack_are_refused(
 @pytest.fixture(scope="module")
 def make_encoder(model: Path) -> Callable[[dict[str, Any]], list[tuple[list[int], list[int]]] | None]:
     """Tokens and labels of what a row becomes; None if it is dropped."""
-    from packtool.config.export import EncodeSpec
+    from packtool.config.data import EncodeSpec
     from packtool.encode.encoder import Encoder
     from packtool.encode.model_files import ModelFiles
     from packtool.rows.forms import to_sample

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from packtool import storage
 from packtool.cache import lock
 from packtool.cache.export import export
+from packtool.cache.finish import ExportSummary
 from packtool.cache.lock import DirectoryLock, Holder
 from packtool.cache.manifest import Manifest
-from packtool.cache.summary import ExportSummary
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
 from packtool.storage import AtomicFile
@@ -193,9 +193,9 @@ def test_who_was_believed_dead_stops(
 ) -> None:
     """The first stands still at its second shard, the second takes its place and finishes, the first wakes up."""
     directory = str(tmp_path / "cache")
-    from packtool.cache import pool
+    from packtool.cache import executors
 
-    real, count = pool.run_task, 0
+    real, count = executors.run_task, 0
 
     def slow(*given: Any) -> Any:
         nonlocal count
@@ -205,7 +205,7 @@ def test_who_was_believed_dead_stops(
             _export(model, base, directory, loss_scale="all", overwrite=True)
         return real(*given)
 
-    monkeypatch.setattr(pool, "run_task", slow)
+    monkeypatch.setattr(executors, "run_task", slow)
     with pytest.raises(MismatchError, match="was taken over by another run"):
         _export(model, base, directory)
     found = tree(tmp_path / "cache")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import packtool
-from packtool.cache.nothing_left import REMEDIES, drop_notes
-from packtool.cache.summary import ExportSummary
+from packtool.cache.finish import REMEDIES, ExportSummary, drop_notes
 from packtool.cli.main import run
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from packtool.cache.summary import ExportSummary
+from packtool.cache.finish import ExportSummary
 from tests.cache.conftest import tree
 from tests.waiting import PATIENCE_S
 

@@ -15,14 +15,14 @@ import pytest
 
 from packtool.cache import repair as repair_module
 from packtool.cache import task as task_module
+from packtool.cache.finish import ExportSummary
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.cache.summary import ExportSummary
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError
 from packtool.report.inspect import cache_figures, figure_lines, sample_view
 from packtool.report.statistics import export_lines
-from packtool.stream.state import StreamState, read_stream_state, write_stream_state
+from packtool.stream.reading import StreamState, read_stream_state, write_stream_state
 from tests.cache.conftest import CHATML, CONTROL, Told, tree
 from tests.cache.test_embed import take_away
 from tests.cache.test_prefixes import NAMES

@@ -19,11 +19,11 @@ import pytest
 from packtool import storage
 from packtool.cache import repair as repair_module
 from packtool.cache import task as task_module
-from packtool.cache.prefixes import SplitPrefixes, prefix_batch, with_fields
+from packtool.cache.finish import ExportSummary
+from packtool.cache.index import SplitPrefixes, prefix_batch, with_fields
 from packtool.cache.reader import CacheReader
-from packtool.cache.schema import PREFIX_BEFORE, PREFIXES
-from packtool.cache.summary import ExportSummary
-from packtool.encode.placed_media import MediaTokens
+from packtool.cache.shard import PREFIX_BEFORE, PREFIXES
+from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, by_address, prefix_hashes
 from packtool.errors import MismatchError
 from tests.cache.conftest import CONTROL, tree

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packtool.cache.finish import ExportSummary
 from packtool.cache.reader import CacheReader
-from packtool.cache.summary import ExportSummary
 from packtool.errors import MismatchError
 
 Export = Callable[..., ExportSummary]

@@ -22,8 +22,8 @@ from packtool.cache.export import export
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.config.export import ExportConfig
-from packtool.config.sizes import num_bytes
+from packtool.config.data import ExportConfig
+from packtool.config.settings import num_bytes
 from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.progress import SilentProgress
 from tests.s3_server import ENVIRONMENT, Proxy, S3Server

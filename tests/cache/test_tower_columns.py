@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 
 from packtool.cache import task as task_module
-from packtool.cache.guessed import with_guesses
+from packtool.cache.finish import ExportSummary
+from packtool.cache.index import with_guesses
 from packtool.cache.reader import CacheReader
-from packtool.cache.schema import ADDED, INDEX, UNKNOWN
-from packtool.cache.summary import ExportSummary
+from packtool.cache.shard import ADDED, INDEX, UNKNOWN
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families import ImageLimits, MediaLimits
 from tests.cache.conftest import tree

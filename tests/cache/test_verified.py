@@ -17,15 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool import storage
-from packtool.cache import verified
+from packtool.cache import local
+from packtool.cache.finish import ExportSummary
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, ShardFile
-from packtool.cache.summary import ExportSummary
-from packtool.config.caches import VerifyCache
+from packtool.config.data import VerifyCache
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress
-from packtool.report import damage
+from packtool.report import inspect
 from tests.cache.conftest import tree
 
 Export = Callable[..., ExportSummary]
@@ -41,8 +41,8 @@ def cache(run_export: Export, tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read for their checksum."""
     names: list[str] = []
-    real = verified.digests_of
-    monkeypatch.setattr(verified, "digests_of", lambda path: (names.append(Path(path).name), real(path))[1])
+    real = local.digests_of
+    monkeypatch.setattr(local, "digests_of", lambda path: (names.append(Path(path).name), real(path))[1])
     return names
 
 
@@ -71,7 +71,7 @@ def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObje
         for mode in ("once", "always"):
             with pytest.raises(MismatchError, match=rf"{path.name} .*damaged|{path.name} is damaged"):
                 _read(cache, tmp_path / "notes", mode)
-        found = damage.find_damage(str(cache), SilentProgress())
+        found = inspect.find_damage(str(cache), SilentProgress())
         assert [one["file"] for one in found["damaged"]] == [f"train/{path.name}"]
         assert "--rows-per-shard 50" in found["mend"]
         assert "--repair" in found["mend"]
@@ -82,7 +82,7 @@ def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObje
 @pytest.fixture
 def shard(run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All rows in one shard, with blocks smaller than a row."""
-    monkeypatch.setattr(verified, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(local, "BLOCK_BYTES", 64)
     run_export(rows_per_shard=1000, media="embed")
     (path,) = (tmp_path / "cache" / "train").glob("data-*")
     return path
@@ -102,7 +102,7 @@ def _outcome(mapped: ShardFile, row: int) -> tuple[list[object], str | None]:
 
 def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path) -> None:
     """A changed file is compared again. A fault of the disk, which changes no time, is found on the first read."""
-    whole, (_, sums) = shard.read_bytes(), verified.digests_of(str(shard))
+    whole, (_, sums) = shard.read_bytes(), local.digests_of(str(shard))
     reference = ShardFile(str(shard))
     expected = [_values(reference.sample(row)) for row in range(len(reference))]
     columns = reference.table(("input_ids", "source"))
@@ -144,7 +144,7 @@ def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path)
 
 def test_a_shard_that_is_cut_off_while_it_is_mapped_is_an_error_and_no_crash(shard: Path) -> None:
     """Reading mapped memory behind the end of its file is a bus error, which ends a process."""
-    mapped = ShardFile(str(shard), verified.digests_of(str(shard))[1])
+    mapped = ShardFile(str(shard), local.digests_of(str(shard))[1])
     mapped.sample(0)
     os.truncate(shard, shard.stat().st_size // 2)
     with pytest.raises(MismatchError, match="is damaged: it was cut from"):
@@ -152,7 +152,7 @@ def test_a_shard_that_is_cut_off_while_it_is_mapped_is_an_error_and_no_crash(sha
 
 
 def test_a_replaced_or_removed_shard_stays_mapped_as_it_was(shard: Path, tmp_path: Path) -> None:
-    mapped = ShardFile(str(shard), verified.digests_of(str(shard))[1])
+    mapped = ShardFile(str(shard), local.digests_of(str(shard))[1])
     expected = _values(mapped.sample(3))
     (tmp_path / "other").write_bytes(b"other")
     os.replace(tmp_path / "other", shard)
@@ -190,7 +190,7 @@ def test_one_process_reads_while_others_wait(
 
     def check() -> None:
         barrier.wait()
-        verified.check_file(str(path), sha256[path.name], str(tmp_path / "notes"))
+        local.check_file(str(path), sha256[path.name], str(tmp_path / "notes"))
 
     threads = [threading.Thread(target=check) for _ in range(4)]
     for thread in threads:
@@ -230,10 +230,10 @@ def test_old_caches_without_a_checksum_of_the_index_open_and_say_so(cache: Path)
         assert len(split.pop("index_sha256")) == 64
     path.write_text(json.dumps(document))
     assert len(CacheReader.open([str(cache)]))
-    found = damage.find_damage(str(cache), SilentProgress())
+    found = inspect.find_damage(str(cache), SilentProgress())
     assert found["damaged"] == []
     assert found["without_checksum"] == ["train/index.arrow", "val/index.arrow"]
-    assert "made before indexes had checksums" in "\n".join(damage.lines(found))
+    assert "made before indexes had checksums" in "\n".join(inspect.lines(found))
 
 
 def test_repair_makes_again_what_is_damaged_and_nothing_else(

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from packtool.cli.arguments import ArgumentKind, rewrite
-from packtool.cli.debug import asks_for_debug
+from packtool.cli.main import asks_for_debug
+from packtool.cli.options import ArgumentKind, rewrite
 from packtool.errors import ConfigError
 
 KINDS: dict[str, ArgumentKind] = {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from packtool.cli.interrupts import interrupts_heard
+from packtool.cli.train import interrupts_heard
 from packtool.progress import Progress, SilentProgress
 
 

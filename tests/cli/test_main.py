@@ -13,7 +13,7 @@ import pytest
 
 from packtool import __version__
 from packtool.cli.main import _COMMANDS, run
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_USAGE

@@ -14,8 +14,8 @@ import pytest
 
 import packtool
 from packtool.cli.main import _SETTINGS, run
-from packtool.cli.strangers import Strangers
-from packtool.config.export import ExportConfig
+from packtool.cli.options import Strangers
+from packtool.config.data import ExportConfig
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_OK, EXIT_USAGE
@@ -104,7 +104,7 @@ def test_ids_of_modelscope_need_its_package(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_ids_of_modelscope_become_local_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packtool.rows.modelscope import with_local_copies
+    from packtool.rows.sources import with_local_copies
 
     hub = types.ModuleType("modelscope.hub")
     asked: list[tuple[str, object]] = []
@@ -157,16 +157,15 @@ PACKAGE = Path(packtool.__file__).parent
 RAISED_IN = {
     **dict.fromkeys(("rows", "encode", "media"), ("export", "train")),
     **dict.fromkeys(("stream", "batch", "plan", "attention", "launch", "train/loop", "train/model"), ("train",)),
-    **dict.fromkeys(("train/prepare", "cache/plan_file", "cache/local", "rows/scan", "config/train"), ("train",)),
-    **dict.fromkeys(("cache", "config/export", "config/rows"), ("export",)),
-    **dict.fromkeys(("packs", "config/pack."), ("pack",)),
+    **dict.fromkeys(("train/prepare", "cache/plan_file", "cache/local", "rows/read", "config/train"), ("train",)),
+    **dict.fromkeys(("cache",), ("export",)),
+    **dict.fromkeys(("packs",), ("pack",)),
     **dict.fromkeys(("simulate", "config/simulate"), ("simulate",)),
     **dict.fromkeys(("config/plan", "train/model/fit", "train/loop/media_times"), ("plan",)),
     **dict.fromkeys(("train/evaluate", "train/prepare/trained"), ("eval",)),
     "train/prepare/evaluation": (),  # of train and of eval, each in functions of its own
-    **dict.fromkeys(("train/verify", "config/verify"), ("verify",)),
+    **dict.fromkeys(("train/verify",), ("verify",)),
     "train/model/merge": ("merge",),
-    "config/evaluate": ("eval",),
 }
 FOR_ALL = {"--config", "--set", "--json", "--debug", "--help"}
 

@@ -14,7 +14,7 @@ import pytest
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.simulate import STRATEGIES
-from packtool.report.timeline import duration
+from packtool.report.simulation import duration
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows

@@ -12,7 +12,7 @@ from transformers import Qwen3NextForCausalLM, Qwen3VLConfig
 
 import packtool
 from packtool.attention.choose import KERNELS
-from packtool.attention.varlen import Varlen
+from packtool.attention.kernel import Varlen
 from packtool.cli.main import run
 from packtool.errors import EXIT_MISMATCH, EXIT_OK, EXIT_USAGE
 from tests.attention.hybrids import hybrid_config

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from packtool.config.mixture import MixOptions
+from packtool.config.mixture import MixOptions, parse_recipe, with_joined_sources
 from packtool.config.plan import PlanConfig
-from packtool.config.recipe import parse_recipe, with_joined_sources
 from packtool.config.settings import resolve
 from packtool.errors import ConfigError
 

@@ -9,8 +9,8 @@ import pytest
 import typer
 
 from packtool.cli.main import app
-from packtool.config.panels import FIRST, LAST, PANELS
 from packtool.config.plan import PlanConfig
+from packtool.config.settings import FIRST, LAST, PANELS
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packtool.cli.main import run
-from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.packing import ParallelOptions, parallel_problems
 
 
 @pytest.mark.parametrize(

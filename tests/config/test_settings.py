@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from packtool.cli.arguments import rewrite
 from packtool.cli.main import _SETTINGS
+from packtool.cli.options import rewrite
 from packtool.config import settings
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.config.packing import PackOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, bound_problems, part_of, resolve, unit_of, value_type

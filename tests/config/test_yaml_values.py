@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from packtool.cli.main import _SETTINGS, run
 from packtool.cli.options import _read_yaml
 from packtool.config import settings
-from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, Synonyms, resolve, value_type
+from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, Synonyms, load_json, parse_yaml, resolve, value_type
 from packtool.config.train import TrainConfig
-from packtool.config.yaml_values import load_json, parse_yaml
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}
 

@@ -12,8 +12,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
 from packtool.demo.model import CONTROL_TOKENS, PLAIN_ADDED_TOKENS, make_model
-from packtool.demo.pictures import BACKDROP_COLOURS, SHAPE_COLOURS
-from packtool.demo.world import make_rows
+from packtool.demo.world import BACKDROP_COLOURS, SHAPE_COLOURS, make_rows
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packtool.demo.pictures import BACKDROP_COLOURS, SHAPE_COLOURS
-from packtool.demo.world import HELD_OUT_SHARE, DemoWorld, make_rows
+from packtool.demo.world import BACKDROP_COLOURS, HELD_OUT_SHARE, SHAPE_COLOURS, DemoWorld, make_rows
 
 NUM_ROWS = 1500
 NUM_UNUSABLE = 6

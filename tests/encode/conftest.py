@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from packtool.config.export import EncodeSpec
+from packtool.config.data import EncodeSpec
 from packtool.encode import encoder as encoder_module
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles

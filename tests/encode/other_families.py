@@ -12,7 +12,7 @@ from typing import Any
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.video_utils import VideoMetadata
 
-from packtool.media.load import load_image
+from packtool.media.measure import load_image
 from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import Sample
 from scripts._reduced_model import cut_tokenizer

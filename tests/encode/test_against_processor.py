@@ -18,7 +18,7 @@ from packtool.batch.collate import load_media
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
-from packtool.media.load import load_image
+from packtool.media.measure import load_image
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from packtool.rows.source import Source

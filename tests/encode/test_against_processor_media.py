@@ -14,7 +14,7 @@ import torch
 
 from packtool.encode.encoded import EncodedSample
 from packtool.media.audio import load_audio
-from packtool.media.load import load_image
+from packtool.media.measure import load_image
 from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.test_against_processor import cached_encoder, processor_of

@@ -16,8 +16,8 @@ from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.errors import StorageError
+from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
-from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 from tests.encode.conftest import encoder_for
 from tests.encode.test_encoder import CHATML, CONTROL, QWEN_CONFIG

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
 from packtool.encode.encoder import Encoder
-from packtool.encode.families.asked_videos import AskedVideos, has_videos
+from packtool.encode.families.processor import AskedVideos, has_videos
 from packtool.media.opening import MediaProblem
 from packtool.media.video import VideoSize
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn

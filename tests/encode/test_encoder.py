@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from packtool.encode import encoder as encoder_module
-from packtool.encode.assemble import lay_out
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
+from packtool.encode.media_spans import lay_out
 from packtool.errors import ConfigError, RowError
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped

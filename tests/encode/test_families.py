@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.config.rows import ImageOptions
+from packtool.config.data import ImageOptions
 from packtool.encode import families
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, family_of, is_multimodal
+from packtool.encode.families.qwen_video import smart_resize
 from packtool.encode.families.qwen_vl import image_limits
-from packtool.encode.families.resize import smart_resize
+from packtool.encode.families.record import Family
 from packtool.errors import ConfigError
 
 SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
@@ -48,8 +49,10 @@ def test_who_takes_more_than_text() -> None:
 
 def test_every_familys_file_is_registered() -> None:
     names = (module.name for module in pkgutil.iter_modules(families.__path__, families.__name__ + "."))
-    records = [vars(importlib.import_module(name)).get("FAMILY") for name in names]
-    assert [record for record in records if record is not None and record not in FAMILIES] == []
+    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+    records = {value.title: value for value in values if isinstance(value, Family)}
+    assert {family.title for family in (*FAMILIES, TEXT, OTHER)} <= set(records)
+    assert [title for title, record in records.items() if record not in (*FAMILIES, *REFUSED, TEXT, OTHER)] == []
     claimed = [model_type for family in (*FAMILIES, *REFUSED) for model_type in family.model_types]
     assert len(claimed) == len(set(claimed))
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import Span
+from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.fit import Tokenized, fit
+from packtool.encode.media_spans import Span
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample, Turn
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from packtool.encode.families.base import ImageLimits, VideoLimits
-from packtool.encode.families.fitted import image_bounds, video_bounds
-from packtool.encode.families.own_limits import of_image, of_video
+from packtool.encode.families.processor import of_image, of_video
 from packtool.encode.families.qwen_video import grid_within, video_grid
-from packtool.encode.families.qwen_vl import image_grid
+from packtool.encode.families.qwen_vl import image_bounds, image_grid, video_bounds
+from packtool.encode.families.record import ImageLimits, VideoLimits
 from packtool.rows.sample import MediaRef
 
 OWN = ImageLimits(min_pixels=56 * 56, max_pixels=640 * 640, patch_size=14, merge_size=2, temporal_patch_size=2)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from packtool.encode import encoder as encoder_module
-from packtool.encode.least_tokens import LeastTokens
-from packtool.encode.words import WordTokenizer
+from packtool.encode.tokenize import LeastTokens, WordTokenizer
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped
 from tests.encode.conftest import encoder_for

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.cache.identity import identity_of
-from packtool.config.export import ExportConfig
+from packtool.cache.restart import identity_of
+from packtool.config.data import ExportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.open_template import ended_template
+from packtool.encode.template import ended_template
 from packtool.errors import ConfigError
 from packtool.rows.forms import to_sample
 from packtool.rows.source import Source

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packtool.constants import IGNORE_INDEX
 from packtool.encode import prefix_hashes as module
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.placed_media import MediaTokens, placed_media
+from packtool.encode.media_spans import MediaTokens, placed_media
 from packtool.encode.prefix_hashes import by_address, changed_files, prefix_hashes
 
 PADS = {"image": 90, "video": 91, "audio": 92}

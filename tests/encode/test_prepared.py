@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packtool.config.export import EncodeSpec
+from packtool.config.data import EncodeSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.families.spelling import special_tokens, split_spelling
+from packtool.encode.families.processor import special_tokens, split_spelling
 from packtool.errors import ConfigError
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for
@@ -91,7 +91,7 @@ def test_a_picture_that_the_processor_has_no_memory_for_costs_its_row(
         raise MemoryError
 
     cached_encoder(made[1])  # asks the processor about pictures, too
-    monkeypatch.setattr("packtool.media.load.blank_image", refuse)
+    monkeypatch.setattr("packtool.media.measure.blank_image", refuse)
     Image.new("RGB", (11, 7)).save(tmp_path / "a.png")
     dropped = encoded(made[1], [("user", "<image>?"), ("assistant", "!")], [str(tmp_path / "a.png")])
     assert isinstance(dropped, Dropped)

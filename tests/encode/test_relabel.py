@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.config.export import EncodeSpec
+from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.relabel import TargetChoice
+from packtool.encode.targets import TargetChoice
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped, Sample
 from packtool.rows.source import Source

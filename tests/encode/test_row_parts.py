@@ -19,8 +19,8 @@ from tokenizers import pre_tokenizers
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedRow, EncodedSample, left_out_of
 from packtool.encode.encoder import Encoder
+from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import RowError

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from packtool.encode.words import _SAFE_RANGES, WordTokenizer, _safe_chars
+from packtool.encode.tokenize import _SAFE_RANGES, WordTokenizer, _safe_chars
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from packtool.launch.devices import gpu_names
+from packtool.launch.world import gpu_names
 
 
 def test_names_are_those_of_the_driver(tmp_path: Path) -> None:

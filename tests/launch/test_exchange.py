@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from packtool.launch.exchange import all_gather_objects
+from packtool.launch.world import all_gather_objects
 from tests.forked import run_ranks
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from packtool.cache.garbage import collecting_later
-from packtool.launch.importing import imported_at_once
+from packtool.cache.restart import collecting_later
+from packtool.launch.processes import imported_at_once
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from packtool.errors import ConfigError
-from packtool.launch.launcher import begins_run, find_place
+from packtool.launch.processes import begins_run, find_place
 from packtool.launch.world import World
 
 ARGUMENTS = ("eval", "--model", "m")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from packtool.launch.once import is_said_elsewhere
+from packtool.launch.processes import is_said_elsewhere
 
 
 @pytest.fixture

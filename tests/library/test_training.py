@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 import packtool
-from packtool.attention.varlen import LeakError
+from packtool.attention.kernel import LeakError
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.train.loop.loader import StepLoader, input_spec

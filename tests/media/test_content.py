@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packtool.config.rows import AccessOptions
+from packtool.config.data import AccessOptions
 from packtool.media.content import content_digest, content_name
 from packtool.rows.rights import MediaRights, rights_of_cache
 

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from packtool import storage
-from packtool.config.rows import AccessOptions, MediaAccess
+from packtool.config.data import AccessOptions, MediaAccess
 from packtool.errors import MediaError, StorageError
-from packtool.media.load import load_image
-from packtool.media.measure import measure_image
+from packtool.media.measure import load_image, measure_image
 from packtool.media.opening import MediaProblem
 from packtool.rows.forms import RowProblem
 from packtool.rows.forms.media import media_ref

@@ -27,7 +27,7 @@ from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.packs import write
-from packtool.report.terminal import TerminalProgress
+from packtool.report.tables import TerminalProgress
 
 ROOT = Path(__file__).parent.parent.parent
 _spec = importlib.util.spec_from_file_location("conformance", ROOT / "scripts" / "conformance.py")

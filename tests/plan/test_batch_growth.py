@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.epoch import plan_epoch
 from packtool.plan.options import PlanOptions
+from packtool.plan.summary import BatchGrowth, own_steps_line
 
 
 def growth(**options: int) -> BatchGrowth:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from packtool.config.packing import PackOptions
-from packtool.plan import batches
-from packtool.plan.batches import place_in_batches
-from packtool.plan.packing import pack
+from packtool.plan import packing
+from packtool.plan.packing import pack, place_in_batches
 from tests.plan.test_packing import check, companions, lognormal_lengths
 
 LENGTHS = lognormal_lengths(3000, median=1500, sigma=1.0)
@@ -37,7 +36,7 @@ def test_nothing() -> None:
 
 
 def test_processes_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_MANY", 0)
+    monkeypatch.setattr(packing, "_MANY", 0)
     options = [
         PackOptions(packing_algorithm="binpacking", packing_batch_size=10, packing_num_proc=num_proc)
         for num_proc in (1, 2, 3)

@@ -8,8 +8,7 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtool.plan.best_fit import place_best_fit
-from packtool.plan.placements import Placements
+from packtool.plan.best_fit import Placements, place_best_fit
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from packtool.config.adapters import LearningOptions
+from packtool.config.model import LearningOptions
 from packtool.plan.cost import ALL_WEIGHTS, CostModel
 from scripts.bench_balance import TOWER
 

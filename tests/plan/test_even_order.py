@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.plan.even_order import even_order
+from packtool.plan.even import even_order
 from packtool.plan.pack_plan import PackPlan, with_packs_in_order
 from packtool.plan.packing import pack, pack_singletons
 from packtool.plan.shuffle import RandomStream, seeded_order

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config.mixture import Amount, MixUnit
-from packtool.config.recipe import Recipe, SourceRecipe
+from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe
 from packtool.errors import DataError
 from packtool.plan.epoch import EpochPlan, plan_mixture
-from packtool.plan.even_order import even_order
-from packtool.plan.even_packs import pack_evenly
+from packtool.plan.even import even_order, pack_evenly
 from packtool.plan.mixture import Mixture, mixture_of
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import PackPlan, with_packs_in_order

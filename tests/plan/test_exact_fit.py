@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.plan import exact_fit
-from packtool.plan.exact_fit import place_exact_fit
-from packtool.plan.placements import Placements
+from packtool.plan import best_fit
+from packtool.plan.best_fit import Placements, place_exact_fit
 
 
 def pack_sums(placements: Placements) -> list[list[int]]:
@@ -65,7 +64,7 @@ def test_scarce_places_are_filled_evenly() -> None:
 
 @pytest.mark.parametrize("most_bits", [1 << 17, 1])
 def test_pairs_are_not_needed(most_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_fit, "MOST_BITS_FOR_PAIRS", most_bits)
+    monkeypatch.setattr(best_fit, "MOST_BITS_FOR_PAIRS", most_bits)
     lengths = np.arange(999, 0, -1)
     placements = place_exact_fit(lengths.tolist(), [10] * 999, 1000)
     assert sum(map(sum, pack_sums(placements))) == 10 * lengths.sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.plan.length_set import LengthSet
+from packtool.plan.best_fit import LengthSet
 
 
 @given(

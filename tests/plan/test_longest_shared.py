@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.plan.longest_shared import Falling
+from packtool.plan.skrull import Falling
 from packtool.plan.step_time import Exchange, Load, StepTime
 
 TIMES = StepTime(flops_per_second=1.0, exchanges=(Exchange(1, 2.0, 0.0, behind_local=0.5),))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.plan.matching import SampleKeys, match
+from packtool.plan.ledger import SampleKeys, match
 
 Sample = tuple[int, int, tuple[int, int]]
 """File, row, and turn of how many; zeros for a whole row."""

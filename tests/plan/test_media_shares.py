@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.plan.media_shares import Media, MediaShares
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull import SHARDED
 from packtool.plan.steps import step_plan
-from packtool.plan.towers import assign_heaviest_first
+from packtool.plan.towers import Media, MediaShares, assign_heaviest_first
 
 MERGED = 4
 

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config.mixture import Amount, MixUnit, parse_amount
-from packtool.config.recipe import Recipe, SourceRecipe
+from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe, parse_amount
 from packtool.errors import ConfigError, DataError
 from packtool.plan.epoch import EpochPlan, plan_mixture
-from packtool.plan.mixture import Mixture, mixture_of
+from packtool.plan.mixture import Mixture, by_name, counts_of_steps, mixture_of, share_figures
 from packtool.plan.options import PlanOptions
-from packtool.plan.source_shares import by_name, counts_of_steps, share_figures
 
 MAX = 512
 

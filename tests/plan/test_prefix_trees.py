@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.plan.branches import Branch, branches_of
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import NOTHING, Budget, Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Branch, Budget, Prefixes, PrefixTrees, branches_of, plan_trees, trees_of
 from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 

@@ -16,9 +16,8 @@ from packtool.plan.epoch import assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import PackPlan, with_packs_in_order
 from packtool.plan.packing import pack_trees
-from packtool.plan.prefix_trees import NOTHING, Budget, PrefixTrees, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Budget, PrefixTrees, plan_trees, trees_of, trees_of_some
 from packtool.plan.tree_parts import TreeParts, apart_in_packs
-from packtool.plan.trees_of_some import trees_of_some
 from tests.plan.test_prefix_trees import options_for, prefixes_of
 
 CAPACITY = 30

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.plan.trees_of_some import trees_of_some
+from packtool.plan.prefix_trees import trees_of_some
 from tests.plan.test_prefix_trees import Rows, planned, some_rows
 
 

@@ -10,8 +10,7 @@ import pytest
 from packtool.config.packing import PackOptions
 from packtool.errors import DataError, PacktoolError
 from packtool.plan import packing
-from packtool.plan.packing import pack
-from packtool.plan.windows import draw_windows, map_on_processes
+from packtool.plan.packing import draw_windows, map_on_processes, pack
 from tests.plan.test_packing import check, companions, lognormal_lengths
 
 LENGTHS = lognormal_lengths(4000, median=1500, sigma=1.0)

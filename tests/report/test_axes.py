@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.report.axes import SIZE, Axis, labels, round_numbers
+from packtool.report.drawing import SIZE, Axis, labels, round_numbers
 
 
 @given(st.floats(0.01, 1e9), st.integers(3, 6), st.booleans())

@@ -12,10 +12,9 @@ import pytest
 from PIL import Image
 
 from packtool.report import curves
-from packtool.report.curves import charts_of, smoothed, write_curves
+from packtool.report.curves import charts_of, draw_charts, smoothed, write_curves
 from packtool.report.drawing import Chart, Note
 from packtool.report.drawing import Path as Curve
-from packtool.report.picture import draw_charts
 from packtool.report.plan_page import Histogram, histogram
 
 

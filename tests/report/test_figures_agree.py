@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool.config.plan import PlanConfig
-from packtool.report.plan import page_content, plan_lines
+from packtool.report.plan import page_content, plan_lines, sweep_cells, sweep_lines, sweep_page
 from packtool.report.plan_page import balance_chart, page
-from packtool.report.sweep import sweep_cells, sweep_lines, sweep_page
 from packtool.report.tables import aligned
 from packtool.train.prepare.preview import preview
 

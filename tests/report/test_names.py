@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packtool.report.names import named
+from packtool.report.statistics import named
 
 
 def test_counts_have_the_names_of_the_library() -> None:

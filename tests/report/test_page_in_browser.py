@@ -16,10 +16,9 @@ import pytest
 from PIL import Image
 
 from packtool.cli.main import run
-from packtool.report.plan import length_histogram
+from packtool.report.plan import _COLUMNS, length_histogram, sweep_page
 from packtool.report.plan_page import MixtureFigures, page
 from packtool.report.statistics import source_rows
-from packtool.report.sweep import _COLUMNS, sweep_page
 from tests.report.browser import Browser, find, started
 from tests.report.contents import content, content_with_trees
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.report.drawing import Box, Drawing, Note
-from packtool.report.plan import length_histogram
+from packtool.report.plan import _COLUMNS, length_histogram, sweep_page
 from packtool.report.plan_page import (
     MixtureFigures,
     Stretch,
@@ -23,7 +23,6 @@ from packtool.report.plan_page import (
     stretches_drawing,
     tree_drawing,
 )
-from packtool.report.sweep import _COLUMNS, sweep_page
 from tests.report.contents import branches, content, content_with_trees
 
 HOSTILE = ("<b>'", "<i onload", "\u202e", "\x1b", "\x07")

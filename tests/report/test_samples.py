@@ -23,7 +23,7 @@ import packtool
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
-from packtool.config.inspect import InspectConfig
+from packtool.config.commands import InspectConfig
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress

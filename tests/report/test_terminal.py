@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from packtool.report import terminal
-from packtool.report.terminal import TerminalProgress
+from packtool.report import tables
+from packtool.report.tables import TerminalProgress
 
 
 @given(start=st.integers(0, 20_000), gaps=st.lists(st.integers(5, 70), min_size=1, max_size=5))
 def test_lines_seconds_apart_have_different_times(start: int, gaps: list[int]) -> None:
-    times = [terminal._elapsed(sum(gaps[:number], start)) for number in range(len(gaps) + 1)]
+    times = [tables._elapsed(sum(gaps[:number], start)) for number in range(len(gaps) + 1)]
     assert len(set(times)) == len(times)
 
 
 def test_a_line_without_figures_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "_PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(tables, "_PLAIN_SECONDS", 0.0)
     printed = io.StringIO()
     with TerminalProgress(Console(file=printed, width=200)) as progress:
         progress.start("train", 4)

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packtool.rows.read import read_block
-from packtool.rows.scan import scan
+from packtool.rows.read import read_block, scan
 from packtool.rows.source import ScannedSource, SourceSpec
 
 KINDS = ("json", "jsonl", "ndjson", "csv", "tsv", "txt", "parquet", "arrow", "stream.arrow")

@@ -7,10 +7,8 @@ from typing import NoReturn
 import pytest
 
 from packtool.errors import RowError, StorageError
-from packtool.rows.boundary import held, unforeseen_note
-from packtool.rows.read import read_block
-from packtool.rows.sample import Dropped
-from packtool.rows.scan import scan
+from packtool.rows.read import read_block, scan
+from packtool.rows.sample import Dropped, held, unforeseen_note
 from packtool.rows.source import SourceSpec
 
 
@@ -29,7 +27,7 @@ def test_what_nobody_foresaw_is_a_dropped_row(error: BaseException) -> None:
     found = held("rows.jsonl", 7, fail, error)
     assert isinstance(found, Dropped)
     assert (found.source, found.row, found.reason) == ("rows.jsonl", 7, "unexpected")
-    assert found.detail.startswith(f"{type(error).__name__} at rows/boundary.py:")
+    assert found.detail.startswith(f"{type(error).__name__} at rows/sample.py:")
     found.detail.encode()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from packtool.errors import DataError
 from packtool.rows.opened import open_text
+from packtool.rows.read import follow, scan
 from packtool.rows.sample import Dropped
-from packtool.rows.scan import follow, scan
 from packtool.rows.source import Compression, SourceSpec
 from tests.rows.conftest import rows_of
 
@@ -58,7 +58,7 @@ def test_a_file_that_is_refused_is_closed(
         opened.append(open_text(path, compression))
         return opened[-1]
 
-    monkeypatch.setattr("packtool.rows.scan.open_text", remembered)
+    monkeypatch.setattr("packtool.rows.read.open_text", remembered)
     with pytest.raises(DataError, match="iconv"):
         look(SourceSpec(str(path)))
     assert opened

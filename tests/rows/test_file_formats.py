@@ -18,12 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import DataError
-from packtool.rows import lines, records
+from packtool.rows import lines
 from packtool.rows.forms import to_sample
 from packtool.rows.opened import close_readers, opened
-from packtool.rows.read import read_block
+from packtool.rows.read import read_block, scan
 from packtool.rows.sample import Dropped
-from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 from packtool.rows.tables import TableReader
 from tests.rows.conftest import COMPRESSIONS, KINDS, compress, rows_of, write_rows
@@ -110,7 +109,7 @@ def test_any_csv_gives_its_records(
     write_rows(path, kind, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "CHUNK_BYTES", chunk)
-        patch.setattr(records, "BLOCK_ROWS", block_rows)
+        patch.setattr(lines, "BLOCK_ROWS", block_rows)
         found = scan(SourceSpec(str(path)))
     assert rows_of(found) == list(enumerate(rows))
 
@@ -235,7 +234,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
         path = compress(path, ".gz") if name.endswith(".gz") else path
     program = (
         "import sys, resource\n"
-        "from packtool.rows.scan import scan\nfrom packtool.rows.source import SourceSpec\n"
+        "from packtool.rows.read import scan\nfrom packtool.rows.source import SourceSpec\n"
         "from packtool.rows.read import read_block\nimport pyarrow, pyarrow.parquet, packtool.rows.tables\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "found = scan(SourceSpec(sys.argv[1]))\n"

@@ -11,8 +11,8 @@ import pytest
 
 from packtool.errors import DataError
 from packtool.rows.forms import RowProblem, to_sample
-from packtool.rows.forms.marks import could_hold_media, likely_column
-from packtool.rows.scan import follow, scan
+from packtool.rows.forms.media import could_hold_media, likely_column
+from packtool.rows.read import follow, scan
 from packtool.rows.source import Source, SourceSpec
 
 

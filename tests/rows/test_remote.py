@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from packtool import storage
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.errors import DataError, StorageError
 from packtool.rows.forms import to_sample
 from packtool.rows.opened import close_readers
-from packtool.rows.scan import scan, scan_sources
+from packtool.rows.read import scan, scan_sources
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from tests.rows.conftest import COMPRESSIONS, KINDS, compress, rows_of, write_rows

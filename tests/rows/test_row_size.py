@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from packtool.rows import json_array, lines
+from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
-from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 from tests.rows.conftest import rows_of, write_rows
 

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
-from packtool.rows import sampling
-from packtool.rows.sampling import draw_rows
-from packtool.rows.scan import scan, scan_sources
-from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, SourceSpec
+from packtool.rows import source
+from packtool.rows.read import scan, scan_sources
+from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, SourceSpec, draw_rows
 from tests.rows.conftest import rows_of
 
 
@@ -35,8 +34,8 @@ def blocks_of(sizes: list[int]) -> RowBlocks:
 def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int, chunk: int, most: int) -> None:
     sources = [blocks_of(own) for own in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_CHUNK_BLOCKS", chunk)
-        patch.setattr(sampling, "_MOST_ROWS", most)
+        patch.setattr(source, "_CHUNK_BLOCKS", chunk)
+        patch.setattr(source, "_MOST_ROWS", most)
         drawn = draw_rows(sources, count, (seed, 0))
         again = draw_rows(sources, count, (seed, 0))
     assert drawn == again

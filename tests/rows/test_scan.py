@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from packtool import storage
 from packtool.errors import DataError
 from packtool.rows import json_array, lines
+from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
-from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 from tests.rows.conftest import rows_of, write_rows
 
@@ -140,7 +140,7 @@ def test_an_array_never_sits_in_memory(tmp_path: Path) -> None:
         file.write("]")
     assert path.stat().st_size > 120e6
     program = (
-        "import sys, resource; from packtool.rows.scan import scan;"
+        "import sys, resource; from packtool.rows.read import scan;"
         "from packtool.rows.source import SourceSpec;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; source = scan(SourceSpec(sys.argv[1]));"
         "print(source.num_rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 import pytest
 
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.errors import ConfigError, DataError, PacktoolError
 from packtool.rows.forms import to_sample
-from packtool.rows.scan import scan, scan_sources
+from packtool.rows.read import scan, scan_sources
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from tests.rows.conftest import rows_of

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from packtool.errors import DataError, PacktoolError
 from packtool.rows.opened import close_readers
+from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
-from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 from tests.rows.conftest import rows_of
 

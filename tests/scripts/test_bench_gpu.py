@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from packtool.attention.choose import KERNELS
-from packtool.attention.varlen import Varlen
+from packtool.attention.kernel import Varlen
 from tests.scripts.loading import load_script
 from tests.waiting import PATIENCE_S
 

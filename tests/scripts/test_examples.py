@@ -65,9 +65,8 @@ def test_a_job_array_makes_one_cache(repository: Path, tmp_path: Path, model: Pa
 
 
 def test_the_ci_jobs_commands_are_understood(repository: Path) -> None:
-    from packtool.cli.arguments import rewrite
-    from packtool.cli.options import option_kinds
-    from packtool.config.export import ExportConfig
+    from packtool.cli.options import option_kinds, rewrite
+    from packtool.config.data import ExportConfig
 
     job = yaml.safe_load((repository / "scripts" / "ci_export.yml").read_text())["jobs"]["export"]
     commands = [shlex.split(step["run"]) for step in job["steps"] if "run" in step]

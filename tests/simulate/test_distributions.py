@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packtool.simulate.distributions import POINTS, DistributionName, draw_lengths, quantiles
+from packtool.simulate.run import POINTS, DistributionName, draw_lengths, quantiles
 
 
 @pytest.mark.parametrize("name", POINTS)

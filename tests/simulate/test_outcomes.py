@@ -15,12 +15,11 @@ from packtool.errors import DataError
 from packtool.plan.skrull import SHARDED
 from packtool.plan.step_time import NOTHING
 from packtool.simulate.cost import Constants, Machine, SimulatedSchedule, Timing
-from packtool.simulate.distributions import draw_lengths
-from packtool.simulate.dynamic_groups import place_in_groups
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, simulate
-from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, schedule
+from packtool.simulate.run import draw_lengths
+from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, place_in_groups, schedule
 
 SIZES = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])
 NO_LAUNCHES = Constants(launch_us=0)

@@ -13,13 +13,13 @@ import numpy as np
 import psutil
 import pytest
 
-from packtool.config.export import EncodeSpec
+from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError, RowError
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
 from packtool.stream.packs import PackStream, StreamedPack, StreamOptions
-from packtool.stream.state import StreamState, read_stream_state, write_stream_state
+from packtool.stream.reading import StreamState, read_stream_state, write_stream_state
 from tests.cache.conftest import model as model
 
 CAPACITY = 512

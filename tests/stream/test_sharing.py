@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from packtool.constants import LEAST_SHARED
+from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.placed_media import MediaTokens
 from packtool.rows.source import SourceSpec
-from packtool.stream.packs import StreamedPack
-from packtool.stream.sharing import Added, IntervalSharing
-from packtool.stream.state import read_stream_state, write_stream_state
+from packtool.stream.packs import Added, IntervalSharing, StreamedPack
+from packtool.stream.reading import read_stream_state, write_stream_state
 from tests.cache.conftest import model as model
 from tests.stream.test_packs import CAPACITY, contents, options, stream
 

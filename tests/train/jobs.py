@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from packtool.config.evaluate import EvalConfig
-from packtool.config.verify import VerifyConfig
+from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.progress import SilentProgress
 from packtool.train.evaluate.run import evaluate_caches
 from packtool.train.run import train

@@ -22,7 +22,7 @@ from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
-from packtool.rows.scan import scan
+from packtool.rows.read import scan
 from packtool.rows.source import SourceSpec
 from packtool.stream import workers
 from packtool.train.model.loss import sum_of_losses

@@ -12,7 +12,7 @@ from transformers import LlavaConfig
 
 import packtool
 from packtool.batch.spec import InputSpec
-from packtool.config.evaluate import EvalConfig
+from packtool.config.commands import EvalConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError
 from packtool.launch.world import World

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 import packtool
 from packtool.cli.main import run
-from packtool.config.mixture import MixOptions
+from packtool.config.mixture import MixOptions, parse_recipe
 from packtool.config.plan import PlanConfig
-from packtool.config.recipe import parse_recipe
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
@@ -28,10 +27,10 @@ from packtool.progress import SilentProgress
 from packtool.report.statistics import train_lines
 from packtool.report.trained import step_figures
 from packtool.train.prepare.cached import CachedRun, prepare_cached
-from packtool.train.prepare.ledger_file import read_ledger
 from packtool.train.prepare.mixtures import recipe_of_anywhere
 from packtool.train.prepare.prepared import RankStep
-from packtool.train.prepare.resumed import resumed
+from packtool.train.prepare.record import read_ledger
+from packtool.train.prepare.run import resumed
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
 

@@ -28,9 +28,8 @@ from packtool.train.prepare.checkpoint import (
     remove_oldest,
     write_run_state,
 )
-from packtool.train.prepare.recompute import with_recomputing
-from packtool.train.prepare.resumed import resume_lines
-from packtool.train.prepare.run import prepare_run
+from packtool.train.prepare.costs import with_recomputing
+from packtool.train.prepare.run import prepare_run, resume_lines
 from packtool.train.run import train
 from tests.forked import started
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics

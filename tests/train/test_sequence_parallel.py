@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from packtool.attention.kernel import Varlen
 from packtool.attention.parallel import attend
-from packtool.attention.parallel.layout import ShardLayout, shard_layout
-from packtool.attention.varlen import Varlen
+from packtool.attention.parallel.ring import ShardLayout, shard_layout
 from packtool.batch.shard import SequenceShard
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World

@@ -14,14 +14,12 @@ from transformers import PreTrainedModel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_leaky_inputs
 from packtool.batch.batch import Batch, PackedBatch, TreeBatch
-from packtool.batch.collate import collate_packs
-from packtool.batch.collate_tree import collate_tree
+from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.prefix_tree import find_tree
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
-from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.load import _enable_checkpointing
-from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.loss import losses_of_head, sum_of_losses
 from tests.batch.reduced import (
     FIRST_CONTROL,
     TEXT_MODELS,

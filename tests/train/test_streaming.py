@@ -13,7 +13,7 @@ import pytest
 
 from packtool.batch.spec import InputSpec
 from packtool.cli.main import run
-from packtool.cli.train import _prepare
+from packtool.cli.train import _prepare_train
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
@@ -165,7 +165,7 @@ def test_what_needs_no_row_is_refused_together_before_rows_are_read(
     given = {"cached_dataset": (), "dataset": (rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
     config = tiny.config(tmp_path / "out", **given | wrong)
     with pytest.raises(ConfigError) as caught:
-        train(config, SilentProgress()) if processes == 1 else _prepare(config, World(0, processes))
+        train(config, SilentProgress()) if processes == 1 else _prepare_train(config, World(0, processes))
     for named in ("flash_attention_3", "--report-to nowhere", "nothing/there"):
         assert named in str(caught.value)
 

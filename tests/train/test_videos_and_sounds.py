@@ -19,23 +19,22 @@ from torch import nn
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import PackedBatch, TreeBatch
-from packtool.batch.collate import collate_packs
+from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.collate_shard import collate_shard, with_own_media
-from packtool.batch.collate_tree import collate_tree
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
-from packtool.config.export import EncodeSpec
+from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
+from packtool.encode.media_spans import sounds_in_order
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.placed_media import sounds_in_order
 from packtool.errors import DataError
 from packtool.plan.skrull import SHARDED
 from packtool.progress import SilentProgress
 from packtool.rows.sample import MediaRef, Sample, Turn
 from packtool.train.loop.media_times import _measured
-from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.load import load_model
+from packtool.train.model.loss import losses_of_head
 from tests.attention.parallel.shared_model import alone, check_setting
 from tests.forked import run_ranks
 from tests.media.clips import write_clip, write_sound

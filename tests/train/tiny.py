@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from packtool.cache.export import export
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.config.train import TrainConfig
 from packtool.progress import SilentProgress
 from tests.batch.reduced import make_picture

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from packtool.cache.export import export
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.progress import SilentProgress
 from tests.batch.reduced import make_picture
 from tests.media.clips import write_clip, write_sound

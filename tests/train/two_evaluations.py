@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
-from packtool.config.evaluate import EvalConfig
+from packtool.config.commands import EvalConfig
 from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from packtool.attention.kernel import default_scale
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
-from packtool.attention.parallel.exchange import heads_to_tokens, tokens_to_heads
-from packtool.attention.parallel.layout import ShardLayout, shard_layout
-from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.parallel.ring import RingCall, ring_backward, ring_forward
+from packtool.attention.parallel.mesh import SequenceParallel, heads_to_tokens, tokens_to_heads
+from packtool.attention.parallel.ring import RingCall, ShardLayout, ring_backward, ring_forward, shard_layout
 from packtool.batch.shard import SequenceShard
 from packtool.errors import UnsupportedModelError
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from packtool.config.parallel import ParallelOptions
+from packtool.config.packing import ParallelOptions
 from packtool.encode.families import FAMILIES, text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 

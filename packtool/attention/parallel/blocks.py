@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packtool.attention.kernel import needs_fast_gpu, pad_heads
-from packtool.attention.varlen import Varlen
-from packtool.config.parallel import WITH_BLOCKS
+from packtool.attention.kernel import Varlen, needs_fast_gpu, pad_heads
+from packtool.config.packing import WITH_BLOCKS
 from packtool.errors import ConfigError
 
 _QUERIES_AT_ONCE = 256

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packtool.attention.parallel.exchange import heads_to_tokens, tokens_to_heads
-from packtool.attention.parallel.layout import sharded_order
-from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.varlen import Varlen
+from packtool.attention.kernel import Varlen
+from packtool.attention.parallel.mesh import SequenceParallel, heads_to_tokens, tokens_to_heads
+from packtool.attention.parallel.ring import sharded_order
 from packtool.batch.shard import SequenceShard
 
 Recurrence = Callable[[Callable[..., Tensor], Tensor, Varlen], Tensor]

@@ -8,39 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from packtool.config.rows import MediaOptions
-from packtool.encode.families import (
-    by_processor,
-    glm4v,
-    qwen2_5_omni,
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_5,
-    qwen3_next,
-    qwen3_omni,
-    qwen3_vl,
-)
-from packtool.encode.families.base import (
+from packtool.config.data import MediaOptions
+from packtool.encode.families import by_processor, glm4v, omni, qwen
+from packtool.encode.families.by_processor import REFUSED, UNPROVEN
+from packtool.encode.families.record import (
+    BY_PROCESSOR,
+    TEXT_ONLY,
     AudioLimits,
+    Family,
     ImageLimits,
     MediaEncoding,
     MediaKind,
     MediaLimits,
     Medium,
     Part,
-    VideoLimits,
-)
-from packtool.encode.families.record import (
-    BY_PROCESSOR,
-    TEXT_ONLY,
-    Family,
     Towers,
+    VideoLimits,
     default_max_length,
     pad_ids_of,
     text_config_of,
     thinker_of,
 )
-from packtool.encode.families.refused import REFUSED, UNPROVEN
 from packtool.encode.model_files import ModelFiles
 
 __all__ = [
@@ -68,13 +56,8 @@ __all__ = [
 ]
 
 FAMILIES: tuple[Family, ...] = (
-    qwen2_vl.FAMILY,
-    qwen2_5_vl.FAMILY,
-    qwen3_vl.FAMILY,
-    qwen3_5.FAMILY,
-    qwen3_next.FAMILY,
-    qwen2_5_omni.FAMILY,
-    qwen3_omni.FAMILY,
+    *qwen.FAMILIES,
+    *omni.FAMILIES,
     glm4v.FAMILY,
     *by_processor.FAMILIES,
 )

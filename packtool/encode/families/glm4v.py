@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from packtool.config.rows import MediaOptions
+from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedVideo
-from packtool.encode.families.asked_videos import SLOWER, AskedVideos
-from packtool.encode.families.base import MediaLimits, Medium, Part
 from packtool.encode.families.boxes import BoxForm
-from packtool.encode.families.own_limits import refuse_own_limits
-from packtool.encode.families.processor import load_processor, refuse_options
+from packtool.encode.families.processor import SLOWER, AskedVideos, load_processor, refuse_options, refuse_own_limits
 from packtool.encode.families.qwen_video import resize_together
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
-from packtool.encode.families.record import Family, Towers, encoded_by
+from packtool.encode.families.record import Family, MediaLimits, Medium, Part, Towers, encoded_by
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.sample import MediaRef
 

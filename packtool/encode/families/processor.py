@@ -4,26 +4,270 @@ Other families count tokens by themselves; here the processor is asked what it w
 some size, with a blank one, and the answer is remembered by size. That costs what processing costs, once for every size
 that comes up, and needs torch in the worker. The chat template writes its own token for a picture, and what the
 processor makes of that token takes its place, text and all (Gemma 3 puts blank lines around a picture).
+
+What a processor of transformers writes for media, as text and as the parts that encoding knows.
+
+Videos of models that take a video's frames as pictures: their own processor tells which frames, and what it writes.
+
+Which frames are taken the video processor decides by its settings (``do_sample_frames``, ``fps``, ``num_frames``) from
+the number of frames and their rate. What it writes for them, timestamps and all, follows from their size and number, so
+it is asked with frames that have a size and no pixels (torch's meta device): nothing is decoded but the first frame.
+
+The limits of one medium: the export's, but for what its row says of it, in the words of Qwen's tools.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from packtool.config.rows import ImageOptions, MediaOptions
+from packtool.config.data import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
-from packtool.encode.families.asked_videos import AskedVideos, has_videos
-from packtool.encode.families.base import MediaKind, MediaLimits, Medium, Part
-from packtool.encode.families.own_limits import refuse_own_limits
-from packtool.encode.families.record import pad_ids_of
-from packtool.encode.families.spelling import replacements_in, special_tokens, split_spelling
+from packtool.encode.families.record import ImageLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits, pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
+
+
+def replacements_in(processor: Any, made: Mapping[str, Any], counts: Sequence[int], what: str) -> list[list[str]]:
+    """What a processor wrote for each medium of each row.
+
+    Args:
+        made: all that it made.
+        counts: media of each row.
+        what: they are, for messages.
+
+    Raises:
+        ConfigError: if it does not say.
+    """
+    found = made.get("text_replacement_offsets")
+    if not found or [len(row) for row in found] != list(counts):
+        raise ConfigError(
+            f"{type(processor).__name__} does not say what it writes for a {what}",
+            "Use a newer transformers, or a model of another family.",
+        )
+    return [[str(replaced["replacement"]) for replaced in row] for row in found]
+
+
+def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str]:
+    """Finds a processor's control tokens in what it writes.
+
+    Args:
+        others: that are control tokens too, whether or not its tokenizer says so.
+    """
+    tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
+    named = [processor.image_token, getattr(processor.tokenizer, "image_token", None), *others]
+    tokens |= {str(token) for token in named if token}
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+
+def split_spelling(spelled: str, special: re.Pattern[str]) -> list[Part]:
+    """Text and control tokens, repeated ones counted."""
+    parts: list[Part] = []
+    at = 0
+    for match in special.finditer(spelled):
+        if match.start() > at:
+            parts.append(spelled[at : match.start()])
+        last = parts[-1] if parts else ""
+        if isinstance(last, tuple) and last[0] == match.group():
+            parts[-1] = (last[0], last[1] + 1)
+        else:
+            parts.append((match.group(), 1))
+        at = match.end()
+    return [*parts, spelled[at:]] if at < len(spelled) else parts
+
+
+def of_image(limits: ImageLimits, ref: MediaRef) -> ImageLimits:
+    """The limits of a picture.
+
+    Raises:
+        ValueError: if its row's contradict each other.
+    """
+    own = dict(ref.limits)
+    return replace(limits, **_bounds(own, "pixels", limits.min_pixels, limits.max_pixels)) if own else limits
+
+
+def refuse_own_limits(ref: MediaRef) -> None:
+    """Raise if a row has limits of its own for a medium whose size the model's processor decides.
+
+    Raises:
+        MediaProblem: naming the limit.
+    """
+    if ref.limits:
+        told = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
+        raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
+
+
+def of_video(limits: VideoLimits, ref: MediaRef) -> VideoLimits:
+    """The limits of a video; pixels are those of a frame, but for ``total_pixels``.
+
+    Raises:
+        ValueError: if its row's contradict each other.
+    """
+    own = dict(ref.limits)
+    if not own:
+        return limits
+    found: dict[str, Any] = _bounds(own, "frames", limits.min_frames, limits.max_frames)
+    total = int(own["total_pixels"]) if "total_pixels" in own else None
+    if limits.over_all_frames:
+        given = {f"frame_{name}": int(own[name]) for name in ("min_pixels", "max_pixels") if name in own}
+        found |= {**given, **({"max_pixels": total, "min_pixels": min(limits.min_pixels, total)} if total else {})}
+    else:
+        found |= _bounds(own, "pixels", limits.min_pixels, limits.max_pixels)
+        found |= {"total_pixels": total} if total else {}
+    return replace(limits, fps=float(own.get("fps", limits.fps)), **found)
+
+
+def _bounds(own: dict[str, float], what: str, least: int, most: int) -> dict[str, int]:
+    """Both bounds, of which one that the row does not give makes room for the other."""
+    low, high = own.get(f"min_{what}"), own.get(f"max_{what}")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"its row wants at least {low:g} and at most {high:g} {what}")
+    return {
+        f"min_{what}": int(low if low is not None else min(least, high or least)),
+        f"max_{what}": int(high if high is not None else max(most, low or most)),
+    }
+
+
+SLOWER = "transformers' own processor is loaded in each worker and says for each video what stands for its frames"
+"""What it costs, for the log."""
+
+_REMEMBERED = 16  # a video is measured, and spelled soon after
+_Video = tuple[int, int, int, float, tuple[int, ...]]
+"""Height, width, number of frames in the file, their rate, and those that are taken."""
+
+
+class AskedVideos:
+    """What a model's own processor makes of videos.
+
+    Args:
+        processor: that takes videos (``has_videos``).
+        pad: the token that stands for a piece of a picture, and of a frame.
+        marks: tokens that mark media, too, whether or not the tokenizer says that they are control tokens.
+    """
+
+    def __init__(self, processor: Any, pad: str, marks: Sequence[str] = ()) -> None:
+        self._processor, self._pad = processor, pad
+        self._special = special_tokens(processor, marks)
+        self._spelled = lru_cache(maxsize=_REMEMBERED)(self._ask)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know."""
+        if self._processor.video_processor.do_sample_frames:
+            return ()
+        told = "do_sample_frames with num_frames or fps there takes fewer"
+        return (f"all frames of a video are taken, by the settings of the model's video processor: {told}",)
+
+    def measure(self, ref: MediaRef) -> EncodedVideo:
+        """Look at a video's header, and choose its frames.
+
+        Raises:
+            MediaProblem: if it cannot be used.
+        """
+        from packtool.media.video import measure_video  # here, because most rows need none of PyAV
+
+        refuse_own_limits(ref)
+        if ref.clip is not None:
+            raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor knows no clips of videos")
+        size = measure_video(ref)
+        try:
+            # Pictures that a row gives as a video are all frames, for transformers samples none of such.
+            indices = tuple(range(size.num_frames)) if ref.frames else self._taken(size.num_frames, size.fps)
+            video = size.height, size.width, size.num_frames, size.fps, indices
+            parts, grid = self._spelled(video)
+        except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+            raise MediaProblem("media_size", f"{label(ref)}: the processor refuses it: {error}") from error
+        return EncodedVideo(
+            path=ref.path,
+            data=ref.data,
+            frames=tuple((frame.path, frame.data) for frame in ref.frames),
+            height=size.height,
+            width=size.width,
+            num_frames=size.num_frames,
+            fps=size.fps,
+            indices=indices,
+            grid=grid,
+            seconds_per_grid=size.num_frames / size.fps / (grid[0] if grid else len(indices)),
+            num_tokens=sum(part[1] for part in parts if not isinstance(part, str) and part[0] == self._pad),
+        )
+
+    def parts(self, video: EncodedVideo) -> list[Part]:
+        """What the processor writes for a video."""
+        return self._spelled((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
+
+    def _taken(self, num_frames: int, fps: float) -> tuple[int, ...]:
+        videos = self._processor.video_processor
+        if not videos.do_sample_frames:
+            return tuple(range(num_frames))
+        settings = {name: getattr(videos, name, None) for name in videos.valid_kwargs.__annotations__}
+        found = videos.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
+        return tuple(int(index) for index in found)
+
+    def _ask(self, video: _Video) -> tuple[list[Part], tuple[int, ...]]:
+        """What it writes for a video, and its grid in patches, if it has one."""
+        import torch
+
+        height, width, num_frames, fps, indices = video
+        frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
+        spelled, made = video_processed(self._processor, frames, num_frames, fps, indices)
+        grids = made.get("video_grid_thw")
+        return split_spelling(spelled, self._special), () if grids is None else tuple(grids[0].tolist())
+
+
+def has_videos(processor: Any) -> bool:
+    """Whether a processor takes videos, and its tokenizer knows the token that stands for one."""
+    token = getattr(processor, "video_token", None)
+    known = processor.tokenizer.added_tokens_decoder.values()
+    return getattr(processor, "video_processor", None) is not None and token in {each.content for each in known}
+
+
+def video_processed(
+    processor: Any, frames: Any, num_frames: int, fps: float, indices: Sequence[int]
+) -> tuple[str, Mapping[str, Any]]:
+    """What a processor makes of the frames that are taken of a video.
+
+    Args:
+        frames: uint8 (T, 3, H, W), on torch's meta device where only their size matters.
+        num_frames, fps: of the whole video.
+        indices: the numbers there of the T frames.
+
+    Returns:
+        what it writes for the video, and all that it makes.
+
+    Raises:
+        ConfigError: if it does not say what it writes.
+    """
+    metadata = _metadata(num_frames, fps, list(indices), *frames.shape[2:])
+    made: Mapping[str, Any] = processor(
+        text=[processor.video_token],
+        videos=[frames],
+        return_text_replacement_offsets=True,
+        videos_kwargs={"return_tensors": "pt", "do_sample_frames": False, "video_metadata": [metadata]},
+        text_kwargs={"return_tensors": None},
+    )
+    ((spelled,),) = replacements_in(processor, made, [1], "video")
+    return spelled, made
+
+
+def _metadata(num_frames: int, fps: float, indices: list[int] | None, height: int = 0, width: int = 0) -> Any:
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(
+        total_num_frames=num_frames,
+        fps=fps,
+        width=width or None,
+        height=height or None,
+        duration=num_frames / fps,
+        frames_indices=indices,
+    )
+
 
 _PROBE = "packtoolquestion"
 _PROBE_SIZE = (64, 96)
@@ -123,7 +367,7 @@ class ProcessorFamily:
 
     def _asked(self, sizes: list[tuple[int, int]]) -> list[list[Part]]:
         """What the processor writes for pictures of these sizes, (height, width) each, in one row."""
-        from packtool.media.load import blank_image  # here, because families without it need no PIL
+        from packtool.media.measure import blank_image  # here, because families without it need no PIL
 
         blank = [blank_image(height, width) for height, width in sizes]
         return [split_spelling(spelled, self._special) for spelled in processed(self._processor, [blank])[0][0]]

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from packtool.config.rows import MediaOptions
+from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
-from packtool.encode.families.base import AudioLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits
 from packtool.encode.families.qwen_video import video_limits
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
-from packtool.encode.families.record import thinker_of
+from packtool.encode.families.record import AudioLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits, thinker_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem, label

@@ -3,6 +3,8 @@
 Mirrors ``Qwen2VLVideoProcessor`` (Qwen2-VL, Qwen2.5-VL, Omni) and ``Qwen3VLVideoProcessor`` of transformers, without
 their optional cap on a frame's share of a whole video. The variables that Qwen's tools and ms-swift read set other
 limits: ``VIDEO_MAX_PIXELS`` for one frame, ``VIDEO_TOTAL_PIXELS`` for all, ``FPS`` and its bounds.
+
+Sizes rounded to whole tokens, as Qwen's processors do it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,34 @@ from typing import Any
 
 import numpy as np
 
-from packtool.config.rows import MediaOptions
-from packtool.encode.families.base import ImageLimits, VideoLimits
-from packtool.encode.families.resize import smart_resize
+from packtool.config.data import MediaOptions
+from packtool.encode.families.record import ImageLimits, VideoLimits
 from packtool.errors import ConfigError
+
+_MAX_ASPECT = 200
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Height and width in pixels that are multiples of ``factor`` with min_pixels <= h * w <= max_pixels.
+
+    The aspect ratio is kept as well as that allows; the rounding is that of transformers' function of the same name.
+
+    Raises:
+        ValueError: if one side is more than 200 times the other.
+    """
+    if max(height, width) / min(height, width) > _MAX_ASPECT:
+        raise ValueError(f"{width}x{height} pixels: one side is more than {_MAX_ASPECT} times the other")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
 
 _FPS = 2.0
 _MIN_FRAMES, _MAX_FRAMES = 4, 768

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from packtool.config.rows import MediaOptions
-from packtool.encode.families.base import MediaKind, MediaLimits, Medium, Part
+from packtool.config.data import MediaOptions
+from packtool.encode.families.record import MediaKind, MediaLimits, Medium, Part
 from packtool.encode.model_files import ModelFiles
 from packtool.media.opening import MediaProblem
 from packtool.rows.sample import MediaRef

@@ -12,16 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from packtool.errors import DataError
-from packtool.rows.boundary import held
-from packtool.rows.forms.columns import Fields
+from packtool.rows.forms.columns import Fields, RowProblem
 from packtool.rows.forms.known import KNOWN, detect
-from packtool.rows.forms.marks import LoneMark, check_marks, lone_mark, with_marks
-from packtool.rows.forms.media import Found, media_of
+from packtool.rows.forms.media import Found, LoneMark, check_marks, lone_mark, media_of, with_marks
 from packtool.rows.forms.objects import objects_of
-from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.queries import TEXT
 from packtool.rows.forms.responses import responses_of
-from packtool.rows.forms.text import TEXT
-from packtool.rows.sample import PreparedTokens, Sample, Turn
+from packtool.rows.sample import PreparedTokens, Sample, Turn, held
 from packtool.rows.source import Pairs, Source
 
 __all__ = ["RowProblem", "check_first_rows", "to_sample"]

@@ -1,18 +1,73 @@
-"""Which column of a file is which: by its usual names, or by what the user said."""
+"""Which column of a file is which: by its usual names, or by what the user said.
+
+What a form says about a row that it cannot read.
+
+Single values of rows: numbers that a float can hold, and how a value is shown in a message.
+"""
 
 from __future__ import annotations
 
 import ast
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from packtool.errors import DataError
-from packtool.rows.forms.problem import RowProblem, json_problem
-from packtool.rows.forms.values import listed
 from packtool.rows.parsing import JsonProblem, is_text, parse_json
 from packtool.rows.source import Pairs
+
+
+class RowProblem(ValueError):
+    """A row that cannot be used.
+
+    Args:
+        reason: machine-readable, as in ``dropped.jsonl``.
+        detail: explanation for the user.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def json_problem(reason: str, what: str, problem: JsonProblem) -> RowProblem:
+    """What to say of a cell that is no JSON (``reason``, ``what``), or JSON that is not to be trusted (its own)."""
+    if problem.reason == "invalid_json":
+        return RowProblem(reason, f"{what}: {problem.detail}")
+    return RowProblem(problem.reason, problem.detail)
+
+
+_LONGEST_SHOWN = 80
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = _LONGEST_SHOWN
+_short.maxlevel = 3
+
+
+def finite(value: Any) -> float | None:
+    """A number as a float; None for anything else, for NaN and infinity, and for what is too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut short; one of any size and depth costs nothing."""
+    return _short.repr(value)[:_LONGEST_SHOWN]
+
+
+def listed(names: Any, most: int = 20) -> str:
+    """Names for a message, sorted, each and all of them cut short."""
+    texts = sorted(str(name)[:_LONGEST_SHOWN] for name in names)
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "") or "none"
+
 
 TOKEN_COLUMNS = (
     *("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "cu_seqlens", "seq_start_id"),

@@ -8,13 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 from packtool.errors import DataError, did_you_mean
-from packtool.rows.forms.columns import NAMES, Columns
+from packtool.rows.forms.columns import NAMES, Columns, listed
 from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.messages import MESSAGES
 from packtool.rows.forms.prepared import PREPARED, TOKENS
-from packtool.rows.forms.queries import ALPACA, QUERY
-from packtool.rows.forms.text import TEXT
-from packtool.rows.forms.values import listed
+from packtool.rows.forms.queries import ALPACA, QUERY, TEXT
 from packtool.rows.source import Pairs
 
 _Keys = tuple[str, ...]

@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from packtool.config.rows import BboxType
+from packtool.config.data import BboxType
 from packtool.constants import BOX_MARK, MEDIA_MARKS, NAME_MARK
-from packtool.rows.forms.columns import Fields
-from packtool.rows.forms.problem import RowProblem
-from packtool.rows.forms.values import finite, shown
+from packtool.rows.forms.columns import Fields, RowProblem, finite, shown
 from packtool.rows.sample import Objects, Region, Turn
 
 _UNITS: Mapping[str, BboxType] = {

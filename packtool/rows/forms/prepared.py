@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.constants import IGNORE_INDEX
-from packtool.rows.forms.columns import TOKEN_COLUMNS, Columns, Fields
+from packtool.rows.forms.columns import TOKEN_COLUMNS, Columns, Fields, RowProblem, shown
 from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import MEDIA_KINDS, Found, is_measured
 from packtool.rows.forms.messages import MOST_LOSS_SCALE
-from packtool.rows.forms.problem import RowProblem
-from packtool.rows.forms.values import shown
 from packtool.rows.sample import PreparedTokens, Turn
 
 TOKENS = "tokens"

@@ -1,17 +1,17 @@
-"""A question and an answer, with what came before them: ``query`` and ``response``, alpaca's columns."""
+"""A question and an answer, with what came before them: ``query`` and ``response``, alpaca's columns.
+
+A text for pretraining.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from packtool.rows.forms.columns import NAMES, Columns, Fields
-from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, shown
 from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import Found
-from packtool.rows.forms.messages import turns_of
-from packtool.rows.forms.problem import RowProblem
-from packtool.rows.forms.values import shown
+from packtool.rows.forms.messages import content_of, turns_of
 from packtool.rows.sample import Turn
 
 
@@ -103,3 +103,17 @@ QUERY = RowForm(
     _is_query,
     _turns_of_query,
 )
+
+
+def _fits(columns: Columns, formatting: str | None) -> bool:
+    return formatting != "sharegpt" and columns.find("text") is not None
+
+
+def _text_turns(fields: Fields, found: Found) -> list[Turn]:
+    text = content_of("'text'", fields.raw("text"), found).text
+    if not text.strip():
+        raise RowProblem("empty_text", "there is nothing but blanks in it")
+    return [Turn("assistant", text)]
+
+
+TEXT = RowForm("text", "text: a text for pretraining", _fits, _text_turns)

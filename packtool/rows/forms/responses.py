@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from packtool.rows.forms.columns import Fields
-from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.columns import Fields, RowProblem, finite, shown
 from packtool.rows.forms.media import Found
-from packtool.rows.forms.messages import MOST_LOSS_SCALE, turns_of
-from packtool.rows.forms.problem import RowProblem
-from packtool.rows.forms.values import finite, shown
+from packtool.rows.forms.messages import MOST_LOSS_SCALE, content_of, turns_of
 from packtool.rows.sample import Response, Turn
 from packtool.rows.source import Source
 

@@ -16,9 +16,8 @@ from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
 from packtool.progress import Progress, SilentProgress
 from packtool.train.evaluate.scorer import evaluating
-from packtool.train.model.load import load_trained
+from packtool.train.model.load import load_trained, quiet_transformers
 from packtool.train.model.precision import checkpoint_dtype
-from packtool.train.model.quiet import quiet_transformers
 from packtool.train.prepare.trained import TrainedModel
 
 

@@ -24,28 +24,26 @@ from torch.utils.data import Dataset
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, ShardedBatch, TreeBatch
-from packtool.batch.collate import collate_packs, collate_padded, shifted_labels
+from packtool.batch.collate import collate_packs, collate_padded, collate_tree, shifted_labels
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.collate_tree import collate_tree
-from packtool.batch.dataset import load_micro_batches, with_reads
+from packtool.batch.dataset import deaths_told, load_micro_batches, with_reads
 from packtool.batch.media_cache import MediaReads
-from packtool.batch.padding import align_sample
+from packtool.batch.positions import align_sample
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
-from packtool.batch.worker import deaths_told
-from packtool.cache.chosen import SampleReader
 from packtool.cache.reader import CacheReader
+from packtool.cache.views import SampleReader
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError
-from packtool.launch.exchange import all_gather_objects
-from packtool.launch.world import World
+from packtool.launch.world import World, all_gather_objects
 from packtool.plan.dynamic import Int64Array
 from packtool.plan.evaluation import EvaluationPlan
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
 from packtool.train.evaluate.scorer import (
     SCORES,
+    Evaluation,
     SamplePlaces,
     Scorer,
     bare_model,
@@ -54,7 +52,6 @@ from packtool.train.evaluate.scorer import (
     is_packed,
     sample_scores,
 )
-from packtool.train.evaluate.totals import Evaluation
 
 _REMEDY = "The same command begins again"
 _ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part

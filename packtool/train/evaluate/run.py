@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 
 from packtool.cache.evaluation_file import write_evaluation
-from packtool.config.evaluate import EvalConfig
-from packtool.launch.importing import imported_at_once
+from packtool.config.commands import EvalConfig
+from packtool.launch.processes import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
-from packtool.train.evaluate.totals import Evaluation
+from packtool.train.evaluate.scorer import Evaluation
 from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evaluation
 from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
 
@@ -88,8 +88,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
         from packtool.batch.spec import InputSpec
         from packtool.train.evaluate.per_sample import evaluate
         from packtool.train.evaluate.scorer import can_be_packed
-        from packtool.train.model.load import load_trained, resolve_dtype
-        from packtool.train.model.quiet import quiet_transformers
+        from packtool.train.model.load import load_trained, quiet_transformers, resolve_dtype
 
     config, on_gpu = prepared.config, torch.cuda.is_available()
     spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits, prepared.config)

@@ -1,13 +1,23 @@
-"""What happens beside the step: the log file, the progress, the finishing of checkpoints."""
+"""What happens beside the step: the log file, the progress, the finishing of checkpoints.
+
+The ledger of a run, kept while it trains.
+
+The figures that a user sees of every log line, and what each of them is.
+
+Log lines whose loss or gradient norm is far above those before it: a step that is worth looking at.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +30,13 @@ from packtool.batch.media_cache import MediaReads
 from packtool.cache.evaluation_file import plain_json
 from packtool.cache.lock import DirectoryLock
 from packtool.config.checkpoints import CheckpointOptions
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import ConfigError
+from packtool.launch.world import all_gather_objects
 from packtool.progress import Progress
+from packtool.simulate.hardware import peak_tflops
 from packtool.train.loop.loader import StepLoader
-from packtool.train.loop.log_line import OBJECTIVE_LINE, heading_lines, shown_figures
-from packtool.train.loop.unusual import WINDOW, Outliers, sentence
+from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.unloaded import add_unloaded
 from packtool.train.prepare.checkpoint import (
@@ -33,15 +44,172 @@ from packtool.train.prepare.checkpoint import (
     copy_processor,
     discard_run_state,
     remove_oldest,
+    saving,
     write_run_state,
 )
 from packtool.train.prepare.history import options_kept
-from packtool.train.prepare.outcome import BEST, LAST, best_of, point
-from packtool.train.prepare.place import METRICS_NAME
+from packtool.train.prepare.place import BEST, LAST, METRICS_NAME, best_of, point
 from packtool.train.prepare.prepared import PreparedRun, Steps
+from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.schedule import Schedule
-from packtool.train.prepare.whole import saving
 from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
+
+_VAL_LOSS = "val loss"
+_CHANNEL_LOSSES = "loss by channel"
+_MAX_CHANNELS = 8  # whose losses are shown
+_WAITS = ("data_wait", "copy_wait", "log_wait")
+
+
+def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
+    """What each figure of a log line is, and its unit; said once, before the first step.
+
+    Args:
+        gpu: name of this rank's GPU, None without one.
+    """
+    waited_for = "data / the log" if gpu is None else "data / copies to the GPU / the log"
+    told = {} if run.config.streaming else {"epoch": "passes over the data so far"}
+    told |= {
+        "loss": "mean over target tokens, in nats",
+        "grad norm": "length of the gradient of all trained weights, before it is clipped",
+        "lr": "learning rate",
+        "targets/s": "target tokens a second, all processes together",
+        "fill": "tokens of samples, of all that are computed",
+        "waiting": f"shares of the time that steps waited for {waited_for}",
+        "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
+    }
+    if run.tells_channels:
+        told[_CHANNEL_LOSSES] = "the loss of each channel; in a mixture, of each source"
+    if run.config.media_cache is not None:
+        told["kept"] = "pictures and videos that were in the media cache, of all that this process loaded"
+    if run.config.router_aux_loss_coef:
+        told["balance"] = "load-balancing loss of the experts, before --router-aux-loss-coef; even routers have k"
+    if run.config.torch_compile:
+        told["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
+    if gpu is not None and (peak := peak_tflops(gpu)) is not None:
+        told["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
+        told["HFU"] = "the same with activations and logits that are computed again"
+    if run.validation is not None:
+        told[_VAL_LOSS] = "the loss of the val split, a line of its own"
+    yield "log lines, each of the steps since the one before (metrics.jsonl has more):"
+    width = max(map(len, told))
+    yield from (f"  {name:{width}}  {meaning}" for name, meaning in told.items())
+
+
+OBJECTIVE_LINE = (
+    "  objective  what training minimizes: losses times their weights, over the number of target tokens, or with "
+    "--loss-reduction sample the mean over samples"
+)
+
+
+def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, float | int | str]:
+    """The figures of a log line that are shown, by the names of ``heading_lines``.
+
+    Args:
+        logs: a line of ``metrics.jsonl``, of training or of an evaluation.
+        has_epochs: False for a stream, whose number of rows is unknown.
+    """
+    shown: dict[str, float | int | str] = {"epoch": f"{logs['epoch']:.2f}"} if has_epochs else {}
+    if "loss" not in logs:
+        return shown | {_VAL_LOSS: round(logs["eval_loss"], 4)}
+    # Without targets there is no mean; what --on-bad-media skip leaves out may be all that a step has.
+    shown["loss"] = round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"
+    if "objective" in logs:
+        shown["objective"] = round(float(logs["objective"]), 4)
+    if (norm := logs.get("grad_norm")) is not None:
+        shown["grad norm"] = float(f"{norm:.3g}")
+    shown |= {
+        "lr": float(f"{logs['learning_rate']:.3g}"),
+        "targets/s": round(logs["target_tokens_per_second"]),
+        "fill": f"{logs['fill']:.1%}",
+        "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
+        "memory": f"{logs['memory_gib']:.1f} GiB",
+    }
+    losses = {name.removeprefix("loss_"): value for name, value in logs.items() if name.startswith("loss_")}
+    if losses:
+        texts = [f"{name} {value:.4g}" for name, value in list(losses.items())[:_MAX_CHANNELS]]
+        num_more = len(losses) - len(texts)
+        shown[_CHANNEL_LOSSES] = ", ".join(texts) + (f", {num_more} more in metrics.jsonl" if num_more else "")
+    if "media_cache_hits" in logs:
+        shown["kept"] = f"{logs['media_cache_hits']:.0%}"
+    if "router_balance" in logs:
+        shown["balance"] = round(logs["router_balance"], 4)
+    if "padding" in logs:
+        shown["padding"] = f"{logs['padding']:.1%}"
+    if "mfu" in logs:
+        shown |= {"MFU": f"{logs['mfu']:.0%}", "HFU": f"{logs['hfu']:.0%}"}
+    return shown
+
+
+WINDOW = 200
+"""Log lines that one is compared with."""
+_FEWEST = 20
+_SIGMAS = 6.0
+_OF_MAD = 1.4826  # a normal distribution's standard deviation, of its median absolute deviation
+_AS_LARGE, _NEARLY = 2, 0.7
+
+
+def is_far_above(value: float, before: Sequence[float], least_sigma: float) -> bool:
+    """Whether a number is far above others, and hardly any of these are.
+
+    Far is six robust standard deviations above the median (Leys et al. 2013, "Detecting outliers: Do not use standard
+    deviation around the mean, use absolute deviation around the median", take three). Where three of the others are
+    nearly as far, the number is one of many: of a source that is harder than the others, or of a level that the run has
+    come to. Fewer than twenty others tell nothing.
+
+    Args:
+        value: of a log line.
+        before: those of the lines before.
+        least_sigma: a standard deviation is taken to be that at least.
+    """
+    if len(before) < _FEWEST:
+        return False
+    middle = median(before)
+    sigma = max(_OF_MAD * median(abs(other - middle) for other in before), least_sigma)
+    nearly = middle + _NEARLY * (value - middle)
+    return value - middle > _SIGMAS * sigma and sum(other >= nearly for other in before) <= _AS_LARGE
+
+
+class Outliers:
+    """Remembers the last log lines, and says what of the next one is far above them."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+
+    def of(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """The figures of a line that are far above those of the last lines, each with the median of these.
+
+        Gradient norms vary by factors: their logarithms are compared. A loss must be 12 % above the median at least,
+        and a norm nearly twice of it.
+        """
+        found = {}
+        loss, norm = logs.get("loss"), logs.get("grad_norm")
+        if loss is not None and math.isfinite(loss):
+            if is_far_above(loss, self._losses, 0.02 * abs(median(self._losses or [0.0]))):
+                found["loss"] = median(self._losses)
+            self._losses.append(loss)
+        if norm is not None and math.isfinite(norm) and norm > 0:
+            if is_far_above(math.log(norm), self._norms, 0.1):
+                found["grad_norm"] = math.exp(median(self._norms))
+            self._norms.append(math.log(norm))
+        return found
+
+
+def sentence(step: int, found: Mapping[str, float], logs: Mapping[str, Any], output_dir: str | None) -> str:
+    """What is to be said of a line with such figures.
+
+    Args:
+        step: of the line.
+        found: what ``Outliers`` has found.
+        logs: the line.
+        output_dir: of a run whose steps can be looked at.
+    """
+    told = " and ".join(
+        f"{name.replace('_', ' ')} {float(logs[name]):.4g} (the last lines: {middle:.4g})"
+        for name, middle in found.items()
+    )
+    look = "" if output_dir is None else f": packtool inspect {output_dir} --step {step} shows what it held"
+    return f"step {step:,} is far above those before: {told}{look}"
 
 
 def ends_epoch(schedule: Schedule, step: int) -> bool:
@@ -314,3 +482,42 @@ class ReportCallback(TrainerCallback):
             file.writelines(kept)
         for line in kept[-WINDOW:]:
             self._outliers.of(load_json(line))
+
+
+class RecordCallback(TrainerCallback):
+    """Writes a run's history when it begins, and the ledger into its checkpoints; on every rank.
+
+    Must come before ``CheckpointCallback``, which takes the sums of what is there.
+
+    Args:
+        record: of the run.
+        trainer: knows the samples that this rank has skipped.
+        watch: knows the steps that changed no weight.
+    """
+
+    def __init__(self, record: RunRecord, trainer: PackTrainer, watch: StepWatch) -> None:
+        self.record, self.trainer, self.watch = record, trainer, watch
+        self._num_told = 0  # skipped samples of this rank that the ledger has
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The first step is next."""
+        if state.is_world_process_zero:
+            self.record.begin(str(args.output_dir))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A checkpoint is being written."""
+        trainer = self.trainer
+        skipped: list[tuple[int, int]] = []
+        if trainer.skips:
+            steps, samples = trainer.skipped_in[self._num_told :], trainer.skipped[self._num_told :]
+            found = zip(steps, samples, strict=True)
+            mine = [(step, sample.sample) for step, sample in found if sample.sample is not None]
+            self._num_told += len(samples)
+            skipped = [each for rank in all_gather_objects(mine, args.world_size) for each in rank]
+        if state.is_world_process_zero:
+            checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
+            with saving(checkpoint):
+                self.record.save(checkpoint, state.global_step, skipped, self.watch.left_out)
+        self.watch.left_out.clear()

@@ -1,13 +1,20 @@
-"""A prepared run, carried out."""
+"""A prepared run, carried out.
+
+Every rank has planned for itself: one exchange proves that all came to the same.
+
+Samples that ``--on-bad-media skip`` left out of a run: counted, shown at its end, and listed in a file.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -18,61 +25,111 @@ from packtool.attention.choose import choose, choose_elsewhere
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.support import refuse_unsupported
-from packtool.batch.dataset import is_bad
+from packtool.batch.batch import SkippedSample
+from packtool.batch.dataset import deaths_told, is_bad
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.spec import InputSpec
-from packtool.batch.worker import deaths_told
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import place_of
-from packtool.errors import ConfigError, raise_together
-from packtool.launch.exchange import all_gather_objects
-from packtool.plan.source_shares import share_figures
+from packtool.errors import ConfigError, MismatchError, raise_together
+from packtool.launch.world import World, all_gather_objects
+from packtool.plan.mixture import share_figures
 from packtool.progress import Progress
 from packtool.train.evaluate.per_sample import evaluate_in_training
-from packtool.train.loop.agreement import check_ranks_agree
 from packtool.train.loop.arguments import check_optimizer_of, training_arguments
 from packtool.train.loop.callbacks import (
     CheckpointCallback,
     EvaluationCallback,
+    RecordCallback,
     ReportCallback,
     StepsCallback,
     ends_epoch,
 )
-from packtool.train.loop.finite import name_samples
 from packtool.train.loop.loader import StepLoader, input_spec
-from packtool.train.loop.recording import RecordCallback
-from packtool.train.loop.skipped import all_skipped, skipped_lines, write_skipped
-from packtool.train.loop.stopping import StopSignals
 from packtool.train.loop.trainer import PackTrainer
-from packtool.train.loop.watch import StepWatch
+from packtool.train.loop.watch import StepWatch, StopSignals, name_samples
 from packtool.train.model.adapters import take_adapter
-from packtool.train.model.compiled import check_backend, compile_layers
-from packtool.train.model.experts import expert_sharding, refuse_other_experts
-from packtool.train.model.liger import refuse_without_liger
-from packtool.train.model.load import has_gpu, load_model, make_trainable, resolve_dtype
+from packtool.train.model.compiled import check_backend, compile_layers, refuse_without_liger
+from packtool.train.model.load import has_gpu, load_model, make_trainable, quiet_transformers, resolve_dtype
 from packtool.train.model.memory import FEW, MemoryEstimate, estimate_memory, model_without_weights
-from packtool.train.model.parameters import count_parameters
 from packtool.train.model.part_rates import PartRates
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype, load_masters, loaded_dtype, precision_lines
-from packtool.train.model.quantize import quantization_line, quantization_of
-from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.quantize import count_parameters, quantization_line, quantization_of
 from packtool.train.model.router import RouterBalance
 from packtool.train.model.sharding import (
+    expert_sharding,
     is_zero3,
     keep_digits_of_outputs,
     meet_on_cpus,
+    refuse_other_experts,
     shard_layers_that_are_there,
     shard_on_cpus,
 )
 from packtool.train.model.unloaded import unloaded_line, unloaded_tensors
-from packtool.train.prepare.checkpoint import PREFIX
+from packtool.train.prepare.checkpoint import PREFIX, RunState
 from packtool.train.prepare.place import make_place
 from packtool.train.prepare.prepared import PreparedRun, Validation
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.workers import workers_of
 from packtool.train.verify.run import fewer_tokens, raise_if_failed, verify_cheaply
+
+
+def check_ranks_agree(state: RunState, world: World, sequence_parallel: str = "") -> None:
+    """Compare what all ranks have planned, by one exchange of hashes.
+
+    The process group must be there.
+
+    Args:
+        sequence_parallel: how ranks share sequences, in words; each has worked it out, too.
+
+    Raises:
+        MismatchError: on every rank, naming what differs.
+    """
+    planned: dict[str, Any] = dataclasses.asdict(state) | {"sequence parallel": sequence_parallel}
+    first, *_ = found = all_gather_objects(planned, world.size)
+    for rank, other in enumerate(found):
+        if other != first:
+            differing = [name for name in first if other[name] != first[name]]
+            lines = [f"  - {name}: {first[name]} on rank 0, {other[name]} there" for name in differing]
+            raise MismatchError(
+                f"rank {rank} would train something else than rank 0:\n" + "\n".join(lines),
+                "All machines must see the same caches, the same options and the same version of packtool.",
+            )
+
+
+SKIPPED_NAME = "skipped.jsonl"
+_MOST_SHOWN = 20
+
+
+def all_skipped(mine: Sequence[SkippedSample], world: World) -> list[SkippedSample]:
+    """Those of all ranks; every rank must call this."""
+    return [sample for each in all_gather_objects(list(mine), world.size) for sample in each]
+
+
+def skipped_lines(skipped: Sequence[SkippedSample]) -> Iterator[str]:
+    """What is to be said of them at the end of a run."""
+    if not skipped:
+        return
+    yield f"samples left out because their media could not be loaded: {len(skipped):,} (all in {SKIPPED_NAME})"
+    for sample in skipped[:_MOST_SHOWN]:
+        yield f"  row {sample.row} of {sample.source}: {sample.message}"
+    if len(skipped) > _MOST_SHOWN:
+        yield f"  and {len(skipped) - _MOST_SHOWN:,} more"
+
+
+def write_skipped(output_dir: str, skipped: Sequence[SkippedSample]) -> None:
+    """A line for each, once for every epoch that it is missing in; no file if there are none."""
+    path = os.path.join(output_dir, SKIPPED_NAME)
+    if not skipped:
+        if os.path.exists(path):
+            os.remove(path)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        for sample in skipped:
+            file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+
 
 _MANY_STEPS = 1_000_000
 

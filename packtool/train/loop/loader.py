@@ -1,15 +1,20 @@
-"""The micro-batches of every optimizer step, as one rank sees them."""
+"""The micro-batches of every optimizer step, as one rank sees them.
+
+What each micro-batch holds, for ``--debug``: its samples and packs, and the shapes of its tensors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from packtool.batch.batch import Batch
 from packtool.batch.dataset import MicroBatches, load_micro_batches
@@ -18,12 +23,45 @@ from packtool.batch.micro_batch import MicroBatch, Tower
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
-from packtool.launch.exchange import all_gather_objects
-from packtool.launch.world import World
-from packtool.train.loop.batch_log import is_watched, watched
+from packtool.launch.world import World, all_gather_objects
 from packtool.train.prepare.figures import StepFigures
-from packtool.train.prepare.lengths import length_step
+from packtool.train.prepare.heaviest import length_step
 from packtool.train.prepare.prepared import PreparedRun
+
+_LOG = logging.getLogger("packtool.train.batches")
+
+
+def is_watched() -> bool:
+    """Whether anybody listens: what is told costs time."""
+    return _LOG.isEnabledFor(logging.DEBUG)
+
+
+def watched(batches: Iterable[Batch], held: Iterator[str], *, rank: int, step: int, num: int) -> Iterator[Batch]:
+    """The same micro-batches, each told when it is handed out.
+
+    Args:
+        held: the samples of each, in words.
+        rank: that trains them.
+        step: optimizer steps done before.
+        num: micro-batches of the step on this rank.
+    """
+    for number, batch in enumerate(batches, start=1):
+        words = next(held, "")
+        _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", rank, step + 1, number, num, described(batch, words))
+        yield batch
+
+
+def described(batch: Batch, held: str) -> str:
+    """One line on a micro-batch."""
+    shapes = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
+    told = [f"{name} {tuple(value.shape)}" for name, value in shapes.items() if isinstance(value, Tensor)]
+    lengths = getattr(batch, "lengths", None)
+    if lengths is not None:
+        told.append("lengths " + "+".join(str(length) for length in lengths))
+    told.append(f"{batch.num_target_tokens} targets")
+    if batch.skipped:
+        told.append(f"{len(batch.skipped)} samples skipped")
+    return "; ".join([held, *told] if held else told)
 
 
 @dataclass(frozen=True)

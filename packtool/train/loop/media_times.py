@@ -28,7 +28,7 @@ from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.config.plan import PlanConfig
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.placed_media import sounds_in_order
+from packtool.encode.media_spans import sounds_in_order
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.simulate.run import read_hardware

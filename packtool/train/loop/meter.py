@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from packtool.batch.batch import Batch, TreeBatch
-from packtool.launch.exchange import all_gather_objects
-from packtool.plan.source_shares import Counts, added
+from packtool.launch.world import all_gather_objects
+from packtool.plan.mixture import Counts, added
 from packtool.simulate.hardware import peak_tflops
-from packtool.train.model.head_loss import TargetLosses
-from packtool.train.model.loss import mean_loss
+from packtool.train.model.loss import TargetLosses, mean_loss
 from packtool.train.prepare.figures import StepFigures
 
 T = TypeVar("T")

@@ -5,6 +5,14 @@ resume by counting them. Here the plan says what a step is, so the Trainer is gi
 dataloader is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in
 ``training_step``. What is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging,
 checkpoints.
+
+Noise on the embeddings of training: NEFTune, for samples that share a sequence.
+
+Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning": uniform noise of at most
+alpha / sqrt(L d), with L tokens of a sample and d of width. L is here the sample's own, not the pack's or the padded
+row's, so that a sample has the noise that it would have alone.
+
+Micro-batches on their way to the device, beside its computation.
 """
 
 from __future__ import annotations
@@ -24,25 +32,111 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from packtool.batch.batch import Batch, SkippedSample
+from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeBatch
 from packtool.cache.evaluation_file import plain_json
-from packtool.plan.source_shares import Counts
+from packtool.plan.mixture import Counts
 from packtool.train.loop.arguments import refused_by_transformers
-from packtool.train.loop.copies import DeviceCopies
-from packtool.train.loop.finite import StepNumbers
 from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter
-from packtool.train.loop.noise import EmbeddingNoise
-from packtool.train.model.experts import load_optimizer, save_optimizer, whole_state
-from packtool.train.model.head_loss import HeadLoss
-from packtool.train.model.kahan import KahanAdamW
-from packtool.train.model.loss import StepMean, takes_logits_to_keep, target_losses
+from packtool.train.loop.watch import StepNumbers
+from packtool.train.model.loss import HeadLoss, StepMean, takes_logits_to_keep, target_losses
 from packtool.train.model.part_rates import PartRates, split_groups
-from packtool.train.model.precision import SavedPrecision, load_masters, save_masters
+from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_masters, save_masters
 from packtool.train.model.router import RouterBalance
-from packtool.train.prepare.checkpoint import PREFIX
+from packtool.train.model.sharding import load_optimizer, save_optimizer, whole_state
+from packtool.train.prepare.checkpoint import PREFIX, loading, saving
 from packtool.train.prepare.figures import StepFigures
-from packtool.train.prepare.whole import loading, saving
+
+
+class EmbeddingNoise:
+    """Adds noise to what a model's embeddings return while it trains on ``batch``.
+
+    Args:
+        model: bare, or inside an adapter; not yet wrapped for several processes.
+        alpha: NEFTune's.
+
+    Attributes:
+        batch: what the model is run on; None for no noise.
+    """
+
+    def __init__(self, model: nn.Module, alpha: float) -> None:
+        inner: Any = model
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        self.alpha = alpha
+        self.batch: Batch | None = None
+        inner.get_input_embeddings().register_forward_hook(self._add)
+
+    def _add(self, module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+        if self.batch is None or not module.training or embedded.shape[:2] != self.batch.input_ids.shape:
+            return embedded
+        lengths = sample_lengths(self.batch).to(embedded.device)
+        most = self.alpha / (lengths * embedded.shape[-1]).sqrt()
+        noise = torch.empty_like(embedded).uniform_(-1.0, 1.0)
+        return embedded + noise * most[..., None].to(embedded.dtype)
+
+
+def sample_lengths(batch: Batch) -> Tensor:
+    """Tokens of the sample that each position belongs to, float32 (B, T)."""
+    if isinstance(batch, PaddedBatch):
+        return batch.attention_mask.sum(1, keepdim=True).clamp(min=1).float().expand(batch.input_ids.shape)
+    assert isinstance(batch, (PackedBatch, ShardedBatch))
+    assert not isinstance(batch, TreeBatch), "a shared prefix is of no one length"
+    positions = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
+    lengths = torch.tensor([*batch.lengths, 1], device=positions.device, dtype=torch.float32)
+    return lengths[batch.documents_of(positions).clamp(max=len(batch.lengths))].view(batch.input_ids.shape)
+
+
+class DeviceCopies:
+    """Copies micro-batches to a device on a stream of their own.
+
+    On the stream that computes, a copy would wait for everything that was given to the device before. The host is ahead
+    of the device, so that a copy of its own stream runs while the micro-batch before is computed, or the optimizer's
+    step; the computation waits for the copy alone. It takes page-locked memory, which the dataloader provides on CUDA.
+    How long it waited is noted by the device itself, and read when the host has waited for the device anyway.
+
+    Args:
+        device: on which the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._waits: list[tuple[Any, Any]] = []
+
+    def bring(self, batch: B) -> B:
+        """The micro-batch on the device; the current stream may use it at once."""
+        if self._stream is None:
+            return batch.to(self._device)
+        with torch.cuda.stream(self._stream):
+            on_device = batch.to(self._device, non_blocking=True)
+        current = torch.cuda.current_stream(self._device)
+        event: Any = torch.cuda.Event
+        begin, end = (event(enable_timing=True) for _ in range(2))
+        begin.record(current)
+        current.wait_stream(self._stream)
+        end.record(current)
+        self._waits.append((begin, end))
+        # Else the memory could be given to the next copy while the computation still reads it.
+        on_device.map(lambda tensor: _recorded(tensor, current))
+        return on_device
+
+    def waited(self) -> float | None:
+        """Seconds that the computation waited for copies since this was asked last; None where there are none.
+
+        Does not wait for the device: copies that it has not come to are counted the next time.
+        """
+        if self._stream is None:
+            return None
+        reached = [pair for pair in self._waits if pair[1].query()]
+        self._waits = self._waits[len(reached) :]
+        return sum(begin.elapsed_time(end) for begin, end in reached) / 1e3
+
+
+def _recorded(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    tensor.record_stream(stream)
+    return tensor
 
 
 class PackTrainer(Trainer):

@@ -1,11 +1,30 @@
-"""What all ranks must agree on before each update: whether one was told to stop, whether a number is none."""
+"""What all ranks must agree on before each update: whether one was told to stop, whether a number is none.
+
+Losses and gradients that are no numbers: found before anything is kept of them, and named.
+
+SIGTERM, SIGUSR1 and Ctrl-C: the step is finished, a checkpoint is saved, and the exit code says which it was.
+
+    scheduler ──► launcher ──► every rank     or to one rank alone
+                                 │ notes it, works on
+              before each update │ all ranks take the largest of what was noted
+      with the next log line, or │
+          before the next update │ they read it: they agree on the step
+                                 ▼
+              update, checkpoint, 128 + signal
+
+A second Ctrl-C ends at once. A second SIGTERM does not: schedulers send it to launchers and ranks alike.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 import signal
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -15,11 +34,123 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from packtool.config.train import OnNan
 from packtool.errors import DivergedError, StoppedError
-from packtool.launch.exchange import all_gather_objects
-from packtool.launch.world import World
+from packtool.launch.world import World, all_gather_objects
 from packtool.progress import Progress
-from packtool.train.loop.finite import StepNumbers
-from packtool.train.loop.stopping import StopSignals
+
+_MOST_SAMPLES = 6
+
+
+class StepNumbers:
+    """The losses and the gradient norm of the step that is being computed, on this rank's device."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._norm: Tensor | float = 0.0
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._losses, self._norm = [], 0.0
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Note the loss of the next micro-batch, a 0-d tensor."""
+        self._losses.append(loss.detach())
+
+    def see_norm(self, norm: Tensor | float, *, is_scaled: bool) -> None:
+        """Note the norm of the gradient over all ranks.
+
+        Args:
+            norm: 0-d, or a number of the host.
+            is_scaled: float16's loss scale is being looked for: infinite norms belong to that.
+        """
+        self._norm = 0.0 if is_scaled else norm
+
+    def bad(self, device: torch.device) -> Tensor:
+        """Whether one of them is infinite or not a number: int64 (), 1 or 0, on a device that nobody waits for."""
+        norm: Any = self._norm if isinstance(self._norm, Tensor) else torch.full((), self._norm, device=device)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        values = [value.to(device, torch.float32).reshape(()) for value in (*self._losses, norm)]
+        return 1 - torch.stack(values).isfinite().all().long()
+
+    def bad_micro_batches(self) -> list[int]:
+        """0-based numbers of this rank's micro-batches whose loss is bad; none if it is the gradient alone."""
+        return [number for number, loss in enumerate(self._losses) if not bool(torch.isfinite(loss))]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step so far."""
+        return len(self._losses)
+
+
+def name_samples(names: Callable[[int], Sequence[str]], rank: int, micro_batches: Sequence[int]) -> Iterator[str]:
+    """Where the samples of some of this rank's micro-batches came from, a line for each micro-batch.
+
+    Args:
+        names: of the samples of a micro-batch of the step.
+        rank: of this process.
+    """
+    for number in micro_batches:
+        named = names(number)
+        left = len(named) - _MOST_SAMPLES
+        more = f"; and {left} more" if left > 0 else ""
+        yield f"  rank {rank}, micro-batch {number}: {'; '.join(named[:_MOST_SAMPLES])}{more}"
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Ctrl-C may come to this process and, through its launcher, once more; a person is slower.
+_SAME_KEY_SECONDS = 0.5
+
+
+class StopSignals:
+    """Notes the signals that ask for an end; inside ``with``, and in the main thread only.
+
+    Args:
+        launched: whether a launcher ends all other processes when the first one ends; they then leave in peace.
+
+    Attributes:
+        received: number of the first signal, 0 for none.
+    """
+
+    def __init__(self, *, launched: bool = False) -> None:
+        self.received = 0
+        self._launched = launched
+        self._process = os.getpid()
+        self._at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            ends = bool(self.received) and self._launched and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ends else before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._in_child(number)
+            return
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._at = number, now
+        elif number == signal.SIGINT and now - self._at > _SAME_KEY_SECONDS:
+            before = self._before[signal.SIGINT]
+            if callable(before):
+                before(number, frame)
+            raise KeyboardInterrupt
+
+    def _in_child(self, number: int) -> None:
+        """Take a signal in a process that was forked off: what goes to all of a job is for the one that trains.
+
+        Those that load pictures have begun to look after themselves (``packtool.batch.dataset``).
+        """
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
 
 _MOST_TOLD = 10
 

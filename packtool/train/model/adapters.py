@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from packtool.config.adapters import is_named
+from packtool.config.model import is_named
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError

@@ -24,10 +24,9 @@ from packtool.launch.world import World, processes_of_machine
 from packtool.progress import Progress
 from packtool.simulate.cost import Constants
 from packtool.simulate.run import read_hardware
-from packtool.train.model.load import has_gpu, resolve_dtype
+from packtool.train.model.load import has_gpu, quiet_transformers, resolve_dtype
 from packtool.train.model.memory import estimate_memory, model_without_weights, traced_bytes
-from packtool.train.model.quiet import quiet_transformers
-from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.sequence_parallel import axes_of
 
 _GIB = 2**30

@@ -9,6 +9,8 @@ layers and experts. What lies between them is compiled: norms, projections, posi
 
 Towers, embeddings, the head and evaluation run as ever, too. A layer becomes an instance of a subclass that compiles
 its class's forward, so that checkpointing and FSDP, which stand around the forward, stay outside of what is compiled.
+
+``--use-liger-kernel`` tried before any weight is read: Liger patches the insides of models, and some do not fit.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import list_backends
@@ -31,7 +34,7 @@ _MOST_COMPILATIONS = 128
 _TO_FIND_MISTAKES = ("aot_eager", "eager")
 """Backends that make no kernels."""
 
-_REMEDY = "Leave --torch-compile out; the losses are the same."
+_COMPILE_REMEDY = "Leave --torch-compile out; the losses are the same."
 
 
 def compile_layers(model: nn.Module, backend: str) -> int:
@@ -69,7 +72,7 @@ def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
     layers = getattr(inner.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not layers:
         raise UnsupportedModelError(
-            f"--torch-compile true: a {type(inner).__name__} does not say which modules are its layers", _REMEDY
+            f"--torch-compile true: a {type(inner).__name__} does not say which modules are its layers", _COMPILE_REMEDY
         )
     return list(layers)
 
@@ -108,5 +111,47 @@ def check_backend(backend: str, device: torch.device) -> None:
         said = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"--torch-compile true: {backend} does not work on this machine: {type(error).__name__}: {said}",
-            f"On a CPU inductor needs a C++ compiler, on a GPU Triton. {_REMEDY}",
+            f"On a CPU inductor needs a C++ compiler, on a GPU Triton. {_COMPILE_REMEDY}",
+        ) from error
+
+
+_LIGER_REMEDY = "Leave --use-liger-kernel out; the losses are the same."
+# What the Trainer is told, too; the loss is made in packtool's own head.
+SETTINGS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+
+
+def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> None:
+    """Raise where Liger's kernels would not be used, or would fail in the middle of the run's start.
+
+    Args:
+        model: on the meta device; patched afterwards, as the model that is trained will be.
+
+    Raises:
+        ConfigError: without a GPU, or without the package.
+        UnsupportedModelError: for a family that this version of Liger does not know, or fails to patch.
+    """
+    try:
+        import liger_kernel.transformers as liger
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+    except ImportError as error:
+        raise ConfigError(
+            f"--use-liger-kernel true: Liger's kernels are not installed, or do not import: {error}",
+            f"pip install liger-kernel. {_LIGER_REMEDY}",
+        ) from error
+    if not on_gpu:
+        raise ConfigError("--use-liger-kernel: Liger's kernels need a GPU, and this machine has none", _LIGER_REMEDY)
+    known: dict[str, Any] = KNOWN
+    if model_type not in known:
+        raise UnsupportedModelError(
+            f"--use-liger-kernel: Liger has no kernels for a {model_type} model, and would leave it as it is",
+            _LIGER_REMEDY,
+        )
+    try:
+        bare = model.get_base_model() if isinstance(model, PeftModel) else model
+        liger._apply_liger_kernel_to_instance(model=bare, **SETTINGS)
+    except Exception as error:  # whatever a package does not expect of another one's insides
+        raise UnsupportedModelError(
+            f"--use-liger-kernel: this version of Liger fails for a {model_type} model in this version of "
+            f"transformers: {type(error).__name__}: {error}",
+            f"{_LIGER_REMEDY} Another version of liger-kernel may do.",
         ) from error

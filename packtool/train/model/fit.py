@@ -17,18 +17,17 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.progress import Progress
 from packtool.simulate.cost import Constants
-from packtool.train.model.load import resolve_dtype
+from packtool.train.model.load import quiet_transformers, resolve_dtype
 from packtool.train.model.memory import (
     MemoryEstimate,
     TracedOnce,
     estimate_memory,
     model_without_weights,
 )
-from packtool.train.model.parameters import whole_size
-from packtool.train.model.quiet import quiet_transformers
-from packtool.train.prepare.expected_time import ExpectedTime
+from packtool.train.model.quantize import whole_size
+from packtool.train.prepare.costs import ExpectedTime
+from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.fit import Expected, Search, cheapest_first
-from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.shared_prefixes import find_shared
 
 SHOWN = 12

@@ -1,10 +1,19 @@
-"""A model ready to be trained: loaded, its attention routed, its parts frozen or adapted."""
+"""A model ready to be trained: loaded, its attention routed, its parts frozen or adapted.
+
+Which parameters learn with ``--train-type full``: parts first, then names, then what is wanted all the same.
+
+Keeps transformers from talking beside packtool's own progress.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import re
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import ERROR, getLogger
 from typing import Any
 
 import torch
@@ -13,24 +22,66 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging
 
 from packtool.attention.features import look_once
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import route_towers, set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec, auto_class
-from packtool.config.evaluate import EvalConfig
-from packtool.config.quantization import QuantizationOptions
+from packtool.config.commands import EvalConfig
+from packtool.config.model import QuantizationOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.model.adapters import add_adapters, attach_adapter
-from packtool.train.model.experts import experts_turned_rightly, forget_sharding
-from packtool.train.model.frozen import freeze
 from packtool.train.model.precision import checkpoint_dtype, keeps_masters, raise_to_masters
-from packtool.train.model.quantize import quantization_of, stay_trainable
+from packtool.train.model.quantize import quantization_of, stay_trainable, whole_size
+from packtool.train.model.sharding import experts_turned_rightly, forget_sharding
 from packtool.train.model.towers import towers_of
 from packtool.train.prepare.trained import TrainedModel
+
+
+def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
+    """Set ``requires_grad`` of every parameter.
+
+    Raises:
+        ConfigError: if a name matches nothing, or nothing is left to train.
+    """
+    named = list(model.named_parameters())
+    frozen = run.frozen_parts
+    _check_names([name for name, _ in named], run)
+    budget = int(sum(whole_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
+    for name, parameter in named:
+        budget -= whole_size(parameter)
+        is_kept = towers.part_of(name) in frozen or (run.freeze_parameters_ratio > 0 and budget >= 0)
+        is_kept = is_kept or run.is_kept(name)
+        is_wanted = run.is_wanted(name)
+        parameter.requires_grad_((is_wanted or not is_kept) and not towers.is_unused(name))
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError(
+            f"nothing is left to train: {', '.join(sorted(frozen)) or 'all parameters'} are frozen, and the model has "
+            "no other part",
+            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false, or name --trainable-parameters.",
+        )
+
+
+def _check_names(names: list[str], run: TrainConfig) -> None:
+    problems = []
+    for option, prefixes, regex in (
+        ("freeze-parameters", run.freeze_parameters, run.freeze_parameters_regex),
+        ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
+    ):
+        problems += [
+            f"--{option} {prefix}: no parameter's name begins so"
+            for prefix in prefixes
+            if not any(name.startswith(prefix) for name in names)
+        ]
+        if regex is not None and not any(re.search(regex, name) for name in names):
+            problems.append(f"--{option}-regex {regex}: it is found in no parameter's name")
+    if problems:
+        raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
+
 
 _SHOWN_NAMES = 4
 
@@ -215,3 +266,20 @@ def load_trained(
         quantization=quantization,
     )
     return attach_adapter(loaded, trained.adapter) if trained.adapter is not None else loaded
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers inside; warnings stay, but for those that only peft or torch could heed."""
+    bars: Any = logging
+    # torch says how experts that are spread could be gathered faster.
+    getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()

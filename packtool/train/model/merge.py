@@ -11,18 +11,16 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from packtool.batch.spec import model_config
-from packtool.config.merge import MergeConfig
+from packtool.config.commands import MergeConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.train.model.adapters import attach_adapter
-from packtool.train.model.load import load_model
+from packtool.train.model.load import load_model, quiet_transformers
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype
-from packtool.train.model.quiet import quiet_transformers
 from packtool.train.model.unloaded import add_unloaded, restore_long_tensors, unloaded_line, unloaded_tensors
-from packtool.train.prepare.checkpoint import copy_processor
+from packtool.train.prepare.checkpoint import copy_processor, saving
 from packtool.train.prepare.trained import TrainedModel, instead_of_adapter
-from packtool.train.prepare.whole import saving
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from packtool.config.adapters import ModelPart
+from packtool.config.model import ModelPart
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.train.model.towers import towers_of

@@ -2,6 +2,8 @@
 
 QLoRA (Dettmers et al. 2023, arXiv 2305.14314), done by bitsandbytes as transformers reads weights. Towers of media,
 the head and the experts of mixtures, which are no linear layers in transformers, stay in the precision of the rest.
+
+How many numbers a model has, however they are spread over processes.
 """
 
 from __future__ import annotations
@@ -10,13 +12,27 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 
-from packtool.config.quantization import QuantizationOptions
+from packtool.config.model import QuantizationOptions
 from packtool.encode.families import family_of
 from packtool.errors import ConfigError
-from packtool.train.model.parameters import whole_size
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """The number of trainable parameters, and of all."""
+    sizes = [(whole_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
+
+
+def whole_size(parameter: Tensor) -> int:
+    """Numbers in a parameter of any shape; under ZeRO-3 a process has its share only, in 4 bits two share a byte."""
+    packed = getattr(parameter, "quant_state", None)
+    if packed is not None:
+        return int(packed.shape.numel())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
 
 _HEAD = "lm_head"
 _OF_ADAPTERS = ("base_model.model.", ".base_layer")

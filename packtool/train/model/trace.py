@@ -26,22 +26,19 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface
 
 from packtool.attention.features import share_features, towers_of_media
-from packtool.attention.kernel import Kernel
+from packtool.attention.kernel import Kernel, Varlen
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
-from packtool.attention.parallel.exchange import AbsentRanks
-from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.parallel.mesh import AbsentRanks, SequenceParallel
 from packtool.attention.recurrent import share_recurrent_layers
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
-from packtool.attention.varlen import Varlen
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
 from packtool.batch.processed import pictures_processed
 from packtool.batch.shard import Cut, FeatureRoute, SequenceShard
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
-from packtool.train.model.head_loss import HeadLoss
-from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
-from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.model.loss import HeadLoss, sum_of_losses, takes_logits_to_keep
+from packtool.train.prepare.figures import RankTokens
 
 _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch, Tower
-from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.reader import CacheReader
+from packtool.cache.views import ChosenTargets, SampleReader
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample
@@ -24,21 +24,20 @@ from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.ledger import Ledger
+from packtool.plan.mixture import share_figures
 from packtool.plan.pack_plan import with_packs_in_order
-from packtool.plan.source_shares import share_figures
-from packtool.train.prepare.basis import Basis
 from packtool.train.prepare.continued import continued
 from packtool.train.prepare.costs import RunCosts, sample_costs
 from packtool.train.prepare.data_change import ChangedData
 from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation
-from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
+from packtool.train.prepare.figures import RankTokens, SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.history import Segment, options_kept
+from packtool.train.prepare.inputs import Basis
 from packtool.train.prepare.mixtures import counts_in, mixture_lines
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
-from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule

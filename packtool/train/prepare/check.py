@@ -15,13 +15,11 @@ from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
-from packtool.config.evaluate import EvalConfig
-from packtool.config.export import EncodeSpec
-from packtool.config.recipe import Recipe
-from packtool.config.rows import BOX_SETTINGS, MediaOptions
-from packtool.config.settings import flag
+from packtool.config.commands import EvalConfig
+from packtool.config.data import BOX_SETTINGS, EncodeSpec, MediaOptions
+from packtool.config.mixture import Recipe
+from packtool.config.settings import flag, load_json
 from packtool.config.train import TrainConfig
-from packtool.config.yaml_values import load_json
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, media_encoding
 from packtool.encode.model_files import ModelFiles, given_template

@@ -7,17 +7,15 @@ import os
 from dataclasses import dataclass
 
 from packtool.cache.reader import CacheReader
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.plan.ledger import Ledger
-from packtool.train.prepare.carried import history_of
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.data_change import ChangedData, cache_differences, with_changed_data
-from packtool.train.prepare.ledger_file import read_ledger
+from packtool.train.prepare.data_change import ChangedData, cache_differences, history_of, with_changed_data
 from packtool.train.prepare.planner import Planner
 from packtool.train.prepare.prepared import Beginning
-from packtool.train.prepare.record import begin_ledger, ledger_of_plan
+from packtool.train.prepare.record import begin_ledger, ledger_of_plan, read_ledger
 from packtool.train.prepare.schedule import PlannedSchedule
 
 

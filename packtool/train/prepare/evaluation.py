@@ -11,7 +11,7 @@ from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
-from packtool.config.evaluate import MAX_TOKENS_OPTION, EvalConfig
+from packtool.config.commands import MAX_TOKENS_OPTION, EvalConfig
 from packtool.config.packing import SharingOptions
 from packtool.config.train import EvalStrategy, TrainConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT

@@ -23,15 +23,14 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
-from packtool.plan.media_shares import MediaShares
 from packtool.plan.pack_plan import PackPlan
+from packtool.plan.towers import MediaShares
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import open_caches
-from packtool.train.prepare.costs import tower_work, with_model
-from packtool.train.prepare.expected_time import ExpectedTime
+from packtool.train.prepare.costs import ExpectedTime, tower_work, with_model
+from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.planner import plan_options
-from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import option_words
 from packtool.train.prepare.sequence_parallel import axes_of
 

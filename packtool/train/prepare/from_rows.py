@@ -14,13 +14,11 @@ from typing import Any
 
 from packtool import storage
 from packtool.cache.export import export
-from packtool.cache.files import locked
-from packtool.cache.identity import identity_of
-from packtool.cache.local import LocalCopies
+from packtool.cache.finish import drop_notes
+from packtool.cache.local import LocalCopies, locked
 from packtool.cache.manifest import PATH_SETTINGS
-from packtool.cache.nothing_left import drop_notes
-from packtool.config.export import ExportConfig
-from packtool.config.rows import AccessOptions, RowOptions
+from packtool.cache.restart import identity_of
+from packtool.config.data import AccessOptions, ExportConfig, RowOptions
 from packtool.config.train import TrainConfig
 from packtool.constants import MANIFEST_NAME
 from packtool.encode.families import default_max_length, media_encoding

@@ -20,11 +20,11 @@ from typing import Any
 
 from packtool import __version__, storage
 from packtool.cache.evaluation_file import plain_json
+from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
-from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import finished_checkpoints
+from packtool.train.prepare.data_change import HISTORY
 from packtool.train.prepare.mixtures import recipe_of_anywhere
 from packtool.train.prepare.result import options_given
 

@@ -11,14 +11,20 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
-from packtool.config.mixture import MixOptions, amount_behind, parse_amount
-from packtool.config.recipe import Recipe, SourceRecipe, parse_recipe, with_joined_sources
-from packtool.config.yaml_values import parse_yaml
+from packtool.config.mixture import (
+    MixOptions,
+    Recipe,
+    SourceRecipe,
+    amount_behind,
+    parse_amount,
+    parse_recipe,
+    with_joined_sources,
+)
+from packtool.config.settings import parse_yaml
 from packtool.encode.loss_scale import parse_loss_scale
 from packtool.errors import ConfigError
 from packtool.plan.epoch import EpochPlan
-from packtool.plan.mixture import Mixture, mixture_of
-from packtool.plan.source_shares import SourceCounts, by_name, counts_of_steps, share_figures
+from packtool.plan.mixture import Mixture, SourceCounts, by_name, counts_of_steps, mixture_of, share_figures
 
 
 def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:

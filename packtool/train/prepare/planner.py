@@ -21,9 +21,9 @@ from packtool.plan.ledger import DataChange, Ledger
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
+from packtool.plan.prefix_trees import trees_of_some
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.plan.towers import TowerWork
-from packtool.plan.trees_of_some import trees_of_some
 from packtool.train.prepare.schedule import PlannedSchedule, Rest, rest_of
 from packtool.train.prepare.shared_prefixes import SharedPrefixes
 

@@ -10,23 +10,21 @@ from typing import Any, Protocol
 
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.micro_batch import MicroBatch
-from packtool.cache.chosen import SampleReader
 from packtool.cache.reader import CacheReader
+from packtool.cache.views import SampleReader
 from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.plan.evaluation import EvaluationPlan
-from packtool.train.prepare.checkpoint import RunState, read_run_state
-from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.checkpoint import RunState, check_resumable, read_run_state
+from packtool.train.prepare.figures import RankTokens, StepFigures
 from packtool.train.prepare.place import checkpoint_of
-from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.schedule import Schedule
 from packtool.train.prepare.sequence_parallel import with_shares
-from packtool.train.prepare.whole import check_resumable
 
 
 @dataclass(frozen=True, eq=False)

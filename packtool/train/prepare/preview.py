@@ -19,19 +19,16 @@ from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
-from packtool.plan.batch_growth import BatchGrowth, own_steps_line
+from packtool.plan.dynamic import costs_in_turn
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture
-from packtool.plan.mixture import Mixture
+from packtool.plan.mixture import Mixture, by_name, counts_of_steps, share_figures
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array
-from packtool.plan.packed_steps import costs_in_turn
-from packtool.plan.source_shares import by_name, counts_of_steps, share_figures
-from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
+from packtool.plan.summary import BatchGrowth, PlanSummary, own_steps_line, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.plan.tree_parts import TreeParts
-from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS
-from packtool.simulate.run import read_hardware
+from packtool.simulate.run import read_hardware, read_lengths
 from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.mixtures import mixture_in, named_sources
 from packtool.train.prepare.planner import plan_options

@@ -12,17 +12,16 @@ import numpy as np
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.plan.epoch import EpochPlan
-from packtool.train.prepare.basis import Basis
-from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
+from packtool.train.prepare.data_change import HISTORY
 from packtool.train.prepare.history import Segment, read_history
-from packtool.train.prepare.ledger_file import read_ledger
+from packtool.train.prepare.inputs import Basis
 from packtool.train.prepare.place import METRICS_NAME
 from packtool.train.prepare.planner import Assignment
-from packtool.train.prepare.record import ledger_name
+from packtool.train.prepare.record import ledger_name, read_ledger
 from packtool.train.prepare.schedule import PlannedSchedule
 
 

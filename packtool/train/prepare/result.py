@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packtool.cache.evaluation_file import plain_json
+from packtool.config.commands import VerifyConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
-from packtool.config.verify import VerifyConfig
-from packtool.plan.batch_growth import BatchGrowth, own_steps_line
-from packtool.plan.summary import SkrullFigures
+from packtool.plan.summary import BatchGrowth, SkrullFigures, own_steps_line
 from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.place import RESULT_NAME
 from packtool.train.prepare.schedule import PlannedSchedule

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
-from packtool.config.parallel import ParallelOptions
+from packtool.config.packing import ParallelOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World, processes_of_machine

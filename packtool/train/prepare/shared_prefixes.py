@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.cache.prefixes import SplitPrefixes
+from packtool.cache.index import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.mixture import MIXTURES
 from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions
@@ -17,7 +17,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
 from packtool.encode.families import family_of, text_config_of
-from packtool.encode.placed_media import MediaTokens
+from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
@@ -25,7 +25,7 @@ from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.prefix_trees import NOTHING, Budget, PartsIn, Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.towers import TowerWork
-from packtool.stream.sharing import IntervalSharing
+from packtool.stream.packs import IntervalSharing
 from packtool.train.prepare.check import export_command
 from packtool.train.prepare.costs import tower_work
 

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.cache.reader import CacheReader
+from packtool.config.mixture import Recipe, Stage
 from packtool.config.plan import PlanConfig
-from packtool.config.recipe import Recipe, Stage
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.plan.ledger import DataChange, Ledger, joined_counts

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from packtool.plan.epoch import EpochPlan
-from packtool.plan.mixture import Mixture
+from packtool.plan.mixture import Mixture, by_name, counts_of_samples, counts_of_steps, share_figures
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array
-from packtool.plan.source_shares import by_name, counts_of_samples, counts_of_steps, share_figures
 from packtool.train.prepare.mixtures import source_lines
 from packtool.train.prepare.planner import Planner
 from packtool.train.prepare.schedule import PlannedSchedule

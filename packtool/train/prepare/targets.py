@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
-from packtool.cache.chosen import ChosenTargets
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.config.recipe import Recipe
-from packtool.config.rows import expand_problems
+from packtool.cache.views import ChosenTargets
+from packtool.config.data import expand_problems
+from packtool.config.mixture import Recipe
 from packtool.encode.families import family_of
 from packtool.encode.loss_scale import Base, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.relabel import TargetChoice
+from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.check import check_sources, export_command, with_template_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from packtool.config.yaml_values import load_json
+from packtool.config.settings import load_json
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.prepare.outcome import LAST
+from packtool.train.prepare.place import LAST
 
 ADAPTER_FILE = "adapter_config.json"
 

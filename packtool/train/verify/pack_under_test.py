@@ -15,17 +15,15 @@ from torch import Tensor, nn
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
-from packtool.batch.collate import collate_packs
+from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.collate_shard import collate_shard, with_own_media
-from packtool.batch.collate_tree import collate_tree
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, stretch_of
 from packtool.batch.processed import load_processed
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.placed_media import sounds_in_order
+from packtool.encode.media_spans import sounds_in_order
 from packtool.plan.skrull import SHARDED
-from packtool.train.model.head_loss import losses_of_head
-from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.model.loss import losses_of_head, sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS
 
 _AS_BEFORE = -1

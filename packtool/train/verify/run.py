@@ -21,13 +21,12 @@ from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
-from packtool.batch.collate import collate_packs
-from packtool.batch.collate_tree import collate_tree
+from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
+from packtool.config.commands import VerifyConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
-from packtool.config.verify import VerifyConfig
 from packtool.constants import LEAST_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
@@ -38,8 +37,7 @@ from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
-from packtool.train.model.load import load_model, resolve_dtype
-from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.load import load_model, quiet_transformers, resolve_dtype
 from packtool.train.prepare.check import open_caches
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared

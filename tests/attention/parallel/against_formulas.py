@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from packtool.attention.kernel import Varlen
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, MathBlockKernel
-from packtool.attention.varlen import Varlen
 
 # (lengths of queries, lengths of keys or None for the same, window)
 SHAPES: list[tuple[list[int], list[int] | None, int | None]] = [

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packtool.attention.choose import KERNELS
+from packtool.attention.kernel import Varlen
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import BlockKernel, CpuFlashBlockKernel, MathBlockKernel
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.varlen import Varlen
 from packtool.batch.shard import SequenceShard, assign_tokens
 from packtool.plan.skrull import SHARDED
 from tests.attention.hybrids import HYBRIDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
-from packtool.config.parallel import ParallelOptions
+from packtool.config.packing import ParallelOptions
 from packtool.errors import ConfigError, UnsupportedModelError
 
 QWEN3_8B = Heads(32, 8)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from packtool.attention.choose import KERNELS
+from packtool.attention.kernel import Varlen
 from packtool.attention.parallel.blocks import (
     AttentionBlock,
     BlockKernel,
@@ -15,7 +16,6 @@ from packtool.attention.parallel.blocks import (
     choose_blocks,
     merge_outputs,
 )
-from packtool.attention.varlen import Varlen
 from packtool.errors import ConfigError
 from tests.attention.parallel.against_formulas import SHAPES, largest_error
 

@@ -26,9 +26,9 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.evaluate import per_sample as module
 from packtool.train.evaluate.per_sample import evaluate, evaluate_in_training
-from packtool.train.evaluate.totals import Evaluation
-from packtool.train.model.head_loss import HeadLoss, head_of
+from packtool.train.evaluate.scorer import Evaluation
 from packtool.train.model.load import load_model, make_trainable
+from packtool.train.model.loss import HeadLoss, head_of
 from packtool.train.prepare.evaluation import plan_of_samples
 from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.run import train

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 
 from packtool.attention.recurrent import recurrent_layers
 from packtool.batch.collate import collate_packs
-from packtool.batch.padding import align_sample
+from packtool.batch.positions import align_sample
 from packtool.batch.spec import InputSpec
-from packtool.cache.chosen import SampleReader
+from packtool.cache.views import SampleReader
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.train.evaluate.per_sample import EvaluationBatch, EvaluationMicroBatches
 from packtool.train.evaluate.scorer import Scorer, evaluating, is_packed, sample_scores
-from packtool.train.model.head_loss import head_of
+from packtool.train.model.loss import head_of
 from tests.attention.hybrids import hybrid_model
 from tests.batch.reduced import (
     TEXT_MODELS,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from packtool.train.loop.copies import DeviceCopies
+from packtool.train.loop.trainer import DeviceCopies
 
 
 class FakeBatch:

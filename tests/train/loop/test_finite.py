@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packtool.train.loop.finite import StepNumbers
+from packtool.train.loop.watch import StepNumbers
 
 CPU = torch.device("cpu")
 

@@ -14,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.batch.batch import Batch, TreeBatch
-from packtool.batch.collate import collate_packs, collate_padded
-from packtool.batch.collate_tree import collate_tree
+from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.encode.encoded import EncodedSample
 from packtool.train.loop import meter
 from packtool.train.loop.meter import Meter
-from packtool.train.model.head_loss import TargetLosses, losses_of_head
-from packtool.train.model.loss import target_losses
+from packtool.train.model.loss import TargetLosses, losses_of_head, target_losses
 from packtool.train.prepare.figures import StepFigures
 from tests.batch.reduced import reduced_model, reduced_spec, samples_alike
 

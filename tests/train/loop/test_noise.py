@@ -9,7 +9,7 @@ import torch
 
 from packtool.batch.batch import PackedBatch, PaddedBatch
 from packtool.progress import SilentProgress
-from packtool.train.loop.noise import EmbeddingNoise, sample_lengths
+from packtool.train.loop.trainer import EmbeddingNoise, sample_lengths
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
 from tests.train.tiny import TinyWorld

@@ -29,9 +29,8 @@ from packtool.launch import torchrun
 from packtool.launch.worker import begin_worker
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.loop.stopping import SIGNALS, StopSignals
 from packtool.train.loop.trainer import PackTrainer
-from packtool.train.loop.watch import StepWatch
+from packtool.train.loop.watch import SIGNALS, StepWatch, StopSignals
 from packtool.train.prepare.cached import prepare_cached
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.run import train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packtool.train.loop.unusual import Outliers, is_far_above, sentence
+from packtool.train.loop.callbacks import Outliers, is_far_above, sentence
 
 
 def test_six_robust_deviations_are_far() -> None:

@@ -14,10 +14,10 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.encode.families import MediaLimits
-from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.load import _enable_checkpointing
+from packtool.train.model.loss import HeadLoss
 from packtool.train.model.trace import PassBytes, route_through_traced, run_pass, trace_pass, traced_batch
-from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.figures import RankTokens
 from tests.train.real_models import ADAPTED
 
 TOKENS = RankTokens(computed=160, vision=60)

@@ -22,8 +22,8 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.train.model.compiled import check_backend, compile_layers
-from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.load import _enable_checkpointing, auto_class
+from packtool.train.model.loss import losses_of_head
 from tests.batch.reduced import make_sample, reduced_config
 from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 

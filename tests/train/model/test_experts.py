@@ -21,7 +21,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.model.experts import (
+from packtool.train.model.sharding import (
     expert_sharding,
     expert_weights,
     experts_turned_rightly,
@@ -150,7 +150,7 @@ def test_models_whose_experts_cannot_be_spread(monkeypatch: pytest.MonkeyPatch) 
         refuse_other_experts(experts, config(expert_parallel_size=3))
     with pytest.raises(UnsupportedModelError, match="has no plan for experts of a Qwen3ForCausalLM"):
         refuse_other_experts(reduced_model("qwen3"), config())
-    monkeypatch.setattr("packtool.train.model.experts._NEEDED_FIELDS", frozenset(("ep_size", "ep_of_tomorrow")))
+    monkeypatch.setattr("packtool.train.model.sharding._NEEDED_FIELDS", frozenset(("ep_size", "ep_of_tomorrow")))
     with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no ep_of_tomorrow in its DistributedConfig"):
         refuse_other_experts(experts, config())
 

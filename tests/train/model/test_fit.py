@@ -22,8 +22,8 @@ from packtool.train.loop import execute
 from packtool.train.model import memory
 from packtool.train.model.fit import SHOWN, Fit, find_fit
 from packtool.train.model.memory import MemoryEstimate, TracedOnce
+from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.fit import Expected
-from packtool.train.prepare.rank_tokens import RankTokens
 from tests.train.tiny import TinyWorld
 
 GIB = 2**30

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from packtool.errors import ConfigError, UnsupportedModelError
-from packtool.train.model.liger import refuse_without_liger
+from packtool.train.model.compiled import refuse_without_liger
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from packtool.progress import SilentProgress
-from packtool.train.model import head_loss, memory
+from packtool.train.model import loss, memory
 from packtool.train.model.memory import estimate_memory, model_without_weights, traced_bytes
-from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.result import TrainResult, next_lines, settings_lines
 from packtool.train.run import train
 from tests.batch.reduced import reduced_config
@@ -105,7 +105,7 @@ def test_heads_that_make_all_logits_are_counted(tiny: TinyWorld, monkeypatch: py
     treated = copy.deepcopy(plain)
     treated.final_logit_softcapping = 30.0
     vocab_size = plain.get_text_config().vocab_size
-    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 1000 * vocab_size)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 1000 * vocab_size)
     some, all_at_once = (
         traced_bytes(config, each, torch.float32, RankTokens(computed=num_tokens)) for each in (plain, treated)
     )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from packtool.cli.main import run
-from packtool.config.merge import MergeConfig
+from packtool.config.commands import MergeConfig
 from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.progress import SilentProgress
 from packtool.train.model.merge import merge_adapter

@@ -30,9 +30,8 @@ from packtool.config.train import OnNan
 from packtool.encode.families import MediaLimits
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.loop.stopping import StopSignals
-from packtool.train.loop.watch import StepWatch
-from packtool.train.model.head_loss import HeadLoss
+from packtool.train.loop.watch import StepWatch, StopSignals
+from packtool.train.model.loss import HeadLoss
 from tests.train.real_models import (
     ADAPTED,
     ON_TEXT,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from packtool.batch.collate import collate_packs
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.loss import HeadLoss
 from packtool.train.model.sharding import (
     deepspeed_settings,
     keep_digits_of_outputs,

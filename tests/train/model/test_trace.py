@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from packtool.attention.parallel import exchange
+from packtool.attention.parallel import mesh
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import B, TreeBatch
+from packtool.batch.collate import collate_tree
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.collate_tree import collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.families import MediaLimits
 from packtool.encode.families.qwen_omni import num_sound_tokens
 from packtool.train.model.trace import PassBytes, traced_batch
-from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.figures import RankTokens
 from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import going_on, make_sample, reduced_config, reduced_spec, save_image_processor
 from tests.forked import run_ranks
@@ -129,7 +129,7 @@ def test_sounds_of_a_sequence_that_ranks_share_are_traced(drawn_data: Path, tmp_
 
 
 def _measure_shared(folder: Path) -> None:
-    exchange._started = _wholly_waited_for(exchange._started)
+    mesh._started = _wholly_waited_for(mesh._started)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         save_image_processor("qwen3_vl", str(folder))
@@ -165,7 +165,7 @@ def _measure_shared(folder: Path) -> None:
 
 
 def _wholly_waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``exchange._started``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
+    """As ``mesh._started``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
 
     def started(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Any:
         held = [(tensor, _num_holders(tensor)) for tensor in (received, sent)]

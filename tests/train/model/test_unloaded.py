@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from packtool.config.merge import MergeConfig
+from packtool.config.commands import MergeConfig
 from packtool.progress import SilentProgress
 from packtool.train.model.merge import merge_adapter
 from packtool.train.model.unloaded import add_unloaded, tensor_files, unloaded_tensors

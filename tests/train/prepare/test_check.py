@@ -14,7 +14,7 @@ import pytest
 from packtool.cache.export import export
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.config.export import ExportConfig
+from packtool.config.data import ExportConfig
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtool.config.adapters import LearningOptions
+from packtool.config.model import LearningOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig

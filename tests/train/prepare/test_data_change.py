@@ -19,11 +19,10 @@ from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
 from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.plan.options import PlanOptions
-from packtool.train.prepare import carried
+from packtool.train.prepare import data_change
 from packtool.train.prepare.data_change import with_changed_data
-from packtool.train.prepare.ledger_file import read_ledger, write_ledger
 from packtool.train.prepare.planner import Planner
-from packtool.train.prepare.record import begin_ledger, ledger_after
+from packtool.train.prepare.record import begin_ledger, ledger_after, read_ledger, write_ledger
 from packtool.train.prepare.schedule import PlannedSchedule
 
 Cache = tuple[int, tuple[int, ...]]
@@ -66,9 +65,9 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         file, *rows = map(int, source.fingerprint.split("-"))
         return origins(Caches([(file, tuple(rows))]), 0)
 
-    monkeypatch.setattr(carried, "read_origins", origins)
-    monkeypatch.setattr(carried, "_old_origins", of_gone)
-    monkeypatch.setattr(carried, "_still_there", lambda source: None)
+    monkeypatch.setattr(data_change, "read_origins", origins)
+    monkeypatch.setattr(data_change, "_old_origins", of_gone)
+    monkeypatch.setattr(data_change, "_still_there", lambda source: None)
 
 
 def trained(caches: Caches, schedule: PlannedSchedule, steps: range) -> Counter[tuple[int, int]]:
@@ -154,7 +153,7 @@ def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeyp
     def edited(caches: Caches, number: int) -> Origins:
         return dataclasses.replace(origins(caches, number), digests=("another digest",))
 
-    monkeypatch.setattr(carried, "read_origins", edited)
+    monkeypatch.setattr(data_change, "read_origins", edited)
     reader = after
     with pytest.raises(MismatchError, match=r"0\.jsonl has changed since /0 was exported"):
         with_changed_data(ledger, reader, lambda *_: np.ones(4, np.int64), "", 10)

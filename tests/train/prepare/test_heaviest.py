@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packtool.batch.collate import collate_tree
 from packtool.batch.collate_shard import with_own_media
-from packtool.batch.collate_tree import collate_tree
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.launch.world import World
 from packtool.plan.skrull import SHARDED
 from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.heaviest import keys_per_pack
-from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.streamed import prepare_stream
 from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld

@@ -9,7 +9,7 @@ import pytest
 
 from packtool.launch.world import World
 from packtool.train.prepare.cached import prepare_cached
-from packtool.train.prepare.lengths import length_lines, length_step
+from packtool.train.prepare.heaviest import length_lines, length_step
 from tests.train.tiny import TinyWorld
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packtool.progress import SilentProgress
-from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
+from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld
 
@@ -45,7 +45,7 @@ def test_a_model_of_unknown_size_need_not_be_small(form: dict[str, Any], tiny: T
 
 
 def test_a_run_says_so(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("packtool.train.prepare.recompute.MOST_PARAMETERS", 1000)
+    monkeypatch.setattr("packtool.train.prepare.costs.MOST_PARAMETERS", 1000)
     progress = Noted()
     train(tiny.config(tmp_path, dry_run=True), progress)
     assert any("--gradient-checkpointing false keeps them" in line for line in progress.lines)

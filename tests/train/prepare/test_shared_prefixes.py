@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from packtool.batch.batch import TreeBatch
-from packtool.batch.collate_tree import collate_tree
+from packtool.batch.collate import collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config.mixture import MixOptions
-from packtool.config.recipe import Recipe, parse_recipe, with_joined_sources
+from packtool.config.mixture import MixOptions, Recipe, parse_recipe, with_joined_sources
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.ledger import Ledger, joined_counts
+from packtool.plan.mixture import counts_of_samples
 from packtool.plan.options import PlanOptions
-from packtool.plan.source_shares import counts_of_samples
 from packtool.train.prepare.data_change import with_changed_data
 from packtool.train.prepare.mixtures import _with_amounts
 from packtool.train.prepare.planner import Assignment

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packtool.cache.reader import CacheReader
-from packtool.config.recipe import Recipe, SourceRecipe
+from packtool.config.mixture import Recipe, SourceRecipe
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.check import check_sources

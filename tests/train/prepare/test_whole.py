@@ -18,8 +18,7 @@ from transformers import Trainer
 from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.progress import SilentProgress
 from packtool.train.model.precision import MASTER_NAME
-from packtool.train.prepare.checkpoint import STATE_NAME, find_checkpoint, finished_checkpoints
-from packtool.train.prepare.whole import saving, sums_of
+from packtool.train.prepare.checkpoint import STATE_NAME, find_checkpoint, finished_checkpoints, saving, sums_of
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 

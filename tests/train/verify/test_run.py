@@ -14,21 +14,21 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import packtool.attention.recurrent as recurrent
-import packtool.train.model.head_loss as head_loss
+import packtool.train.model.loss as loss_module
 from packtool.attention.choose import KERNELS
+from packtool.attention.kernel import Varlen
 from packtool.attention.register import ATTENTION_NAME, set_attention
 from packtool.attention.support import refuse_leaky_inputs
-from packtool.attention.varlen import Varlen
 from packtool.batch.batch import TreeBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.prefix_tree import key_index
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
-from packtool.config.verify import VerifyConfig
+from packtool.config.commands import VerifyConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import SilentProgress
-from packtool.train.model.head_loss import losses_of_head
+from packtool.train.model.loss import losses_of_head
 from packtool.train.run import train
 from packtool.train.verify.checks import (
     Check,
@@ -253,7 +253,7 @@ def test_packs_that_share_prefixes_are_verified(tiny: TinyWorld, tmp_path: Path,
     whole = verify(config(alike, num_packs=1, share_prefix="false"))
     assert whole.num_shared_tokens == 0
     assert [check.name for check in whole.checks] == ["isolation", "logits", "loss", "gradients"]
-    monkeypatch.setattr("packtool.batch.collate_tree.key_index", _with_the_node_before)
+    monkeypatch.setattr("packtool.batch.collate.key_index", _with_the_node_before)
     monkeypatch.setattr("packtool.train.verify.run.refuse_leaky_inputs", lambda inputs: None)
     with pytest.raises(MismatchError, match="packed samples leak") as error:
         verify(config(alike, num_packs=1)).raise_if_failed()
@@ -273,7 +273,7 @@ def test_samples_that_share_nothing_lie_in_their_order() -> None:
 
 def test_a_branch_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys are those of the branch before it, too."""
-    monkeypatch.setattr("packtool.batch.collate_tree.key_index", _with_the_node_before)
+    monkeypatch.setattr("packtool.batch.collate.key_index", _with_the_node_before)
     spec = reduced_spec("qwen3")
     tree = PackUnderTest(reduced_model("qwen3"), samples_alike("qwen3"), spec, torch.float32, least_shared=1)
     functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
@@ -326,7 +326,7 @@ class Largest(TorchDispatchMode):
 def test_the_check_before_training_makes_nothing_larger_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of all targets at once were ten times what the step needs."""
     vocab_size = 2000
-    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 200 * vocab_size)
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 200 * vocab_size)
     model, spec = reduced_model("qwen2"), reduced_spec("qwen2")
     model.resize_token_embeddings(vocab_size)
     samples = [make_sample(num_tokens, seed=num_tokens) for num_tokens in (300, 310, 320, 330)]

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from packtool.attention.choose import KERNELS
+from packtool.attention.kernel import Varlen
 from packtool.attention.register import set_attention
-from packtool.attention.varlen import Varlen
 from packtool.cache.reader import CacheReader
-from packtool.config.verify import VerifyConfig
+from packtool.config.commands import VerifyConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress

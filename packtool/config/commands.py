@@ -1,0 +1,230 @@
+"""Settings of ``packtool inspect``.
+
+What ``packtool verify`` needs to know.
+
+What ``packtool eval`` needs to know, and the options that evaluation has elsewhere too.
+
+What ``packtool merge`` needs to know.
+
+Settings of ``packtool demo``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.config.data import AccessOptions, CacheOptions, MediaCacheOptions, access_problems, media_cache_problems
+from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType, QuantizationOptions, quantization_problems
+from packtool.config.packages import missing_packages
+from packtool.config.packing import (
+    SEQUENCE_PARALLELISM,
+    LaunchOptions,
+    ParallelOptions,
+    SharingOptions,
+    parallel_problems,
+    sharing_problems,
+)
+from packtool.config.settings import REQUIRED, Tokens, option
+from packtool.constants import TRAIN_SPLIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig(AccessOptions):
+    """What ``packtool inspect`` needs to know."""
+
+    directory: str = option(REQUIRED, "The cache, or the --output-dir of a run; may stand without the option's name.")
+    row: int | None = option(
+        None,
+        "Show this sample of the split, as a person can read it. With --run, or of a run's only cache, when it was "
+        "trained, and with which others.",
+        minimum=0,
+    )
+    run: str | None = option(None, "The --output-dir of a run: when it trained the sample of --row.")
+    trained: bool = option(False, "Of a run, or of one of its checkpoints: what was trained until then, by cache.")
+    step: int | None = option(
+        None, "Of a run: what this step held, rank by rank; the first step is 1, as in the log.", minimum=1
+    )
+    split: str = option(TRAIN_SPLIT, "Split that --row counts in, and that pages show.")
+    model: str | None = option(None, "Directory of the tokenizer and config.json; by default the export's model.")
+    plan: str | None = option(None, "A plan of the cache, with its steps, from packtool plan --save.")
+    pack: int | None = option(None, "Show this pack of --plan; samples that share a prefix as a tree.", minimum=0)
+    html: str | None = option(
+        None,
+        "Write pages into this new folder, to leaf through samples and their media, dropped rows, and the steps and "
+        "packs of --plan; they need no server.",
+    )
+    max_samples: int = option(
+        1000,
+        "Most samples on the pages of --html, evenly chosen from the split; with --plan about so many, of whole steps.",
+        minimum=1,
+        maximum=1_000_000,
+    )
+    serve: bool = option(False, "Show the pages of the whole cache at an address of this machine, until Ctrl-C.")
+    port: int = option(0, "Port of --serve; 0 takes one that is free.", minimum=0, maximum=65_535)
+    verify: bool = option(False, "Read the whole cache, and say which files are damaged and how to mend them.")
+
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """See ``AccessOptions``."""
+        return (self.directory,)
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        found = access_problems(self)
+        shown = {
+            "--row": self.row is not None,
+            "--trained": self.trained,
+            "--step": self.step is not None,
+            "--pack": self.pack is not None,
+            "--html": self.html is not None,
+            "--serve": self.serve,
+            "--verify": self.verify,
+        }
+        if sum(shown.values()) > 1:
+            names = [name for name, is_given in shown.items() if is_given]
+            found.append(f"{' and '.join(names)} show different things: give one of them")
+        if self.run is not None and self.row is None:
+            found.append("--run goes with --row: when was this sample of the cache trained in that run")
+        if self.run is not None and self.split != TRAIN_SPLIT:
+            found.append(f"--run trains the {TRAIN_SPLIT} split: leave out --split {self.split}")
+        if self.pack is not None and self.plan is None:
+            found.append("--plan and --pack go together: pack k of a plan")
+        if self.plan is not None and not (self.pack is not None or self.html is not None or self.serve):
+            found.append("--plan and --pack go together (or --plan with --html, or --serve): pack k of a plan")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions):
+    """What ``packtool verify`` needs to know."""
+
+    model: str = option(REQUIRED, "Directory (or hub id) of the model.")
+    cached_dataset: tuple[str, ...] = option(
+        REQUIRED, "Caches that packtool export made; several may follow. Their samples are packed and compared."
+    )
+    packing_length: Tokens | None = option(
+        None, "Tokens that a pack holds at most; by default the export's --max-length.", minimum=2
+    )
+    num_packs: int = option(2, "Packs to look at.", minimum=1)
+    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
+    torch_dtype: DType = option(
+        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, and float32 on the CPU."
+    )
+    trajectory: int | None = option(
+        None,
+        "Instead, train so many steps with AdamW in float32 twice, packed with --samples-per-step and unpacked, and "
+        "compare the losses of all steps and the weights in the end.",
+        minimum=1,
+    )
+    samples_per_step: int | None = option(None, "Samples of a step of --trajectory; by default 16.", minimum=1)
+    seed: int = option(42, "Seed of the packing.", minimum=0)
+    html: str | None = option(None, "Write the report as a page to this file, also if a check fails.")
+
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Directories of caches that were named."""
+        return self.cached_dataset
+
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        trained = ["--trajectory"] if self.trajectory is not None else []
+        return trained + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
+        if self.trajectory is None:
+            return found + (["--samples-per-step goes with --trajectory"] if self.samples_per_step is not None else [])
+        if self.torch_dtype not in ("auto", "float32"):
+            found.append(
+                f"--trajectory computes in float32, for {self.torch_dtype} would round steps apart: leave out "
+                "--torch-dtype"
+            )
+        if self.sequence_parallel_ranks > 1:
+            found.append("--trajectory trains in one process: leave out --sequence-parallel-size")
+        if self.num_packs != type(self).num_packs:
+            found.append("--num-packs is for single packs, and --trajectory trains whole steps: leave out one of them")
+        return found
+
+
+Split = Literal["train", "val"]
+MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
+MAX_TOKENS_HELP = (
+    "Most tokens of a forward pass of evaluation: a hard limit, also for a single sample. By default 8192, or the "
+    "longest sample if that is longer."
+)
+_SUFFIX = ".parquet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(
+    CacheOptions, MediaCacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions, QuantizationOptions
+):
+    """What ``packtool eval`` needs to know."""
+
+    model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
+    base_model: str | None = option(None, "Where the base model of an adapter is now, if it has moved.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
+    output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
+    split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")
+    max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
+    max_samples_per_micro_batch: int | None = option(None, "Most samples of a forward pass.", panel="Speed", minimum=1)
+    limit: int | None = option(None, "Evaluate only so many samples, the first ones.", minimum=1)
+    torch_dtype: DType = option(
+        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU.", panel="Speed"
+    )
+    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Speed")
+    dataloader_num_workers: int = option(
+        1, "Processes a rank that load pictures ahead of the model.", panel="Speed", minimum=0
+    )
+
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Directories of caches that were named."""
+        return self.cached_dataset
+
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        bounds = ["--max-samples-per-micro-batch"] if self.max_samples_per_micro_batch is not None else []
+        return bounds + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
+
+    def missing_packages(self) -> list[str]:
+        """Packages that these settings need and this environment lacks."""
+        return missing_packages(quant_bits=self.quant_bits)
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
+        found += [*quantization_problems(self), *media_cache_problems(self)]
+        if not self.output.endswith(_SUFFIX):
+            found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """What ``packtool merge`` needs to know."""
+
+    adapter: str = option(REQUIRED, "Directory of an adapter: a checkpoint of packtool train, or one that peft saved.")
+    output: str = option(REQUIRED, "Directory to write the merged model to; it must be empty or new.")
+    base_model: str | None = option(None, "Where the adapter's base model is now, if it has moved.")
+    torch_dtype: DType = option("auto", "Precision to write the weights in; auto is the base model's.")
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What ``packtool demo`` needs to know."""
+
+    output_dir: str = option("packtool-demo", "Folder that the demo makes and works in.")
+    seed: int = option(7, "Seed of the world, the model and the training.", minimum=0)
+
+    def problems(self) -> list[str]:
+        """No problems: no two of these settings can contradict each other."""
+        return []
