@@ -43,10 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
+    """The file of ``write_rows``."""
+    return write_rows(tmp_path)
+
+
+def write_rows(folder: Path) -> Path:
     """600 rows: every third with a picture, some of them unusable."""
     for i in range(5):
-        Image.new("RGB", (40 + 20 * i, 60)).save(tmp_path / f"{i}.png")
-    with (tmp_path / "rows.jsonl").open("w") as file:
+        Image.new("RGB", (40 + 20 * i, 60)).save(folder / f"{i}.png")
+    with (folder / "rows.jsonl").open("w") as file:
         for i in range(600):
             answer = "word " * (i % 50)
             row: dict[str, Any] = {
@@ -56,7 +61,7 @@ def rows(tmp_path: Path) -> Path:
             if i % 3 == 0:
                 row["images"] = [f"{i % 5}.png" if i % 60 else "gone.png"]
             file.write(json.dumps(row) + "\n" if i % 101 else "{broken\n")
-    return tmp_path / "rows.jsonl"
+    return folder / "rows.jsonl"
 
 
 @pytest.fixture
@@ -64,10 +69,17 @@ def run_export(model: Path, rows: Path, tmp_path: Path) -> Callable[..., ExportS
     """Exports the rows to ``tmp_path / name``."""
 
     def run(name: str = "cache", progress: Progress | None = None, **settings: Any) -> ExportSummary:
-        config = {"model": str(model), "dataset": (str(rows),), "max_length": 200, "rows_per_shard": 50, **settings}
-        return export(ExportConfig(output_dir=str(tmp_path / name), **config), progress or SilentProgress())
+        return export_rows(model, rows, tmp_path / name, progress, **settings)
 
     return run
+
+
+def export_rows(
+    model: Path, rows: Path, cache: Path, progress: Progress | None = None, **settings: Any
+) -> ExportSummary:
+    """Export rows in shards of 50."""
+    config = {"model": str(model), "dataset": (str(rows),), "max_length": 200, "rows_per_shard": 50, **settings}
+    return export(ExportConfig(output_dir=str(cache), **config), progress or SilentProgress())
 
 
 class Told(SilentProgress):

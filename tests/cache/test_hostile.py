@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packtool.cache.finish import ExportSummary
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cache.shard import INDEX
 from packtool.errors import MismatchError, PacktoolError
+from tests.cache.conftest import export_rows, write_rows
 
-Export = Callable[..., ExportSummary]
+
+@pytest.fixture(scope="module")
+def exported(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with a validation split, not to be written to."""
+    folder = tmp_path_factory.mktemp("hostile")
+    export_rows(model, write_rows(folder), folder / "cache", split_dataset_ratio=0.1)
+    return folder / "cache"
 
 
 @pytest.fixture
-def cache(run_export: Export, tmp_path: Path) -> Path:
-    run_export(split_dataset_ratio=0.1)
-    return tmp_path / "cache"
+def cache(exported: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(exported, tmp_path / "cache"))
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
