@@ -83,6 +83,24 @@ def _collect_if_much() -> None:
         gc.collect()
 
 
+NUM_SMOKE_VALUES = 3
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m smoke``, files without a smoke test are not imported."""
+    is_file = collection_path.suffix == ".py" and config.option.markexpr == "smoke"
+    return True if is_file and "pytest.mark.smoke" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A smoke test takes the first values of each of its parameters, and drawn data; the full run takes everything."""
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case and (max(case.indices.values(), default=0) >= NUM_SMOKE_VALUES or case.params.get("data") == "real"):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "smoke"]
+
+
 def pytest_sessionfinish() -> None:
     """Modules that count what was left over would complain."""
     gc.unfreeze()

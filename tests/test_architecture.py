@@ -454,3 +454,11 @@ def test_runs_are_prepared_without_torch() -> None:
     """A launcher prepares a run before it starts the processes, and has no use for seconds of imports."""
     code = "import sys, packtool.train.run, packtool.train.prepare.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=PACKAGE.parent).returncode == 0
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda path: path.name)
+def test_every_folder_has_a_smoke_test(folder: Path) -> None:
+    """In the folder of tests of the same name, or in a file of that name."""
+    tests = PACKAGE.parent / "tests" / folder.relative_to(PACKAGE)
+    files = [*tests.glob("test_*.py"), *tests.parent.glob(f"test_{folder.name}.py")]
+    assert any("pytest.mark.smoke" in path.read_text() for path in files)

@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import packtool
 from packtool import errors
 
 
+@pytest.mark.smoke
 def test_docstring_draws_the_real_tree_with_the_real_codes() -> None:
     classes = [
         value
@@ -21,6 +24,7 @@ def test_docstring_draws_the_real_tree_with_the_real_codes() -> None:
     assert drawn == {cls.__name__: str(cls.exit_code) for cls in classes}
 
 
+@pytest.mark.smoke
 def test_errors_cross_process_borders_whole() -> None:
     error = errors.RowError("rows.jsonl", 3, "media_missing", "a.png", "Put it back.")
     copy = pickle.loads(pickle.dumps(error))

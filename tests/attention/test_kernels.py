@@ -43,6 +43,7 @@ HERE: dict[str, Kernel] = {
 } | {"sdpa elsewhere": SdpaElsewhere()}
 
 
+@pytest.mark.smoke
 def test_the_reference_is_a_dense_causal_softmax() -> None:
     """One document, against torch's own attention in float64."""
     heads = random_heads(11, 4, 2, 8, dtype=torch.float64)
@@ -52,6 +53,7 @@ def test_the_reference_is_a_dense_causal_softmax() -> None:
     assert float(lse[:, 0].detach().sub((q[:, 0] * k[:, 0]).sum(-1).detach() / 8**0.5).abs().max()) < 1e-12
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("name", sorted(HERE.keys() - {"reference"}))
 def test_equals_the_reference(name: str, lengths: list[int]) -> None:
@@ -219,6 +221,7 @@ def test_a_tree_computes_what_its_rows_compute_alone(tree: Tree, window: int | N
             torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-11)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("name", sorted(HERE.keys() - {"reference"}))
 def test_a_tree_equals_the_reference(name: str, tree: Tree) -> None:

@@ -49,6 +49,7 @@ def test_returns_tokens_before_heads_as_transformers_wants() -> None:
     torch.testing.assert_close(call(scaling=0.3)[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -8,6 +8,7 @@ import torch
 from packtool.attention.kernel import Varlen
 
 
+@pytest.mark.smoke
 def test_documents_lie_end_to_end() -> None:
     varlen = Varlen.of_lengths([3, 0, 2])
     assert varlen.cu_seqlens.tolist() == [0, 3, 3, 5]

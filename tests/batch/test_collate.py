@@ -43,6 +43,7 @@ def text() -> InputSpec:
     return reduced_spec("qwen2")
 
 
+@pytest.mark.smoke
 @settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9))
 def test_no_target_crosses_a_boundary_and_none_is_lost(lengths: list[int]) -> None:
@@ -114,6 +115,7 @@ def test_positions_of_a_picture_are_the_ones_in_the_docstring() -> None:
     ]
 
 
+@pytest.mark.smoke
 def test_pixels_are_the_processors_at_the_caches_limits(vision: InputSpec) -> None:
     samples = mixed_samples("qwen3_vl")
     batch = collate_packs(samples, vision)

@@ -32,6 +32,7 @@ def tree_of(samples: list[EncodedSample], **options: int) -> TreeBatch:
     return batch
 
 
+@pytest.mark.smoke
 def test_tokens_positions_keys_and_weights_are_as_drawn() -> None:
     target, no = [False, True, True, True], [False] * 2
     batch = tree_of([sample([1, 2, 3, 4, 5, 6], [*target, True, True]), sample([1, 2, 3, 7, 8], [*target[:3], *no])])

@@ -60,6 +60,7 @@ def documents(batch: Batch) -> list[list[int]]:
     ]
 
 
+@pytest.mark.smoke
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),

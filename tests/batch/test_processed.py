@@ -150,6 +150,7 @@ def world_of(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     return make
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TRAINED)
 def test_tokens_and_pixels_are_the_processors(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)
@@ -193,6 +194,7 @@ def test_tiny_and_thin_pictures(world_of: Callable[[str], World], name: str) -> 
             assert torch.equal(tensor, torch.as_tensor(expected[key])), (key, TINY[question.row])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TRAINED)
 def test_packed_equals_alone(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)

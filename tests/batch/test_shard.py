@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ def sequence(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[in
     return lengths, places
 
 
+@pytest.mark.smoke
 @given(documents, sizes)
 def test_every_token_is_on_one_rank(given_documents: list[tuple[int, bool]], size: tuple[int, int]) -> None:
     cut = Cut(*size)

@@ -69,16 +69,14 @@ def run_export(model: Path, rows: Path, tmp_path: Path) -> Callable[..., ExportS
     """Exports the rows to ``tmp_path / name``."""
 
     def run(name: str = "cache", progress: Progress | None = None, **settings: Any) -> ExportSummary:
-        return export_rows(model, rows, tmp_path / name, progress, **settings)
+        return export_rows(tmp_path / name, progress, **{"model": str(model), "dataset": (str(rows),), **settings})
 
     return run
 
 
-def export_rows(
-    model: Path, rows: Path, cache: Path, progress: Progress | None = None, **settings: Any
-) -> ExportSummary:
-    """Export rows in shards of 50."""
-    config = {"model": str(model), "dataset": (str(rows),), "max_length": 200, "rows_per_shard": 50, **settings}
+def export_rows(cache: Path, progress: Progress | None = None, **settings: Any) -> ExportSummary:
+    """Export in shards of 50 rows; ``settings`` has the model and the dataset."""
+    config = {"max_length": 200, "rows_per_shard": 50, **settings}
     return export(ExportConfig(output_dir=str(cache), **config), progress or SilentProgress())
 
 

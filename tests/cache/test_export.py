@@ -37,6 +37,7 @@ from tests.waiting import PATIENCE_S, wait_for
 Export = Callable[..., ExportSummary]
 
 
+@pytest.mark.smoke
 def test_every_row_is_kept_or_has_its_line(run_export: Export, tmp_path: Path) -> None:
     summary = run_export(split_dataset_ratio=0.1)
     lines = [json.loads(line) for line in (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()]
@@ -70,6 +71,7 @@ def test_datasets_opens_it_and_sees_what_the_reader_gives(run_export: Export, tm
         assert (reader.index.channels[code] if code >= 0 else None) == sample.channel
 
 
+@pytest.mark.smoke
 def test_same_bytes_for_any_number_of_processes(run_export: Export, tmp_path: Path) -> None:
     for num_proc in (1, 2, 3):
         run_export(f"cache{num_proc}", dataset_num_proc=num_proc, split_dataset_ratio=0.05)

@@ -27,7 +27,8 @@ from tests.cache.conftest import export_rows, write_rows
 def exported(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with a validation split, not to be written to."""
     folder = tmp_path_factory.mktemp("hostile")
-    export_rows(model, write_rows(folder), folder / "cache", split_dataset_ratio=0.1)
+    dataset = (str(write_rows(folder)),)
+    export_rows(folder / "cache", model=str(model), dataset=dataset, split_dataset_ratio=0.1)
     return folder / "cache"
 
 
@@ -97,6 +98,7 @@ def test_a_manifest_is_read_whole_or_refused(cache: Path, data: st.DataObject, t
     assert {one for one in tmp_path.rglob("*") if "copies" not in one.parts} == before
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("at", "value", "told"),
     [

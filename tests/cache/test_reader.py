@@ -16,6 +16,7 @@ from packtool.errors import MismatchError
 Export = Callable[..., ExportSummary]
 
 
+@pytest.mark.smoke
 def test_several_caches_are_one_sequence(run_export: Export, tmp_path: Path) -> None:
     run_export("a")
     run_export("b", max_length=150)
@@ -73,6 +74,7 @@ def test_caches_of_other_settings_do_not_join(run_export: Export, tmp_path: Path
         CacheReader.open([str(tmp_path / "c"), str(tmp_path / "d")])
 
 
+@pytest.mark.smoke
 def test_damage_is_noticed(run_export: Export, tmp_path: Path) -> None:
     run_export()
     shard = sorted((tmp_path / "cache" / "train").glob("data-*.arrow"))[2]

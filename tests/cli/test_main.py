@@ -35,6 +35,7 @@ def test_help_needs_neither_torch_nor_arrow() -> None:
         assert command in done.stdout
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("command", "settings"), [("export", ExportConfig), ("train", TrainConfig)])
 def test_help_names_every_option(command: str, settings: type, capsys: pytest.CaptureFixture[str]) -> None:
     import dataclasses
@@ -95,6 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return directory
 
 
+@pytest.mark.smoke
 def test_a_missing_cache_is_exit_4(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "--model", model, "--cached-dataset", str(tmp_path / "gone")]
     assert run([*arguments, "--output-dir", str(tmp_path / "out")]) == EXIT_MISMATCH

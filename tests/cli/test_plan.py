@@ -57,6 +57,7 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert filtered["filtered"] == int((lengths > 512).sum())
 
 
+@pytest.mark.smoke
 def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     path = str(tmp_path / "a.plan")
     options = ["--packing-length", "400", "--seed", "3"]

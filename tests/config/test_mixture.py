@@ -15,6 +15,7 @@ from packtool.errors import ConfigError
 PAGE = Path(__file__).parent.parent.parent / "docs" / "mixtures.md"
 
 
+@pytest.mark.smoke
 def test_the_recipe_of_the_page() -> None:
     text, stages = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     recipe = parse_recipe(text, "mix.yaml", MixOptions(mix_stop="all", resample=False))

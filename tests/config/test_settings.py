@@ -33,6 +33,7 @@ def test_text_becomes_the_declared_types() -> None:
     assert isinstance(config.lora_rank, int)
 
 
+@pytest.mark.smoke
 def test_flags_beat_set_beats_environment_beats_file_beats_default() -> None:
     file = {"max_pixels": 1, "seed": 1}
     assert resolve(ExportConfig, EXPORT).max_pixels is None
@@ -46,6 +47,7 @@ def test_flags_beat_set_beats_environment_beats_file_beats_default() -> None:
     assert config.seed == 1
 
 
+@pytest.mark.smoke
 def test_all_mistakes_are_told_at_once() -> None:
     told = problems_of(
         ExportConfig,

@@ -91,6 +91,7 @@ def test_the_template_has_qwens_form(processor: Any) -> None:
     )
 
 
+@pytest.mark.smoke
 def test_rows_become_inputs_that_the_model_takes(directory: Path, processor: Any, tmp_path: Path) -> None:
     world = make_rows(str(tmp_path), 40, 1)
     model = AutoModelForImageTextToText.from_pretrained(directory)

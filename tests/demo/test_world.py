@@ -82,6 +82,7 @@ def named_colours(answer: str) -> list[str]:
     return [word for word in answer.rstrip(".").split() if word in SHAPE_COLOURS or word in BACKDROP_COLOURS]
 
 
+@pytest.mark.smoke
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
         make_rows(str(tmp_path / name), 60, seed, 2)

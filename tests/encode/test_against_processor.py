@@ -70,6 +70,7 @@ def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
 @pytest.mark.parametrize("name", IMAGE_SETS)
 def test_image_rows_token_by_token(data: Path, family: str, name: str) -> None:
@@ -128,6 +129,7 @@ def test_tiny_and_thin_pictures(drawn_data: Path, family: str) -> None:
         assert torch.equal(load_media(found, spec)["pixel_values"], expected["pixel_values"])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("template", ["text-qwen2_5", "text-qwen3", "text-qwen3_instruct_2507"])
 @pytest.mark.parametrize("name", ["text_gsm8k_test", "tool_glaive_en", "tool_reasoning_50"])
 def test_text_rows_token_by_token(data: Path, text_model: Any, template: str, name: str) -> None:

@@ -154,6 +154,7 @@ def test_a_clip_outside_the_video_costs_its_row(drawn_data: Path, tmp_path: Path
     assert f"a.mp4: a clip from {clip[0]:g}" in found.detail
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "qwen3-omni"])
 @pytest.mark.parametrize("name", ["mm_llamafactory_mllm_video_demo", "mm_qwen3vl_demo"])
 def test_videos(data: Path, family: str, name: str) -> None:
@@ -166,6 +167,7 @@ def test_videos(data: Path, family: str, name: str) -> None:
     assert done or name == "mm_qwen3vl_demo"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", ["qwen2.5-omni", "qwen3-omni"])
 @pytest.mark.parametrize("name", ["mm_llamafactory_mllm_audio_demo", "mm_llamafactory_mllm_video_audio_demo"])
 def test_sounds(data: Path, family: str, name: str) -> None:

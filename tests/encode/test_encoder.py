@@ -96,6 +96,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_targets_are_the_answers_with_their_end(small_model: Any, name: str) -> None:
     template, end, control = TEMPLATES[name]

@@ -18,6 +18,7 @@ from packtool.errors import ConfigError
 SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 
 
+@pytest.mark.smoke
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([28, 32]), st.integers(1, 40), st.integers(41, 4000))
 def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: int, low: int, high: int) -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as theirs
@@ -32,6 +33,7 @@ def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: i
         assert smart_resize(height, width, factor, low, high) == expected
 
 
+@pytest.mark.smoke
 def test_limits_come_from_settings_then_options() -> None:
     assert image_limits(SETTINGS, ImageOptions()).max_pixels == 16777216
     tokens = image_limits(SETTINGS, ImageOptions(image_max_token_num=5000, image_min_token_num=4))

@@ -62,6 +62,7 @@ def test_any_text_has_the_librarys_tokens_or_goes_its_way(pattern: str, pieces: 
     assert found is None or found == expected(trained(pattern), text)
 
 
+@pytest.mark.smoke
 @settings(max_examples=200)
 @given(st.text(alphabet=SAFE, max_size=30))
 def test_safe_texts_are_taken_and_are_right(text: str) -> None:

@@ -27,6 +27,7 @@ def command(**environ: str) -> list[str] | None:
     return launch_command(ARGUMENTS, environ, python="python")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "environ",
     [
@@ -76,6 +77,7 @@ def test_several_machines() -> None:
     assert one_each[one_each.index("--master-port") + 1] == "29500"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("environ", "message"),
     [

@@ -12,11 +12,13 @@ from packtool.train.loop.execute import check_ranks_agree
 from packtool.train.prepare.checkpoint import RunState
 
 
+@pytest.mark.smoke
 def test_alone_without_torchrun() -> None:
     assert World.from_environment({}) == World(0, 1)
     assert World().is_first
 
 
+@pytest.mark.smoke
 def test_one_of_many() -> None:
     world = World.from_environment({"RANK": "3", "WORLD_SIZE": "8"})
     assert (world.rank, world.size, world.is_first) == (3, 8, False)

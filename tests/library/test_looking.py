@@ -27,6 +27,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.smoke
 def test_a_cache(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     cache = packtool.Cache(tiny.cache)
     assert len(cache) == len(list(cache)) == 40

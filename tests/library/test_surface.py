@@ -37,6 +37,7 @@ def surface() -> Iterator[str]:
             yield f"packtool.{name}.{signature(member, value)}"
 
 
+@pytest.mark.smoke
 def test_names_and_signatures() -> None:
     assert list(surface()) == LISTING.read_text().splitlines()
 

@@ -19,6 +19,7 @@ def write(path: Path, form: str, orientation: int | None) -> None:
     Image.new("RGB", (20, 10), "red").save(path, form, exif=exif)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])
 def test_measured_size_is_the_loaded_size(tmp_path: Path, form: str, orientation: int | None) -> None:

@@ -84,6 +84,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: found[0]
 
 
+@pytest.mark.smoke
 @settings(max_examples=80)
 @given(st.sampled_from([*VIDEOS, *ALL_DECODED]), st.sets(st.integers(0, NUM_FRAMES - 12), min_size=1, max_size=5))
 def test_frames_are_those_of_decoding_from_the_beginning(name: str, numbers: set[int]) -> None:

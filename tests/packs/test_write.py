@@ -90,6 +90,7 @@ def interrupted(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["media", "text"])
 def test_every_layout_holds_the_expected_numbers(kind: str, fixed: Path) -> None:
     """The committed numbers, which readers of others are held against too."""

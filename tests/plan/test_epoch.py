@@ -116,6 +116,7 @@ def test_filtered_and_trained_make_the_whole(
     assert plan.summary.num_filtered + plan.summary.num_samples == plan.summary.num_cached == len(lengths)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_pure_function(packing: bool) -> None:
     options = dataclasses.replace(OPTIONS, packing=packing)

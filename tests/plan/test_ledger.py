@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ def counted(rows: list[int]) -> list[int]:
     return [rows.count(row) for row in range(20)]
 
 
+@pytest.mark.smoke
 @given(ROWS, ROWS)
 def test_counts_add_up(some: list[int], more: list[int]) -> None:
     a, b = (RowCounts.of_rows(20, np.array(rows, np.int64)) for rows in (some, more))

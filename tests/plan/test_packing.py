@@ -99,6 +99,7 @@ def test_each_sample_once_and_no_pack_over_capacity(problem: tuple[list[int], in
         assert np.array_equal(again.samples, plan.samples)
 
 
+@pytest.mark.smoke
 @given(
     problem=problems(),
     options=st.sampled_from(ALGORITHMS),

@@ -162,6 +162,7 @@ def drawn(lengths: list[int], flops: Any, times: StepTime, **options: int) -> li
 NEVER = StepTime(exchanges=(Exchange(1, 1e9, 0.0),))
 
 
+@pytest.mark.smoke
 def test_the_example_of_the_module() -> None:
     lengths = [20, 2, 1, 3, 5]
     behind = Exchange(1, fixed_seconds=4.0, token_seconds=0.2, behind_local=0.8)

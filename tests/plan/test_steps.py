@@ -34,6 +34,7 @@ def flat(step: list[list[list[int]]]) -> list[int]:
     return [pack for rank in step for micro_batch in rank for pack in micro_batch]
 
 
+@pytest.mark.smoke
 @given(
     num_packs=st.integers(0, 150),
     world_size=st.integers(1, 9),

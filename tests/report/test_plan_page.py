@@ -68,6 +68,7 @@ def test_lengths_of_a_few_orders_of_magnitude_are_told_apart() -> None:
     assert sum(count > 0.02 * len(lengths) for count in counts) >= 8, "not a single bar"
 
 
+@pytest.mark.smoke
 def test_packs_are_to_scale() -> None:
     drawing = packs_drawing([branches([500, 250]), branches([1000])], 1000)
     assert widths(drawing, "s c") == pytest.approx(1750)

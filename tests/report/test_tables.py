@@ -7,6 +7,7 @@ import pytest
 from packtool.report.tables import aligned, print_table
 
 
+@pytest.mark.smoke
 def test_columns_stand_below_one_another() -> None:
     rows = [("", "samples", "loss", ""), ("图片", "1,000", "0.5", "ok"), ("text only", "7", "12.25", "FAILED")]
     assert aligned(rows, "lrrl") == [

@@ -20,6 +20,7 @@ class PanicException(BaseException):  # as libraries in Rust name theirs
     pass
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "error", [ValueError("a\ud800"), RecursionError(), OSError(errno.EIO, "no"), AssertionError("b"), PanicException()]
 )

@@ -56,6 +56,7 @@ def test_a_plain_row() -> None:
     assert not sample.is_text
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("row", "turns"),
     [

@@ -39,6 +39,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.smoke
 @given(ROWS, st.sampled_from([None, 1]), st.booleans(), st.integers(1, 40), st.integers(1, 9), st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 def test_any_cut_gives_the_rows_of_json(

@@ -160,6 +160,7 @@ def test_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
     assert again.largest_bucket(1) > plain.largest_bucket(1) > 10_000
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("data", ["wikipedia", "chatqa2"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_sequence_once_at_equal_global_batches(name: StrategyName, data: str) -> None:

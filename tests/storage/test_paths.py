@@ -12,6 +12,7 @@ from packtool.errors import ConfigError, StorageError
 from packtool.storage.paths import origin, scrubbed
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("given", "mended"),
     [

@@ -27,6 +27,7 @@ def _fill(base: str) -> None:
         storage.publish(storage.join(base, name), name.encode())
 
 
+@pytest.mark.smoke
 def test_what_is_written_is_found(base: str) -> None:
     assert not storage.exists(base)
     assert storage.list_names(base) == []

@@ -62,6 +62,7 @@ def contents(packs: Sequence[StreamedPack]) -> list[list[tuple[str, int]]]:
     return [names(pack.samples) for pack in packs]
 
 
+@pytest.mark.smoke
 def test_every_row_is_in_one_pack_or_told_of(specs: list[SourceSpec], model: Path) -> None:
     told: list[Dropped] = []
     found = []

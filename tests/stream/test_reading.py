@@ -56,6 +56,7 @@ def numbers(blocks: list[PlacedBlock]) -> list[int]:
     return [int(row["query"]) for row in rows if isinstance(row, dict)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_is_read_once_by_one_rank_in_every_epoch(

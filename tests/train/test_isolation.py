@@ -74,6 +74,7 @@ def plain_logits(model: PreTrainedModel, spec: InputSpec, sample: EncodedSample)
     return unpacked(model)(**inputs).logits[0]
 
 
+@pytest.mark.smoke
 def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
     model, spec, samples = setting
     for sample, logits in zip(samples, packed_logits(model, spec, samples), strict=True):

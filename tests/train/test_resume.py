@@ -75,6 +75,7 @@ def whole(
     return output_dir, settings
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("step", [3, 5])
 def test_the_rest_is_the_same_to_the_last_bit(
     step: int, whole: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path

@@ -60,6 +60,7 @@ def trained(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return output_dir, train(config, progress), progress
 
 
+@pytest.mark.smoke
 def test_the_figures_add_up(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
     output_dir, result, _ = trained
     assert (result.num_samples, result.filtered, result.num_packs) == (40, 0, 8)

@@ -14,7 +14,7 @@ from tests.forked import run_ranks
 TOLERANCES = {"cpu_flash": 2e-6, "math": 2e-6, "float64": 1e-13, "bfloat16": 1e-2}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, list[float]]]:

@@ -36,6 +36,7 @@ def test_as_asked(options: dict[str, object], expected: tuple[int, int]) -> None
         assert "as asked" in axes.reason
 
 
+@pytest.mark.smoke
 def test_auto_sends_least() -> None:
     # (P - 1) / P * (2 Hq + 2 Hkv) against (P - 1) * 2 Hkv: 80 / 8 against 16 for P = 8; 80 / 2 against 16 for P = 2.
     assert QWEN3_8B.forward_volume(1, 8) == pytest.approx(7 / 8 * 80 / 8)

@@ -30,6 +30,7 @@ def random_tensors(num_queries: int, num_keys: int, heads: tuple[int, int], dtyp
     return [torch.randn(*shape, 8, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: blocks.name)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 300])

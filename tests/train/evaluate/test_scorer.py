@@ -60,6 +60,7 @@ def scores(scorer: Scorer, spec: InputSpec, samples: list[EncodedSample], alignm
     return sample_scores(item.places, item.batch.labels, losses, correct).numpy()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [*TEXT_MODELS, *VISION_MODELS, "qwen3_next"])
 def test_together_and_aligned_as_alone(name: str, tmp_path: Path) -> None:
     model, spec, samples = setting(name, str(tmp_path))

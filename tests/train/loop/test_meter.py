@@ -114,6 +114,7 @@ def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> N
     assert len(found) == (7 if by_channel else 1)
 
 
+@pytest.mark.smoke
 @settings(max_examples=30)
 @given(
     weights=st.lists(st.sampled_from([None, 1.0, 0.5, 2.0]), min_size=7, max_size=7),

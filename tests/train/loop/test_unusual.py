@@ -38,6 +38,7 @@ def test_few_lines_of_ordinary_curves_are_marked() -> None:
     assert marked <= 15, "in ten thousand"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("at", [60, 1900])
 def test_a_jump_is_marked_and_a_new_level_is_not_for_long(at: int) -> None:
     losses, norms = curve(7)

@@ -27,6 +27,7 @@ def setting(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[Any, Any, li
     return reduced_model(name), reduced_spec(name, str(tmp_path)), mixed_samples(name)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("chunk_logits", [1, 1000, 2**26])
 def test_losses_and_gradients_are_those_of_the_logits(setting: Any, chunk_logits: int) -> None:
     model, spec, samples = setting

@@ -42,6 +42,7 @@ def trained_parts(name: str, **settings: Any) -> set[str]:
     return {towers.part_of(n.removeprefix(prefix)) for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("train_type", ["full", "lora"])
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_each_part_is_frozen_by_its_own_option(name: str, train_type: str) -> None:

@@ -28,10 +28,12 @@ def open_for(tiny: TinyWorld, **settings: Any) -> CacheReader:
     return open_caches(config.cached_dataset, config, ModelFiles.load(config.model))
 
 
+@pytest.mark.smoke
 def test_a_cache_fits_the_model_it_was_exported_for(tiny: TinyWorld) -> None:
     assert len(open_for(tiny)) == 40
 
 
+@pytest.mark.smoke
 def test_another_tokenizer_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     model = shutil.copytree(tiny.model, tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())

@@ -84,6 +84,7 @@ def test_the_last_step_of_an_epoch_is_smaller() -> None:
     assert sizes == ([2] * (num_packs // 2) + [1]) * 3
 
 
+@pytest.mark.smoke
 def test_every_epoch_has_every_sample_in_new_company() -> None:
     schedule = make_schedule()
     steps = load(schedule, 0)

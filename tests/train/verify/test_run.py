@@ -80,6 +80,7 @@ def leaking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNELS["sdpa"], "attend", leak)
 
 
+@pytest.mark.smoke
 def test_a_model_that_isolates_passes(tiny: TinyWorld) -> None:
     report = verify(config(tiny))
     assert report.passed
