@@ -12,6 +12,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from packtool.constants import VERSION
+
 if TYPE_CHECKING:
     import inspect
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from packtool.library.planned import Plan, plan
     from packtool.library.training import Targets, loss, prepare_model
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Batches",

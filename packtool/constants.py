@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+VERSION = "0.1.0"
+"""Version of packtool, as ``packtool.__version__`` shows it and every output records it."""
+
 FORMAT_VERSION = 2
 """Version of the cache directory's layout; bumped when an older reader would misread it."""
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from packtool import __version__, storage
+from packtool import storage
 from packtool.cache.index import with_fields
 from packtool.cache.local import sha256_of
 from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
 from packtool.cache.shard import INDEX, PREFIX, PREFIXES, HashingSink, dataset_info, dataset_state, with_added_columns
 from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path, prefixes_path
-from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MEDIA_MARKS, PREFIXES_NAME
+from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MEDIA_MARKS, PREFIXES_NAME, VERSION
 from packtool.errors import DataError, MismatchError, PacktoolError, StorageError
 from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
 from packtool.storage import AtomicFile
@@ -46,7 +46,7 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
         dropped.update(result.dropped)
         left_out.update(result.parts_left_out)
     manifest = Manifest(
-        packtool_version=__version__,
+        packtool_version=VERSION,
         identity=identity,
         sources=sources,
         rows=sum(result.rows for result in results),

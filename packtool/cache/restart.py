@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtool import __version__, storage
+from packtool import storage
 from packtool.cache.finish import has_parts, is_shard, tidy
 from packtool.cache.lock import is_of_lock, remove_stale
 from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
 from packtool.cache.task import TASKS_DIR, TaskResult
 from packtool.config.data import ExportConfig
-from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, VERSION
 from packtool.encode.families import MediaLimits
 from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
 from packtool.encode.model_files import ModelFiles, place_of
@@ -161,7 +161,7 @@ class Claim:
     def of(cls, identity: Identity, sources: tuple[SourceInfo, ...]) -> Claim:
         """The claim of an export."""
         paths = [(source.path, source.settings) for source in sources]
-        return cls(json.dumps([__version__, fingerprint_of(identity, sources), paths]).encode())
+        return cls(json.dumps([VERSION, fingerprint_of(identity, sources), paths]).encode())
 
     @property
     def export(self) -> str:

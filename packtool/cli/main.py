@@ -21,7 +21,6 @@ from typing import Any
 import typer
 
 import packtool
-from packtool import __version__
 from packtool.cli.demo import run_demo_command
 from packtool.cli.export import run_export, run_import
 from packtool.cli.inspect import run_inspect
@@ -34,6 +33,7 @@ from packtool.config.plan import PackConfig, PlanConfig
 from packtool.config.settings import FALSE_WORDS
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
+from packtool.constants import VERSION
 from packtool.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -171,7 +171,7 @@ for _name, (_settings, _run, _help) in _COMMANDS.items():
 
 def _version(asked: bool) -> None:
     if asked:
-        show(f"packtool {__version__}")
+        show(f"packtool {VERSION}")
         raise typer.Exit
 
 

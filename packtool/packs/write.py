@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool import __version__, storage
+from packtool import storage
 from packtool.batch.spec import InputSpec
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
@@ -18,7 +18,7 @@ from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.cache.shard import embedded
 from packtool.config.plan import PackConfig
-from packtool.constants import PACKS_MANIFEST_NAME
+from packtool.constants import PACKS_MANIFEST_NAME, VERSION
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MediaError, MismatchError
@@ -133,7 +133,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
 def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: Sequence[WrittenFile]) -> bytes:
     manifest = {
         "format": FORMAT,
-        "packtool": __version__,
+        "packtool": VERSION,
         "layout": config.format,
         "split": config.split,
         "cache": reader.fingerprint,

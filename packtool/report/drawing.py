@@ -21,7 +21,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from packtool import __version__
+from packtool.constants import VERSION
 from packtool.visible import visible_line
 
 SIZE = 1000
@@ -266,7 +266,7 @@ _JOINT = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
 
 def render(template: str, **values: Any) -> str:
     """A template of ``templates/`` with these values; every text among them is shown as text, whatever it holds."""
-    return _environment().get_template(template).render(version=__version__, **values)
+    return _environment().get_template(template).render(version=VERSION, **values)
 
 
 def framed(page: str, title: str) -> str:

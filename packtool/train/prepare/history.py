@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packtool import __version__, storage
+from packtool import storage
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
+from packtool.constants import VERSION
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.prepare.data_change import HISTORY
@@ -59,7 +60,7 @@ class Segment:
     plan: str
     steps: str
     began: float = field(default_factory=time.time)
-    version: str = __version__
+    version: str = VERSION
 
     @property
     def train_config(self) -> TrainConfig:
@@ -74,7 +75,7 @@ class Segment:
         except TypeError as error:
             raise MismatchError(
                 f"the run was made by packtool {self.version}, which had other options: {error}",
-                f"Look at it with that version; this is {__version__}.",
+                f"Look at it with that version; this is {VERSION}.",
             ) from error
 
 
