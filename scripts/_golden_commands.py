@@ -418,7 +418,11 @@ def wrong_lines(command: str, help_text: str) -> dict[str, list[list[str]]]:
         for option in options:
             group += [[*base, option.name, value] for value in _correct(option) if option.name not in base]
         lines[f"base-{number}"] = group
-    return lines
+    # Groups run side by side, and a run locks its directory.
+    return {
+        group: [[f"{word}-{group}" if word == "runs/none" else word for word in words] for words in members]
+        for group, members in lines.items()
+    }
 
 
 def _correct(option: Option) -> list[str]:

@@ -18,16 +18,14 @@ import numpy as np
 
 MAX_DIFF_LINES = 20
 
-_TIMES = frozenset({"plan_seconds"})
+_TIMES = frozenset({"plan_seconds", "seconds", "saved_at", "began"})
 _MEASURED = _TIMES | {
-    "seconds",
     "target_tokens_per_second",
     "tokens_per_second",
     "data_wait",
     "log_wait",
     "memory_gib",
-    "eval_runtime",
-    "train_runtime",
+    "trainer_state.json",  # its checksum
 }
 """Keys of JSON that time or memory of this machine decides. What plan and simulate estimate is not measured."""
 
@@ -44,6 +42,9 @@ _MEASURED_TEXTS = tuple(
         (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?", "<date>"),
     )
 )
+_PROGRESS = re.compile(r"(?!train: )[^:]*: [\d,]+(?: of [\d,]+)? after [\d.,]+ (?:s|min|h)\b")
+"""Lines that come every few seconds; those of training come with its steps."""
+
 _MARKS = ("<measured>", "<time>", "<rate>", "<date>")
 _TEXT_SUFFIXES = (".txt", ".yaml", ".yml", ".csv", ".md", ".jinja")
 
@@ -56,6 +57,8 @@ def normalize_json(value: Any, command: str) -> Any:
     """
     if isinstance(value, Mapping):
         measured = _TIMES if command in _ESTIMATING else _MEASURED
+        if "saved_at" in value:
+            measured |= {"digest"}  # of a checkpoint's state, with the time
         return {
             key: "<measured>" if key in measured and item is not None else normalize_json(item, command)
             for key, item in value.items()
@@ -73,6 +76,8 @@ def normalize_text(text: str, command: str, places: Mapping[str, str]) -> str:
     """
     lines = []
     for line in text.splitlines():
+        if _PROGRESS.match(line):
+            continue
         parsed = _parsed(line)
         if parsed is not None:
             line = format_json(normalize_json(parsed, command))
@@ -80,7 +85,7 @@ def normalize_text(text: str, command: str, places: Mapping[str, str]) -> str:
             for pattern, replacement in _MEASURED_TEXTS:
                 line = pattern.sub(replacement, line)
         else:
-            line = re.sub(rf"(\bin|packed in|planned in) {_NUMBER} (?:ms|s)\b", r"\1 <time>", line)
+            line = re.sub(rf"(planning time) +{_NUMBER} (?:ms|s)\b", r"\1 <time>", line)
         lines.append(line.rstrip())
     text = "\n".join(lines)
     for directory, name in places.items():
@@ -89,7 +94,7 @@ def normalize_text(text: str, command: str, places: Mapping[str, str]) -> str:
 
 
 def _parsed(line: str) -> Any:
-    if not line.startswith("{"):
+    if not line.startswith(("{", "[")):
         return None
     try:
         return json.loads(line)
@@ -128,6 +133,9 @@ def describe_files(root: Path, paths: tuple[str, ...], command: str, places: Map
         name = str(path.relative_to(root))
         if path.is_symlink():
             checksums.append(f"link to {path.readlink()}  {name}")
+            continue
+        if path.name == "curves.png":
+            checksums.append(f"with measured rates  {name}")
             continue
         contents = _contents(path, command, places)
         raw = path.read_bytes()
