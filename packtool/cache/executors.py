@@ -1,25 +1,14 @@
-"""Tasks on worker processes of this machine.
+"""Executors of an export's tasks: worker processes of this machine, or actors of a Ray cluster.
 
-Workers speak with this process through one pipe each: see ``launch.worker``.
-
-Tasks on a Ray cluster: the same tasks, the same bytes, wherever they run.
-
-Every actor holds one encoder, so that a tokenizer is loaded once. A task is idempotent, so one whose actor or machine
-died is given to another.
+Both run the same tasks and write the same bytes. Each worker process and each actor holds one encoder.
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import multiprocessing.connection
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -30,187 +19,130 @@ from packtool.config.data import EncodeSpec
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, PacktoolError
-from packtool.launch.worker import PipeWorker, begin_worker, end_with_parent, portable, tokenize_in_one_thread
+from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread
 
-_TOLD_EVERY_S = 0.25
-_GLANCE_S = 0.5
-
-
-def run_tasks(
-    tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], workers: Workers, report: Report
-) -> Iterator[TaskResult]:
-    """Run tasks and give their results as they finish, in any order.
-
-    Args:
-        encoder: makes one for this process, if the tasks run here.
-        workers: of which as many are taken as there is work for; they have ended afterwards.
-        report: told of rows, drops and tokens while tasks run.
-
-    Raises:
-        PacktoolError: whatever a task raised; the others are stopped. Or a worker died.
-    """
-    if workers.num_proc == 1 or len(tasks) <= 1:
-        if tasks:
-            here = encoder()
-            for task in tasks:
-                yield run_task(task, here, work, report)
-        return
-    waiting = list(reversed(tasks))
-    busy: dict[Connection, _Worker] = {}
-    try:
-        for worker in workers.take(len(tasks)):
-            busy[worker.pipe] = worker
-            worker.give(work)
-            worker.give(waiting.pop())
-        num_done = 0
-        while busy:
-            # Looked up now and then: a signal that another thread receives does not wake this one.
-            for pipe in multiprocessing.connection.wait(list(busy), timeout=_GLANCE_S):
-                assert isinstance(pipe, Connection)
-                told = busy[pipe].hear(f"{num_done} of {len(tasks)}")
-                if isinstance(told, TaskResult):
-                    num_done += 1
-                    # The next task first: whoever takes the result may take his time.
-                    if waiting:
-                        busy[pipe].give(waiting.pop())
-                    else:
-                        busy.pop(pipe).kill()  # at once: it holds nothing, and clearing up would take it a while
-                    yield told
-                elif told is not None:
-                    report(*told)
-    finally:
-        for worker in busy.values():
-            worker.kill()
+_REPORT_EVERY_S = 0.25
+_CHECK_EVERY_S = 0.5
+_MAX_ATTEMPTS = 3
 
 
-class Workers:
-    """The processes of an export. Loading a tokenizer takes them a second, so they may begin before there are tasks.
+class Executor:
+    """Runs an export's tasks on worker processes of this machine; a context manager that kills them at its end.
+
+    Workers may start before there are tasks: loading a tokenizer takes a second.
 
     Args:
         spec: of all tasks.
-        num_proc: how many processes; one works in this process.
-        enough: expected rows with which they begin.
+        num_proc: number of processes; one works in this process.
+        start_at_rows: expected rows at which workers start.
     """
 
-    def __init__(self, spec: EncodeSpec, num_proc: int, enough: int) -> None:
-        self._spec, self.num_proc, self._missing = spec, num_proc, enough
-        self._idle: list[_Worker] = []
-        self._can_encode = False
-        self._next_glance = 0.0
+    def __init__(self, spec: EncodeSpec, num_proc: int, start_at_rows: int) -> None:
+        self._pool = WorkerPool[tuple[Task, Work], TaskResult](num_proc, _run_tasks, spec)
+        self._missing_rows = start_at_rows
+        self._next_check = 0.0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._idle:
-            self._idle.pop().kill()
-
-    def begin(self) -> None:
-        """Start all of them, because there will be work for all."""
-        if self.num_proc > 1:
-            self._start(self.num_proc)
+        self._pool.__exit__()
 
     @property
-    def have_begun(self) -> bool:
-        """Whether they make their encoders, or have them."""
-        return bool(self._idle)
+    def has_started(self) -> bool:
+        """Whether there are workers, which refuse what cannot be encoded."""
+        return self._pool.has_started
+
+    def start(self) -> None:
+        """Start all workers, because there will be work for all."""
+        if self._pool.num_proc > 1:
+            self._pool.start(self._pool.num_proc)
 
     def expect(self, num_rows: int) -> None:
-        """Begin if there are rows enough for several workers with so many more.
+        """Announce rows, so that workers may start before there are tasks.
 
         Raises:
-            ConfigError: if workers that have begun found out that the model cannot be encoded for.
+            ConfigError: if started workers cannot encode for the model.
             PacktoolError: if one died.
         """
-        self._missing -= num_rows
-        if self.have_begun:
-            # Asked for each of many thousand files.
-            if (now := time.monotonic()) >= self._next_glance:
-                self._next_glance = now + _GLANCE_S
-                self._hear_first(0.0)
-        elif self._missing <= 0:
-            self.begin()
+        self._missing_rows -= num_rows
+        if self.has_started:
+            # Called for each of many thousand files.
+            if (now := time.monotonic()) >= self._next_check:
+                self._next_check = now + _CHECK_EVERY_S
+                self._check_ready(0.0)
+        elif self._missing_rows <= 0:
+            self.start()
 
     def wait(self) -> None:
-        """Wait until workers that have begun can encode.
+        """Wait until started workers can encode.
 
         Raises:
             ConfigError, PacktoolError: as ``expect``.
         """
-        while self.have_begun and not self._can_encode:
-            self._hear_first(_GLANCE_S)
+        self._check_ready(None)
 
-    def _hear_first(self, wait_s: float) -> None:
-        if not self._can_encode and self._idle[0].pipe.poll(wait_s):
-            self._idle[0].hear("0")
-            self._can_encode = True
+    def _check_ready(self, wait_s: float | None) -> None:
+        try:
+            self._pool.check_ready(wait_s)
+        except WorkerDied:
+            raise _death("0") from None
 
-    def take(self, most: int) -> Iterator[_Worker]:
-        """Take up to ``most`` workers, started if they are not; they are the caller's to end."""
-        most = min(most, self.num_proc)
-        self._start(most)
-        for _ in range(most):
-            yield self._idle.pop()
-
-    def _start(self, num: int) -> None:
-        # Forked workers would inherit locks that the tokenizer's or Arrow's threads may hold.
-        context = multiprocessing.get_context("spawn")
-        while len(self._idle) < num:
-            self._idle.append(_Worker(context, self._spec))
-
-
-class _Worker(PipeWorker):
-    """A process that runs one task after the other; what it was writing when it ended has no marker."""
-
-    def __init__(self, context: SpawnContext, spec: EncodeSpec) -> None:
-        super().__init__(context, _work, spec)
-
-    def give(self, item: Work | Task) -> None:
-        """First what all its tasks share, then a task at a time."""
-        with suppress(OSError):  # it died, which is heard next
-            self.pipe.send(item)
-
-    def hear(self, done: str) -> TaskResult | tuple[int, int, int] | None:
-        """What it says: a task is done, rows, drops and tokens of one under way, or None at first: it can encode.
+    def run(
+        self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
+    ) -> Iterator[TaskResult]:
+        """Run tasks and yield their results as they finish, in any order.
 
         Args:
-            done: shards, for the message.
+            encoder: makes one for this process, if the tasks run here.
+            report: called with rows, drops and tokens while tasks run.
 
         Raises:
-            PacktoolError: that it met, or that it died.
+            PacktoolError: what a task raised; the others are stopped. Or a worker died.
         """
+        if self._pool.num_proc == 1 or len(tasks) <= 1:
+            for task in tasks:
+                yield run_task(task, encoder(), work, report)
+            return
+        num_done = 0
         try:
-            told: TaskResult | tuple[int, int, int] | BaseException | None = self.pipe.recv()
-        except (EOFError, OSError):
-            raise PacktoolError(
-                f"a worker process died after {done} shards (killed, or out of memory?)",
-                "Run the same command again to go on after the finished shards; fewer --dataset-num-proc need less "
-                "memory.",
-            ) from None
-        if isinstance(told, BaseException):
-            raise told
-        return told
+            for result in self._pool.map(((task, work) for task in tasks), in_order=False, report=report):
+                num_done += 1
+                yield result
+        except WorkerDied:
+            raise _death(f"{num_done} of {len(tasks)}") from None
 
 
-def _work(spec: EncodeSpec, pipe: Connection) -> None:
-    """Encode tasks as they come, until it is killed: the main function of a worker process."""
-    begin_worker()
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _death(num_done: str) -> PacktoolError:
+    return PacktoolError(
+        f"a worker process died after {num_done} shards (killed, or out of memory?)",
+        "Run the same command again to go on after the finished shards; fewer --dataset-num-proc need less memory.",
+    )
+
+
+def _run_tasks(report: Callable[..., None], spec: EncodeSpec) -> Callable[[tuple[Task, Work]], TaskResult]:
+    """Load the tokenizer, and return what runs a task in a worker process."""
     tokenize_in_one_thread()
     _leave_pandas_out()
-    teller = _Teller(pipe)
-    try:
-        encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
-        gc.freeze()  # what was loaded stays: it need not be looked through for garbage again and again
-        pipe.send(None)
-        work = pipe.recv()
-        while True:
-            result = run_task(pipe.recv(), encoder, work, teller)
-            teller.tell()
-            pipe.send(result)
-    except Exception as error:
-        with suppress(OSError):  # nobody listens any more
-            pipe.send(portable(error))
+    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+    gc.freeze()  # what was loaded stays: it need not be looked through for garbage again and again
+
+    def run(job: tuple[Task, Work]) -> TaskResult:
+        counts, reported_at = [0, 0, 0], time.monotonic()
+
+        def add(rows: int, dropped: int, tokens: int) -> None:
+            nonlocal counts, reported_at
+            counts = [count + more for count, more in zip(counts, (rows, dropped, tokens), strict=True)]
+            if time.monotonic() - reported_at >= _REPORT_EVERY_S:
+                report(*counts)
+                counts, reported_at = [0, 0, 0], time.monotonic()
+
+        task, work = job
+        result = run_task(task, encoder, work, add)
+        report(*counts)
+        return result
+
+    return run
 
 
 def _leave_pandas_out() -> None:
@@ -230,54 +162,41 @@ def _no_pandas(name: str, *_: object) -> None:
         raise ImportError(f"{name} is not looked for")
 
 
-class _Teller:
-    """Hands counts on, a few times a second."""
+class RayExecutor(Executor):
+    """Runs tasks on actors of a Ray cluster, one core each; no worker process starts here.
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._counts = [0, 0, 0]
-        self._told = time.monotonic()
-
-    def __call__(self, rows: int, dropped: int, tokens: int) -> None:
-        self._counts = [count + more for count, more in zip(self._counts, (rows, dropped, tokens), strict=True)]
-        if time.monotonic() - self._told >= _TOLD_EVERY_S:
-            self.tell()
-
-    def tell(self) -> None:
-        """Send the counts that were not sent yet."""
-        self._pipe.send(tuple(self._counts))
-        self._counts, self._told = [0, 0, 0], time.monotonic()
-
-
-_MOST_TRIES = 3
-
-
-def run_tasks_on_ray(
-    tasks: Sequence[Task], work: Work, num_actors: int, address: str | None, report: Report
-) -> Iterator[TaskResult]:
-    """Run tasks on actors and give their results as they finish, in any order.
+    A task is idempotent, so one whose actor or machine died is given to another.
 
     Args:
-        num_actors: one core each.
+        spec, num_actors: as of ``Executor``.
         address: of a running cluster; None for ``RAY_ADDRESS``, or a Ray started on this machine for this run.
-        report: told of each finished task.
-
-    Raises:
-        ConfigError: if Ray is not installed or the cluster is not there.
-        PacktoolError: whatever a task raised; or a task's actor died three times.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("--executor ray: Ray is not installed", "pip install packtool[ray]") from error
-    started = not ray.is_initialized()
-    if started:
-        _connect(ray, address, num_actors)
-    try:
-        yield from _run(ray, tasks, work, num_actors, report)
-    finally:
+
+    def __init__(self, spec: EncodeSpec, num_actors: int, address: str | None) -> None:
+        super().__init__(spec, num_actors, sys.maxsize)
+        self._address = address
+
+    def run(
+        self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
+    ) -> Iterator[TaskResult]:
+        """Run tasks, and report each when it is finished.
+
+        Raises:
+            ConfigError: if Ray is not installed or the cluster is not there.
+            PacktoolError: what a task raised; or a task's actor died three times.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError("--executor ray: Ray is not installed", "pip install packtool[ray]") from error
+        started = not ray.is_initialized()
         if started:
-            ray.shutdown()
+            _connect(ray, self._address, self._pool.num_proc)
+        try:
+            yield from _run(ray, tasks, work, self._pool.num_proc, report)
+        finally:
+            if started:
+                ray.shutdown()
 
 
 def _connect(ray: Any, address: str | None, num_actors: int) -> None:
@@ -307,9 +226,9 @@ def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: R
         try:
             result = ray.get(done)
         except ray.exceptions.RayActorError as error:
-            if tries[task.number] == _MOST_TRIES:
+            if tries[task.number] == _MAX_ATTEMPTS:
                 raise PacktoolError(
-                    f"the Ray actor of shard {task.number} died {_MOST_TRIES} times: {error}",
+                    f"the Ray actor of shard {task.number} died {_MAX_ATTEMPTS} times: {error}",
                     "Run the same command again to go on after the finished shards, on machines with more memory.",
                 ) from error
             waiting.append(task)

@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from packtool import storage
-from packtool.cache.executors import Workers, run_tasks, run_tasks_on_ray
+from packtool.cache.executors import Executor, RayExecutor
 from packtool.cache.finish import (
     ExportSummary,
     build_manifest,
@@ -77,20 +77,22 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     if not config.max_length:
         length = default_max_length(ModelFiles.load(config.model, config.chat_template).config)
         config = dataclasses.replace(config, max_length=length)
-    # Where tasks run elsewhere, or may all be finished, nothing is started ahead.
-    starts = config.executor == "local" and not (config.repair or config.is_part)
-    enough = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
-    with Workers(config.encode_spec, config.dataset_num_proc, enough) as workers, collecting_later() as collect:
-        return _export(config, progress, workers, collect)
+    # Where all tasks may be finished, nothing is started ahead.
+    may_be_finished = config.repair or config.is_part
+    start_at_rows = sys.maxsize if may_be_finished else 2 * (config.rows_per_shard or LEAST_SHARD_ROWS)
+    spec, num_proc = config.encode_spec, config.dataset_num_proc
+    ray = RayExecutor(spec, num_proc, config.ray_address) if config.executor == "ray" else None
+    with ray or Executor(spec, num_proc, start_at_rows) as executor, collecting_later() as collect:
+        return _export(config, progress, executor, collect)
 
 
-def _export(config: ExportConfig, progress: Progress, workers: Workers, collect: Callable[[], None]) -> ExportSummary:
+def _export(config: ExportConfig, progress: Progress, executor: Executor, collect: Callable[[], None]) -> ExportSummary:
     started = time.perf_counter()
     files = ModelFiles.load(config.model, config.chat_template)
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
     if directory is None or not storage.exists(storage.join(directory, MANIFEST_NAME)):
-        workers.expect(len(specs))  # most files hold a row or more
+        executor.expect(len(specs))  # most files hold a row or more
     media = media_encoding(files, config)
     identity = identity_of(config, files, media.limits)
     if directory is not None:
@@ -102,11 +104,11 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers, collect:
             check_is_ours(directory)
         refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
     encoder = cache(partial(Encoder, config.encode_spec, files, media))
-    if not workers.have_begun:
+    if not executor.has_started:
         encoder()  # refuses what cannot be encoded before anything is read, as workers do
     for remark in remarks_on(config.encode_spec, files, media):
         progress.note(remark)
-    scanned = _scanned(specs, config.seed, progress, workers)
+    scanned = _scanned(specs, config.seed, progress, executor)
     sources = tuple(
         SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
         for s in scanned
@@ -119,8 +121,8 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers, collect:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
     _note_refusals(scanned, progress)
     collect()
-    workers.wait()
-    job = _Job(config, identity, sources, tasks, encoder, workers, progress)
+    executor.wait()
+    job = _Job(config, identity, sources, tasks, encoder, executor, progress)
     if directory is None:
         return job.count(started)
     with DirectoryLock(directory, _part_name(config)) as lock:
@@ -150,13 +152,13 @@ def _finished(directory: str, manifest: Manifest) -> ExportSummary:
     return summary_of(manifest, _lengths_of(directory, manifest), 0.0, directory, already_finished=True)
 
 
-def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, workers: Workers) -> list[ScannedSource]:
+def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
     """All sources with their rows; each is told of, but of very many only how far it is."""
     many = len(specs) > _MOST_TOLD
     numbers = count(1)
 
     def found_one(found: ScannedSource) -> None:
-        workers.expect(found.num_rows)
+        executor.expect(found.num_rows)
         if not many:
             progress.note(_described(found))
         elif next(numbers) % _MOST_TOLD == 0:
@@ -186,7 +188,7 @@ class _Job:
     sources: tuple[SourceInfo, ...]
     tasks: Sequence[Task]
     encoder: Callable[[], Encoder]
-    workers: Workers
+    executor: Executor
     progress: Progress
 
     @property
@@ -310,13 +312,9 @@ class _Job:
             seconds = max(time.perf_counter() - begin_time, 1e-9)
             progress.advance(rows, dropped=totals[0], tokens=totals[1], tokens_per_s=round(totals[1] / seconds))
 
-        if config.executor == "ray":
-            found = run_tasks_on_ray(waiting, work, config.dataset_num_proc, config.ray_address, report)
-        else:
-            found = run_tasks(waiting, work, self.encoder, self.workers, report)
         results = dict(done)
         try:
-            for result in found:
+            for result in self.executor.run(waiting, work, self.encoder, report):
                 results[result.number] = result
         except StoreDownError as error:
             if work.directory is None:

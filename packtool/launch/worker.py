@@ -1,8 +1,8 @@
-"""Worker processes: how they begin, and how their parent speaks with them.
+"""Worker processes: signals, and the pool that runs jobs of exports, streams and packing.
 
-What a scheduler or a terminal sends to all processes of a job is for the parent. Workers speak with it through one pipe
-each, and nothing outlives them: queues and shared counters of the standard library, and so its pools of processes, hold
-semaphores with a name, which stay behind in ``/dev/shm`` when a whole group is killed.
+Signals to all processes of a job are for the parent. Workers communicate through one pipe each, and nothing outlives
+them: the standard library's queues, and so its process pools, use named semaphores, which stay in ``/dev/shm`` when a
+process group is killed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.context import SpawnContext, SpawnProcess
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from types import ModuleType
+from typing import Any, Generic, Self, TypeVar
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+Report = Callable[..., None]
+
+_POLL_S = 0.5
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -77,26 +88,150 @@ def _end_when_told(parent: int | None) -> None:
     os._exit(0)
 
 
-class PipeWorker:
-    """A process that this one speaks with through a pipe.
+class WorkerDied(Exception):
+    """A worker process ended without a result, for example killed because memory ran out."""
+
+
+class WorkerPool(Generic[Job, Result]):
+    """Spawned processes that run one job at a time; a context manager that kills them at its end.
 
     Args:
-        target: what it does, called with its end of the pipe behind ``arguments``.
+        num_proc: maximum number of processes.
+        make: called once in each process, with a function that reports progress and ``arguments``; returns the
+            function that runs a job. Both are functions of a module.
     """
 
-    def __init__(self, context: SpawnContext, target: Callable[..., None], *arguments: object) -> None:
-        self.pipe, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        # What reaches the whole group is the parent's to answer: targets call ``begin_worker``.
-        with _without_main(), signals_wait():
-            self._process.start()
-        theirs.close()  # so that its end is heard
+    def __init__(self, num_proc: int, make: Callable[..., Callable[[Job], Result]], *arguments: object) -> None:
+        self.num_proc = num_proc
+        self._target = make, arguments
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        # A thread waits for each worker, so that jobs run while the caller does something else.
+        self._threads = ThreadPoolExecutor(num_proc)
+        self._progress: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self._is_ready = False
 
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-        self._process.join()
-        self.pipe.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _pipe in self._workers:
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process, pipe in self._workers:
+            process.join()
+            pipe.close()
+        self._workers.clear()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there are processes."""
+        return bool(self._workers)
+
+    def start(self, num: int) -> None:
+        """Start processes until there are ``num``, at most ``num_proc``; ``map`` starts those that are missing."""
+        # Forked workers would inherit locks that threads of this process may hold.
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < min(num, self.num_proc):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(*self._target, theirs), daemon=True)
+            with _without_main(), signals_wait():
+                process.start()
+            theirs.close()  # so that the end of the process closes the pipe
+            self._workers.append((process, pipe))
+            self._idle.put(pipe)
+
+    def check_ready(self, wait_s: float | None = 0.0) -> None:
+        """Raise what ``make`` raised in the first process.
+
+        Args:
+            wait_s: seconds to wait for it; None waits until it has returned. Not during ``map``.
+
+        Raises:
+            WorkerDied: the process ended.
+        """
+        while self._workers and not self._is_ready:
+            pipe = self._workers[0][1]
+            if pipe.poll(_POLL_S if wait_s is None else wait_s):
+                _receive(pipe)
+                self._is_ready = True
+            elif wait_s is not None:
+                return
+
+    def map(
+        self, jobs: Iterable[Job], *, num_ahead: int = 0, in_order: bool = True, report: Report | None = None
+    ) -> Iterator[Result]:
+        """Run jobs and yield their results.
+
+        Args:
+            num_ahead: maximum number of jobs begun and not yet yielded; by default twice the number of processes.
+            in_order: yield in the order of the jobs; otherwise as they finish.
+            report: called in this thread with the progress that the jobs report.
+
+        Raises:
+            WorkerDied: a process ended.
+            Exception: what a job, or ``make``, raised.
+        """
+        jobs, num_ahead = iter(jobs), num_ahead or 2 * self.num_proc
+        pending = deque[Future[Result]]()
+        while True:
+            for job in islice(jobs, num_ahead - len(pending)):
+                self.start(len(self._workers) + 1)
+                pending.append(self._threads.submit(self._run, job))
+            if not pending:
+                return
+            awaited = [pending[0]] if in_order else pending
+            # With a timeout, because a signal that another thread receives does not end the wait.
+            done = wait(awaited, timeout=_POLL_S, return_when=FIRST_COMPLETED).done
+            while report is not None and not self._progress.empty():
+                report(*self._progress.get())
+            for future in done:
+                pending.remove(future)
+                yield future.result()
+
+    def _run(self, job: Job) -> Result:
+        """Run a job in the next idle process; called in a thread."""
+        pipe = self._idle.get()
+        try:
+            with contextlib.suppress(OSError):  # of a process that ended; what it sent before is received next
+                pipe.send(job)
+            while (message := _receive(pipe))[0] != "result":
+                if message[0] == "progress":
+                    self._progress.put(message[1])
+            result: Result = message[1]
+            return result
+        finally:
+            self._idle.put(pipe)
+
+
+def _receive(pipe: Connection) -> tuple[str, Any]:
+    try:
+        message: tuple[str, Any] = pipe.recv()
+    except (EOFError, OSError):
+        raise WorkerDied from None
+    if message[0] == "error":
+        raise message[1]
+    return message
+
+
+def _work(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object, ...], pipe: Connection) -> None:
+    """Run jobs until the pipe closes: the main function of a worker process."""
+    begin_worker()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
+        try:
+            function = make(lambda *progress: pipe.send(("progress", progress)), *arguments)
+        except Exception as error:
+            pipe.send(("error", portable(error)))
+            return
+        pipe.send(("ready", None))
+        while True:
+            job = pipe.recv()
+            try:
+                message: tuple[str, Any] = "result", function(job)
+            except Exception as error:
+                message = "error", portable(error)
+            pipe.send(message)
 
 
 def end_with_parent() -> None:

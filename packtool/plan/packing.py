@@ -7,14 +7,12 @@ Packing with the library ``binpacking``, in batches, as ms-swift does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +20,7 @@ import numpy.typing as npt
 from packtool.config.packing import PackOptions, budget_problems
 from packtool.config.settings import bound_problems
 from packtool.errors import ConfigError, PacktoolError
-from packtool.launch.worker import PipeWorker, begin_worker, end_with_parent, portable
+from packtool.launch.worker import Job, Result, WorkerDied, WorkerPool
 from packtool.plan.budgets import check_media_tokens, pack_within_budgets
 from packtool.plan.histogram import pack_histogram
 from packtool.plan.pack_plan import (
@@ -40,11 +38,6 @@ from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.sequential import place_sequential
 from packtool.plan.shuffle import RandomStream, of_window, seeded_order
 from packtool.plan.tree_parts import apart_in_packs
-
-Job = TypeVar("Job")
-Result = TypeVar("Result")
-
-_GLANCE_S = 0.5
 
 
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
@@ -75,67 +68,34 @@ def map_on_processes(
 
     Args:
         function: of a module, so that it can be sent to the processes.
-        told: how many are done, whenever one is.
+        told: called with the number of jobs done after each, in the order of the jobs.
 
     Raises:
         PacktoolError: a process died.
         Exception: what the function raised.
     """
     num_proc = min(num_proc, len(jobs))
-    # Workers of data loaders may not have children.
-    if num_proc <= 1 or multiprocessing.current_process().daemon:
-        return [_told(function(job), number, told) for number, job in enumerate(jobs, start=1)]
-    # Forked workers would inherit locks that other threads may hold.
-    context = multiprocessing.get_context("spawn")
-    workers: dict[Connection, PipeWorker] = {}
-    results: dict[int, Result] = {}
-    given = 0
-    try:
-        for _ in range(num_proc):
-            worker = PipeWorker(context, _work, function)
-            workers[worker.pipe] = worker
-        waiting = list(workers)
-        while len(results) < len(jobs):
-            for pipe in waiting:
-                if given < len(jobs):
-                    pipe.send((given, jobs[given]))
-                    given += 1
-            # Looked up now and then: a signal that another thread receives does not wake this one.
-            waiting = [pipe for pipe in wait(list(workers), timeout=_GLANCE_S) if isinstance(pipe, Connection)]
-            for pipe in waiting:
-                number, found = pipe.recv()
-                if isinstance(found, BaseException):
-                    raise found
-                results[number] = found
+    results: list[Result] = []
+    with contextlib.ExitStack() as stack:
+        # Workers of data loaders may not have children.
+        if num_proc <= 1 or multiprocessing.current_process().daemon:
+            iterator: Iterator[Result] = map(function, jobs)
+        else:
+            iterator = stack.enter_context(WorkerPool[Job, Result](num_proc, _runner, function)).map(jobs)
+        try:
+            for result in iterator:
+                results.append(result)
                 told(len(results))
-    except (EOFError, OSError):
-        raise PacktoolError(
-            "a packing process died (killed, or out of memory?)",
-            "--packing-num-proc 1 packs without further processes; the plan is the same.",
-        ) from None
-    finally:
-        for worker in workers.values():
-            worker.kill()
-    return [results[number] for number in range(len(jobs))]
+        except WorkerDied:
+            raise PacktoolError(
+                "a packing process died (killed, or out of memory?)",
+                "--packing-num-proc 1 packs without further processes; the plan is the same.",
+            ) from None
+    return results
 
 
-def _told(result: Result, number: int, told: Callable[[int], None]) -> Result:
-    told(number)
-    return result
-
-
-def _work(function: Callable[[Job], Result], pipe: Connection) -> None:
-    """A worker's life: one job after the other, until it is killed."""
-    begin_worker()
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    with suppress(EOFError, OSError):  # nobody asks or listens any more
-        while True:
-            number, job = pipe.recv()
-            try:
-                told: Result | Exception = function(job)
-            except Exception as error:
-                told = portable(error)
-            pipe.send((number, told))
+def _runner(report: object, function: Callable[[Job], Result]) -> Callable[[Job], Result]:
+    return function
 
 
 BATCHES_PER_CHAIN = 64

@@ -170,8 +170,8 @@ def test_workers_begin_while_many_files_are_looked_through(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    begin, scan = executors.Workers.begin, scan_module._scan
-    monkeypatch.setattr(executors.Workers, "begin", lambda self: told.append("begin") or begin(self))
+    start, scan = executors.Executor.start, scan_module._scan
+    monkeypatch.setattr(executors.Executor, "start", lambda self: told.append("start") or start(self))
     monkeypatch.setattr(scan_module, "_scan", lambda spec: told.append("file") or scan(spec))
     lines = rows.read_text().splitlines(keepends=True)
     paths = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
@@ -181,7 +181,7 @@ def test_workers_begin_while_many_files_are_looked_through(
     assert told == ["file"]
     told.clear()
     run_export("many", dataset=tuple(paths), dataset_num_proc=2)
-    assert told == ["file", "file", "begin", "file"]
+    assert told == ["file", "file", "start", "file"]
     assert not multiprocessing.active_children()
     Path(paths[2]).write_text('{"unknown": 1}\n')
     with pytest.raises(DataError, match=r"c\.jsonl: the form of its rows is not recognised"):
