@@ -18,6 +18,7 @@ from tests.cli.commands import run_here, run_in_shell
 from tests.conftest import REPOSITORY
 from tests.train.tiny_media import make_media_world
 
+NUM_ROWS = 16
 SEEDS = REPOSITORY.parent / "shared" / "seeds"
 
 PATHS = {
@@ -222,7 +223,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and rows."""
     folder = tmp_path_factory.mktemp("work")
     make_model(str(folder / "model"), 0)
-    make_rows(str(folder / "data"), 60, 0)
+    make_rows(str(folder / "data"), NUM_ROWS, 0)
     return folder
 
 
@@ -270,13 +271,13 @@ def test_the_scripts_are_those_of_the_articles() -> None:
 
 def test_export_then_train_on_two_processes(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_here(here(EXPORT))
-    assert " 60" in capfd.readouterr().out
+    assert f" {NUM_ROWS}" in capfd.readouterr().out
     run_here(here(TRAIN))
     screen = capfd.readouterr().err
     for part in ("packing length: 10,240", "packing processes: 4", "2 processes", "samples a pack, fill"):
         assert part in screen
     result = figures(work / "output" / "qwen3_vl_packed")
-    assert (result["num_samples"], result["steps"], result["num_processes"]) == (60, 3, 2)
+    assert (result["num_samples"], result["steps"], result["num_processes"]) == (NUM_ROWS, 3, 2)
     checkpoint = Path(str(result["checkpoint"]))
     assert (checkpoint / "adapter_model.safetensors").exists()
     assert (checkpoint / "tokenizer.json").exists()
@@ -360,7 +361,7 @@ def test_commands_that_name_no_model_anywhere(
         assert run(words) == EXIT_USAGE
         assert "--model is missing" in capsys.readouterr().err
     run_here(here(EXPORT_BUCKET).rstrip() + " --model $MODEL\n" + here(TRAIN_BUCKET))
-    assert figures(newest_run(work))["num_samples"] == 60
+    assert figures(newest_run(work))["num_samples"] == NUM_ROWS
     # A stream has no length that could end it.
     run_here(TRAIN_STREAM.rstrip() + " --model $MODEL --max_steps 1 --max_length 1024")
 
