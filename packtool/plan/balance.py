@@ -9,7 +9,7 @@ pair of packs as long as that helps. All steps are worked on at once, so that mi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,21 @@ def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
         steps = rounds.transpose(1, 0, 2).reshape(num_here, num_packs)
         grouped[start : start + num_here] = steps[np.argsort(steps.min(axis=1), kind="stable")]
     return grouped
+
+
+def share_out(things: Iterable[int], weights: Sequence[float], num_groups: int) -> list[list[int]]:
+    """Give each thing, one after the other, to the group with the least weight so far; ties go to the lower group.
+
+    Args:
+        things: indices into ``weights``; the heaviest first is LPT.
+    """
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    loads: list[tuple[float, int]] = [(0, group) for group in range(num_groups)]
+    for thing in things:
+        load, group = loads[0]
+        groups[group].append(thing)
+        heapq.heapreplace(loads, (load + weights[thing], group))
+    return groups
 
 
 def even_packs(sizes: Sequence[int], work: Sequence[float], num_packs: int, capacity: int) -> list[list[int]] | None:

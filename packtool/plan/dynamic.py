@@ -1,4 +1,4 @@
-"""Samples of a step rearranged into micro-batches by tokens instead of by count.
+"""Samples of a step divided into micro-batches by tokens instead of by count.
 
 What verl and MindSpeed-RL call dynamic batch size: the samples of an optimizer step stay what they are, but a
 micro-batch takes as many of them as its token budget allows, short ones many, long ones few. The budget is a hard
@@ -12,31 +12,15 @@ because sharded optimizers wait for one another, and those of one rank weigh abo
 Price: the samples of a step are placed one after the other, longest first, each into the emptiest micro-batch (LPT);
 if that exceeds the budget, with one micro-batch more for every rank. All steps are worked on at once.
 
-``rearrange`` makes micro-batches alike and then assigns them to ranks. ``rearrange_by_work`` makes ranks alike: a
-sample goes to the rank with the least work, and there into the micro-batch with the least. A long one then costs its
-rank other samples instead of time: with steps of 64 samples of lognormal lengths on 8 ranks, the longest 8 times the
-mean, the slowest rank does 1.13 times the mean rank's work, and not 1.34 times.
-
-Steps that have the samples of unpacked training: each is packed by itself, see ``--samples-per-step``.
-
-    order of the epoch   3 7 2 1 | 4 4 3 3 | 5 2       lengths; 4 samples a step, packs of 8, two ranks
-    step 0               rank 0 [7]    rank 1 [3 2 1]
-    step 1               rank 0 [4 3]  rank 1 [4 3]
-    step 2               rank 0 [5]    rank 1 [2]
-
-The order is that of ``--packing false``, so a step's samples are those of the unpacked run with the same seed: loss and
-gradient, a mean over the target tokens of the step, are the same in exact arithmetic, and so are all weights behind it.
-What packing may still choose is who computes which sample together with which: few micro-batches, and ranks of equal
-work. Every rank has as many micro-batches in a step as the others; some may be empty.
-
-Price: a step's last micro-batches are less full than packs that may take any sample, the more so the fewer tokens a
-step has for each rank. No tokens are computed for what is free in them.
+``rearrange`` makes micro-batches alike and then assigns them to ranks. ``assign_samples`` (``--samples-per-step``)
+makes ranks alike: a sample goes to the rank with the least work, and there into the micro-batch with the least. A long
+one then costs its rank other samples instead of time: with steps of 64 samples of lognormal lengths on 8 ranks, the
+longest 8 times the mean, the slowest rank does 1.13 times the mean rank's work, and not 1.34 times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,48 +30,15 @@ from packtool.errors import ConfigError
 from packtool.plan.balance import Costs
 from packtool.plan.budgets import check_media_tokens
 from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import PackPlan, offsets_of
-from packtool.plan.steps import StepPlan, step_plan
+from packtool.plan.pack_plan import Int64Array, PackPlan
+from packtool.plan.steps import Assignment
 
-Int64Array = npt.NDArray[np.int64]
 _CELLS_AT_ONCE = 1 << 22
-_MOST_SHARING = 8
+_MAX_SHARING = 8
 """Samples of a bin up to which their sizes, not only their sum, tell how many bins are needed."""
 
-
-@dataclass(frozen=True, eq=False)
-class Limit:
-    """What a micro-batch may hold of something.
-
-    Args:
-        sizes: (K,), how much of it each sample has.
-        most: of a micro-batch.
-    """
-
-    sizes: npt.NDArray[np.integer[Any]]
-    most: int
-
-
-@dataclass(frozen=True, eq=False)
-class DynamicBatches:
-    """Samples of S steps in micro-batches.
-
-    Args:
-        order: int64 (K,), the samples, cell by cell, as in ``StepPlan``.
-        cell_sizes: int64 (C,), samples in each micro-batch of each rank.
-        cells_per_step: int64 (S,), a multiple of the ranks.
-    """
-
-    order: Int64Array
-    cell_sizes: Int64Array
-    cells_per_step: Int64Array
-
-    @property
-    def inverse(self) -> Int64Array:
-        """int64 (K,): where in ``order`` each sample is; ``values[inverse]`` brings results back to their order."""
-        inverse = np.empty_like(self.order)
-        inverse[self.order] = np.arange(len(self.order))
-        return inverse
+Limit = tuple[npt.NDArray[np.integer[Any]], int]
+"""Sizes of the samples, (K,), and their sum that a micro-batch may hold."""
 
 
 def rearrange(
@@ -97,8 +48,8 @@ def rearrange(
     num_ranks: int,
     max_tokens: int,
     max_samples: int | None = None,
-) -> DynamicBatches:
-    """Rearrange the samples of every step into micro-batches of at most ``max_tokens`` tokens.
+) -> Assignment:
+    """Divide the samples of every step into micro-batches of at most ``max_tokens`` tokens.
 
     Args:
         lengths: (K,), tokens of the samples in the order of the epoch.
@@ -118,34 +69,55 @@ def rearrange(
             f"the longest has {longest:,}",
             f"Raise it to {longest}, or leave those samples out with --max-length {max_tokens}.",
         )
-    limits = _limits([Limit(lengths, max_tokens)], max_samples)
+    limits = _limits(lengths, max_tokens, max_samples)
     bin_of, num_bins = _bins(lengths, limits, samples_per_step, num_ranks, num_groups=1)
     return _in_cells(lengths, bin_of, num_bins, samples_per_step, num_ranks, is_assigned=False)
 
 
-def rearrange_by_work(
-    work: npt.NDArray[np.floating[Any]],
-    limits: Sequence[Limit],
-    *,
-    samples_per_step: int,
-    num_ranks: int,
-    max_samples: int | None = None,
-) -> DynamicBatches:
-    """Rearrange the samples of every step into few micro-batches, so that all ranks have about equal work.
+def assign_samples(
+    units: PackPlan,
+    costs: Costs | None,
+    options: PlanOptions,
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+) -> Assignment:
+    """Divide the samples of steps that keep those of unpacked training into packs of equal work, few for each rank.
+
+        order of the epoch   3 7 2 1 | 4 4 3 3 | 5 2       lengths; 4 samples a step, packs of 8, two ranks
+        step 0               rank 0 [7]    rank 1 [3 2 1]
+        step 1               rank 0 [4 3]  rank 1 [4 3]
+        step 2               rank 0 [5]    rank 1 [2]
+
+    The order is that of ``--packing false``, so a step's samples are those of the unpacked run with the same seed: loss
+    and gradient, a mean over the target tokens of the step, are the same in exact arithmetic, and so are all weights
+    after it. Every rank has as many micro-batches in a step as the others; some may be empty.
+
+    Price: a step's last micro-batches are less full than packs that may take any sample, the more so the fewer tokens a
+    step has for each rank. No tokens are computed for what is free in them.
 
     Args:
-        work: (K,), of the samples in the order of the epoch.
-        limits: what a micro-batch may hold; no sample alone is over one of them.
-        samples_per_step, num_ranks, max_samples: as for ``rearrange``.
+        units: the N samples of the epoch, one each, in its order.
+        costs: (N,), work of each sample; its tokens where that is not known.
+        options: ``samples_per_step``, ``world_size``, and what a pack may hold besides ``units.capacity``.
+        media_tokens: by sample number as in ``units.samples``; needed with ``max_media_tokens_per_pack``.
+
+    Raises:
+        ConfigError, DataError: samples that are over a budget of a pack.
     """
-    limits = _limits(limits, max_samples)
-    bin_of, num_bins = _bins(work, limits, samples_per_step, num_ranks, num_groups=num_ranks)
-    return _in_cells(work, bin_of, num_bins, samples_per_step, num_ranks, is_assigned=True)
+    assert options.samples_per_step is not None
+    limits = _limits(units.lengths, units.capacity, options.max_samples_per_pack)
+    max_media, media = options.max_media_tokens_per_pack, None if media_tokens is None else media_tokens[units.samples]
+    media = check_media_tokens(media, units.lengths, max_media, units.capacity)
+    if media is not None and max_media is not None:
+        limits.append((media, max_media))
+    work = units.lengths.astype(np.float64) if costs is None else costs
+    num_ranks, per_step = options.world_size, options.samples_per_step
+    bin_of, num_bins = _bins(work, limits, per_step, num_ranks, num_groups=num_ranks)
+    return _in_cells(work, bin_of, num_bins, per_step, num_ranks, is_assigned=True)
 
 
-def _limits(limits: Sequence[Limit], max_samples: int | None) -> list[Limit]:
-    counted = [] if max_samples is None else [Limit(np.ones(len(limits[0].sizes), np.int64), max_samples)]
-    return [*limits, *counted]
+def _limits(lengths: npt.NDArray[np.integer[Any]], max_tokens: int, max_samples: int | None) -> list[Limit]:
+    counts = [] if max_samples is None else [(np.ones(len(lengths), np.int64), max_samples)]
+    return [(lengths, max_tokens), *counts]
 
 
 def _bins(
@@ -160,7 +132,7 @@ def _bins(
         (slice(num_full, None), rest[None]),
     ):
         if samples.size:
-            of_steps = [Limit(limit.sizes[samples], limit.most) for limit in limits]
+            of_steps = [(sizes[samples], most) for sizes, most in limits]
             bin_of[samples], num_bins[steps] = _bins_of_steps(work[samples], of_steps, num_ranks, num_groups)
     return bin_of, num_bins
 
@@ -170,7 +142,7 @@ def _bins_of_steps(
 ) -> tuple[Int64Array, Int64Array]:
     """What ``_bins`` returns, for steps with equally many samples: (S, n) and (S,)."""
     falling = np.argsort(-work, axis=1, kind="stable")
-    num_bins = -(-np.max([_fewest_bins(limit) for limit in limits], axis=0) // num_ranks) * num_ranks
+    num_bins = -(-np.max([_fewest_bins(*limit) for limit in limits], axis=0) // num_ranks) * num_ranks
     bin_of, todo = np.zeros(work.shape, np.int64), np.arange(len(work))
     while len(todo):
         fits = np.zeros(len(work), np.bool_)
@@ -179,19 +151,19 @@ def _bins_of_steps(
             chunk = max(1, _CELLS_AT_ONCE // bins)
             for start in range(0, len(same), chunk):
                 part = same[start : start + chunk]
-                of_part = [Limit(limit.sizes[part], limit.most) for limit in limits]
+                of_part = [(sizes[part], most) for sizes, most in limits]
                 bin_of[part], fits[part] = _place(work[part], falling[part], of_part, num_groups, bins)
         todo = todo[~fits[todo]]
         num_bins[todo] += num_ranks
     return bin_of, num_bins
 
 
-def _fewest_bins(limit: Limit) -> Int64Array:
+def _fewest_bins(sizes: npt.NDArray[np.integer[Any]], most: int) -> Int64Array:
     """Bins that the samples of each step, (S, n), need at least for one of their sizes; (S,)."""
-    fewest: Int64Array = -(-limit.sizes.sum(axis=1, dtype=np.int64) // limit.most)
-    for sharing in range(1, _MOST_SHARING + 1):
+    fewest: Int64Array = -(-sizes.sum(axis=1, dtype=np.int64) // most)
+    for sharing in range(1, _MAX_SHARING + 1):
         # So many samples of more than 1 / (sharing + 1) of a bin may share one, and no more.
-        num_large = np.count_nonzero(limit.sizes * (sharing + 1) > limit.most, axis=1)
+        num_large = np.count_nonzero(sizes * (sharing + 1) > most, axis=1)
         fewest = np.maximum(fewest, -(-num_large // sharing))
     return fewest
 
@@ -211,10 +183,10 @@ def _place(
     placed, fits = np.empty((num_steps, num_samples), np.int64), np.ones(num_steps, np.bool_)
     for i in range(num_samples):
         sample = falling[:, i]
-        added, sizes = work[rows, sample], [limit.sizes[rows, sample] for limit in limits]
+        added, sizes = work[rows, sample], [sizes[rows, sample] for sizes, _ in limits]
         has_room = np.ones(shape, np.bool_)
-        for limit, taken, size in zip(limits, used, sizes, strict=True):
-            has_room &= taken <= (limit.most - size)[:, None, None]
+        for (_, most), taken, size in zip(limits, used, sizes, strict=True):
+            has_room &= taken <= (most - size)[:, None, None]
         group = np.where(has_room.any(axis=2), of_groups, np.inf).argmin(axis=1)
         chosen = rows, group, np.where(has_room[rows, group], loads[rows, group], np.inf).argmin(axis=1)
         fits &= has_room[chosen]
@@ -234,7 +206,7 @@ def _in_cells(
     num_ranks: int,
     *,
     is_assigned: bool,
-) -> DynamicBatches:
+) -> Assignment:
     """Bins in the order of their steps' cells, those of each rank heaviest first.
 
     Args:
@@ -255,54 +227,7 @@ def _in_cells(
         by_rank = np.take_along_axis(by_rank, np.argsort(-loads[by_rank], axis=2, kind="stable"), axis=2)
         cell_of[by_rank.reshape(-1, bins)] = own
     cells = cell_of[bin_of]
-    return DynamicBatches(np.argsort(cells, kind="stable"), np.bincount(cells, minlength=len(loads)), num_bins)
-
-
-def pack_each_step(
-    drawn: PackPlan,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    options: PlanOptions,
-    *,
-    costs: Costs | None = None,
-    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
-) -> tuple[PackPlan, StepPlan]:
-    """Packs of an epoch and the steps that train them; how, is told by ``dynamic.rearrange_by_work``.
-
-    Args:
-        drawn: the N samples of the epoch, one each, in its order.
-        target_tokens: by sample number as in ``drawn.samples``: labels that carry loss.
-        options: ``samples_per_step``, ``world_size``, and what a pack may hold besides ``drawn.capacity``.
-        costs: (N,), work of each sample; its tokens where nobody knows.
-        media_tokens: by sample number; needed with ``max_media_tokens_per_pack``.
-
-    Raises:
-        ConfigError, DataError: samples that are over a budget of a pack.
-    """
-    assert options.samples_per_step is not None, "asked before"
-    limits = [Limit(drawn.lengths, drawn.capacity)]
-    most, media = options.max_media_tokens_per_pack, None if media_tokens is None else media_tokens[drawn.samples]
-    media = check_media_tokens(media, drawn.lengths, most, drawn.capacity)
-    if media is not None and most is not None:
-        limits.append(Limit(media, most))
-    batches = rearrange_by_work(
-        drawn.lengths.astype(np.float64) if costs is None else costs,
-        limits,
-        samples_per_step=options.samples_per_step,
-        num_ranks=options.world_size,
-        max_samples=options.max_samples_per_pack,
-    )
-    is_used = batches.cell_sizes > 0
-    offsets = offsets_of(batches.cell_sizes[is_used])
-    packs = PackPlan(drawn.samples[batches.order], offsets, drawn.lengths[batches.order], drawn.capacity)
-    steps = step_plan(
-        packs,
-        target_tokens,
-        world_size=options.world_size,
-        order=np.arange(packs.num_packs, dtype=np.int64),
-        cell_sizes=is_used.astype(np.int64),
-        cells_per_step=batches.cells_per_step,
-    )
-    return packs, steps
+    return Assignment(np.argsort(cells, kind="stable"), np.bincount(cells, minlength=len(loads)), num_bins)
 
 
 def costs_in_turn(costs: Costs, samples_per_step: int, num_ranks: int) -> Costs:

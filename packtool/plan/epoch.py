@@ -11,17 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import DataError
-from packtool.plan.balance import imbalance
-from packtool.plan.dynamic import costs_in_turn, pack_each_step, rearrange
+from packtool.plan.balance import Costs, imbalance
+from packtool.plan.dynamic import assign_samples, costs_in_turn, rearrange
 from packtool.plan.even import even_order, pack_evenly
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
+from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, plan_of, with_each_alone, with_packs_in_order
 from packtool.plan.packing import pack, pack_singletons, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.shuffle import RandomStream, seeded_order
-from packtool.plan.skrull_steps import assign_skrull
-from packtool.plan.steps import StepPlan, plan_steps, step_plan
+from packtool.plan.skrull import assign_skrull
+from packtool.plan.steps import Assignment, StepPlan, assign_balanced
 from packtool.plan.summary import BalanceFigures, PlanSummary, SkrullFigures, pack_costs, padded_fill, summarize
 from packtool.plan.towers import TowerWork
 from packtool.plan.tree_parts import TreeParts
@@ -34,32 +34,30 @@ class EpochPlan:
     """Packs, steps and figures of an epoch.
 
     Args:
-        packs: what ``steps`` assigns; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
+        packs: that ``steps`` assigns; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
         steps: which is trained when and where.
         summary: figures.
-        places: with Skrull, int64 (K,), by position in ``steps.order``: ``skrull.SHARDED``, or the sequence parallel
-            rank that the sample is local to.
-        whole: with Skrull, the packs whose samples ``packs`` has one by one, in the same order: they say which
-            samples share a step, whoever trains it.
-        drawn: with ``samples_per_step``, the samples one by one in the order in which steps take them.
+        lasting: the same for any number of ranks: ``packs``; with Skrull, the packs whose samples ``packs`` has one by
+            one, in the same order, which say who shares a step; with ``samples_per_step``, the samples one by one in
+            the order in which steps take them.
+        places: with Skrull, int64 (K,), by position in ``steps.order``, see ``Assignment``.
     """
 
     packs: PackPlan
     steps: StepPlan
     summary: PlanSummary
+    lasting: PackPlan
     places: Int64Array | None = None
-    whole: PackPlan | None = None
-    drawn: PackPlan | None = None
 
     @property
     def lasting_fingerprint(self) -> str:
         """sha256 in hex over what stays the same however many ranks there are."""
-        return (self.drawn or self.packs).fingerprint
+        return (self.lasting if self.places is None else self.packs).fingerprint
 
     @property
     def whole_packs(self) -> PackPlan:
-        """The packs as they were packed: assigned to ranks whole, or by Skrull one sample at a time."""
-        return self.packs if self.whole is None else self.whole
+        """The packs as they were packed: also where Skrull assigns them one sample at a time."""
+        return self.packs if self.places is None else self.lasting
 
     @cached_property
     def fingerprint(self) -> str:
@@ -77,11 +75,10 @@ class EpochPlan:
         """The whole packs that a step and those after it train: every sample that was not trained before, once."""
         steps = self.steps
         left = np.sort(steps.order[steps.cell_offsets[steps.step_offsets[step]] :])
-        if self.whole is None:
-            return with_packs_in_order(self.packs, left)
-        # A step has whole packs, so those that any sample left comes from are left whole.
-        packs = np.unique(np.searchsorted(self.whole.offsets, left, side="right") - 1)
-        return with_packs_in_order(self.whole, packs)
+        if self.places is not None:
+            # A step has whole packs, so those that any sample left comes from are left whole.
+            left = np.unique(np.searchsorted(self.lasting.offsets, left, side="right") - 1)
+        return with_packs_in_order(self.whole_packs, left)
 
     def samples_of(self, first: int, stop: int) -> Int64Array:
         """Cache positions of all samples of the steps from ``first`` up to but not ``stop``, over all ranks."""
@@ -214,88 +211,85 @@ def assign_packs(
         ConfigError: an option is not positive, or samples are too long for Skrull's buckets.
         DataError: with ``samples_per_step``, samples that are over a budget of a pack.
     """
-    if options.samples_per_step is not None:
-        return _assign_samples(with_each_alone(packs), target_tokens, options, media_tokens, towers)
-    if options.skrull is not None:
-        return _assign_skrull(packs, target_tokens, options, towers)
-    costs = pack_costs(packs, options.cost, target_tokens, towers) if options.cost is not None else None
+    by_sample = options.samples_per_step is not None or options.skrull is not None
+    units = with_each_alone(packs) if by_sample else packs
+
+    def pack_cost(packs: PackPlan) -> Costs:
+        assert options.cost is not None
+        return pack_costs(packs, options.cost, target_tokens, towers)
+
+    costs = None if options.cost is None else pack_cost(units)
     parts = TreeParts.of(packs, trees)
-    steps = _steps(packs, target_tokens, options, costs, parts)
-    balance = None
+    trained, assignment = _assign(packs, units, costs, options, media_tokens, parts)
+    steps = StepPlan.of(trained, target_tokens, assignment, options.world_size)
+    places, fill, balance, skrull = assignment.places, _fill(trained, steps, options), None, None
     if costs is not None:
-        after = imbalance(steps.rank_costs(costs))
-        is_assigned = options.balance != "none" and options.dynamic_batch_tokens is None
-        before = _imbalance_in_turn(packs, target_tokens, options, costs, parts) if is_assigned else after
-        balance = BalanceFigures.of(before, after, float(costs.sum()))
-    fill = _fill(packs, steps, options)
-    return EpochPlan(
-        packs, steps, summarize(packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
-    )
-
-
-def _assign_skrull(
-    packs: PackPlan,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    options: PlanOptions,
-    towers: TowerWork | None,
-) -> EpochPlan:
-    assert options.skrull is not None
-    assert options.cost is not None, "Skrull needs to know what samples cost"
-    each = with_each_alone(packs)
-    flops = pack_costs(each, options.cost, target_tokens, towers)
-    assigned = assign_skrull(
-        packs,
-        target_tokens,
-        flops,
-        options.skrull,
-        packs_per_step=options.packs_per_step,
-        num_ranks=options.world_size,
-    )
-    costs = pack_costs(packs, options.cost, target_tokens, towers)
-    before = _imbalance_in_turn(packs, target_tokens, options, costs)
-    figures = SkrullFigures.of(assigned, options.skrull, flops, None if towers is None else towers.of(each.samples))
-    summary = summarize(
-        packs,
-        assigned.steps,
-        options,
-        num_cached=len(target_tokens),
-        fill=packs.num_tokens / max(figures.num_tokens, 1),
-        balance=BalanceFigures.of(before, imbalance(assigned.steps.rank_costs(flops)), float(flops.sum())),
-        skrull=figures,
-    )
-    return EpochPlan(assigned.singles, assigned.steps, summary, assigned.places, packs)
-
-
-def _assign_samples(
-    drawn: PackPlan,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    options: PlanOptions,
-    media_tokens: npt.NDArray[np.integer[Any]] | None,
-    towers: TowerWork | None,
-) -> EpochPlan:
-    """What ``assign_packs`` returns with ``samples_per_step``; ``drawn``: one sample each, in the epoch's order."""
-    assert options.samples_per_step is not None, "asked before"
-    costs = pack_costs(drawn, options.cost, target_tokens, towers) if options.cost is not None else None
-    packs, steps = pack_each_step(drawn, target_tokens, options, costs=costs, media_tokens=media_tokens)
-    balance = None
-    if costs is not None:
-        before = imbalance(costs_in_turn(costs, options.samples_per_step, options.world_size))
-        assert options.cost is not None, "it told the costs"
-        after = imbalance(steps.rank_costs(pack_costs(packs, options.cost, target_tokens, towers)))
-        balance = BalanceFigures.of(before, after, float(costs.sum()))
-    summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=packs.fill, balance=balance)
-    return EpochPlan(packs, steps, summary, drawn=drawn)
+        after = imbalance(steps.rank_costs(costs if trained is units else pack_cost(trained)))
+        before = after
+        if options.samples_per_step is not None:
+            before = imbalance(costs_in_turn(costs, options.samples_per_step, options.world_size))
+        elif options.skrull is not None or (options.balance != "none" and options.dynamic_batch_tokens is None):
+            costs_of_packs = costs if packs is units else pack_cost(packs)
+            before = _imbalance_in_turn(packs, costs_of_packs, target_tokens, options, parts)
+        balance = BalanceFigures(before, after, float(costs.sum()))
+    if places is not None and options.skrull is not None and costs is not None:
+        work = None if towers is None else towers.of(units.samples)
+        skrull = SkrullFigures.of(units, steps, places, options.skrull, costs, work)
+        fill = packs.num_tokens / max(skrull.num_tokens, 1)
+    whole, num_cached = trained if places is None else packs, len(target_tokens)
+    summary = summarize(whole, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
+    lasting = units if options.samples_per_step is not None else packs
+    return EpochPlan(trained, steps, summary, lasting, places)
 
 
 def _imbalance_in_turn(
     packs: PackPlan,
+    costs: Costs,
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
-    costs: npt.NDArray[np.float64],
-    parts: TreeParts | None = None,
-) -> npt.NDArray[np.float64]:
-    """Slowest over mean work of every step if packs were assigned to ranks in turn, (S,)."""
-    return imbalance(_steps(packs, target_tokens, replace(options, balance="none"), None, parts).rank_costs(costs))
+    parts: TreeParts | None,
+) -> Costs:
+    """Slowest over mean work of every step, (S,), if packs were assigned to ranks in turn."""
+    in_turn = assign_balanced(packs, None, replace(options, balance="none"), parts)
+    return imbalance(StepPlan.of(packs, target_tokens, in_turn, options.world_size).rank_costs(costs))
+
+
+def _assign(
+    packs: PackPlan,
+    units: PackPlan,
+    costs: Costs | None,
+    options: PlanOptions,
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    parts: TreeParts | None,
+) -> tuple[PackPlan, Assignment]:
+    """The packs that are trained, and their assignment by the assigner that the options name.
+
+    Args:
+        units: what is assigned: the packs, or their samples one by one.
+    """
+    if options.samples_per_step is not None:
+        return _joined(units, assign_samples(units, costs, options, media_tokens))
+    if options.skrull is not None:
+        assert costs is not None, "Skrull needs to know what samples cost"
+        return units, assign_skrull(packs, costs, options)
+    if options.dynamic_batch_tokens is None:
+        return units, assign_balanced(units, costs, options, parts)
+    return units, rearrange(
+        units.tokens_per_pack(),
+        samples_per_step=options.packs_per_step,
+        num_ranks=options.world_size,
+        max_tokens=options.dynamic_batch_tokens,
+        max_samples=options.dynamic_max_batch_size,
+    )
+
+
+def _joined(units: PackPlan, assignment: Assignment) -> tuple[PackPlan, Assignment]:
+    """The samples of each micro-batch as one pack, and these packs in their micro-batches."""
+    is_used = assignment.cell_sizes > 0
+    packs = plan_of(assignment.order, assignment.cell_sizes[is_used], units.lengths, units.capacity)
+    packs = replace(packs, samples=units.samples[assignment.order])
+    order = np.arange(packs.num_packs, dtype=np.int64)
+    return packs, Assignment(order, is_used.astype(np.int64), assignment.cells_per_step)
 
 
 def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
@@ -304,41 +298,6 @@ def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
         return packs
     order = seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=RandomStream.SAVED_ORDER)
     return with_packs_in_order(packs, order)
-
-
-def _steps(
-    packs: PackPlan,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    options: PlanOptions,
-    costs: npt.NDArray[np.float64] | None,
-    parts: TreeParts | None = None,
-) -> StepPlan:
-    if options.dynamic_batch_tokens is None:
-        return plan_steps(
-            packs,
-            target_tokens,
-            world_size=options.world_size,
-            gradient_accumulation_steps=options.gradient_accumulation_steps,
-            packs_per_micro_batch=options.per_device_train_batch_size,
-            costs=costs,
-            balance=options.balance,
-            parts=parts,
-        )
-    batches = rearrange(
-        packs.tokens_per_pack(),
-        samples_per_step=options.packs_per_step,
-        num_ranks=options.world_size,
-        max_tokens=options.dynamic_batch_tokens,
-        max_samples=options.dynamic_max_batch_size,
-    )
-    return step_plan(
-        packs,
-        target_tokens,
-        world_size=options.world_size,
-        order=batches.order,
-        cell_sizes=batches.cell_sizes,
-        cells_per_step=batches.cells_per_step,
-    )
 
 
 def _pack(
@@ -382,7 +341,7 @@ def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
 
 
 def _fill(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
-    if options.packing:
+    if options.packing or options.samples_per_step is not None:
         return packs.fill
     # Dynamic batches run without padding.
     return 1.0 if options.dynamic_batch_tokens is not None else padded_fill(packs, steps)

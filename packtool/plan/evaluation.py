@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.dynamic import DynamicBatches, Int64Array, rearrange
-from packtool.plan.pack_plan import PackPlan, offsets_of
+from packtool.plan.dynamic import rearrange
+from packtool.plan.pack_plan import Int64Array, PackPlan, offsets_of
 from packtool.plan.prefix_trees import PrefixTrees
+from packtool.plan.steps import Assignment
 
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of a micro-batch where nobody sets a cap; a longer sample raises it."""
@@ -57,7 +58,7 @@ class EvaluationPlan:
     trees: PrefixTrees | None = None
 
     @cached_property
-    def batches(self) -> DynamicBatches:
+    def batches(self) -> Assignment:
         """The micro-batches: samples of similar lengths together, as many as the token cap allows."""
         trees = self.trees
         tokens = aligned_lengths(self.lengths, self.alignment)
@@ -75,7 +76,7 @@ class EvaluationPlan:
         in_cells = tokens[found.order].astype(np.int32)
         groups = PackPlan(found.order, offsets_of(found.cell_sizes), in_cells, self.max_tokens)
         cells = trees.unfolded(groups, self.lengths)
-        return DynamicBatches(cells.samples, np.diff(cells.offsets), found.cells_per_step)
+        return Assignment(cells.samples, np.diff(cells.offsets), found.cells_per_step)
 
     @property
     def num_tokens(self) -> int:

@@ -2,158 +2,64 @@
 
 Xu et al. 2025, "Skrull: Towards Efficient Long Context Fine-tuning through Dynamic Data Scheduling"
 (arXiv 2505.19609). Where N ranks share each micro-batch (sequence parallel), splitting a short sequence over all of
-them costs communication and gains nothing. So every sequence of a micro-batch is either *local*, whole on one of
-the N ranks, or *sharded* over all, and while keys and values of the sharded ones travel the local ones are computed.
-A rank holds at most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
+them costs communication and gains nothing. So every sequence of a micro-batch is either *local* to one of the N ranks,
+or *sharded* over all, and while keys and values of the sharded ones travel the local ones are computed. A rank holds at
+most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
 
     lengths 20 2 1 3 5, N = 2, C = 16       rank 0   [1][5] [half of 20]
                                             rank 1   [2][3] [half of 20]
 
-Three parts, all deterministic:
+Three parts, all deterministic; ties go to the earlier sequence and the lower rank:
 
 1. Sequences are assigned to the data-parallel ranks by falling FLOPs, each to the rank with the least so far (the
-   paper's GDS). Ties: the earlier sequence first, the lower rank.
-2. A rank's sequences, by rising length, are cut into m micro-batches, ``ascending[j::m]``, m being the fewest that the
-   tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one. Ties: the earlier sequence first.
+   paper's GDS).
+2. A rank's sequences, by rising length, are divided into m micro-batches, ``ascending[j::m]``, m being the fewest that
+   the tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one.
 3. In a micro-batch (DACP) the sequences come by rising length. Each becomes local to the rank with the least FLOPs, if
    it has room; else to the rank with most room; else it is sharded; else one is *rolled back*: the longest local
    sequence of the fullest rank becomes sharded, and the placing of the new sequence starts over. When the fullest
-   rank has none left, all are sharded and the micro-batch is full. Ties: the lower rank, the sequence placed last.
+   rank has none left, all are sharded and the micro-batch is full.
 
 As printed, the algorithm has two errors, corrected here: a roll-back must give the rank its S tokens back and charge
 S / N to *every* rank, or buckets seem full that are not; and the loop over m needs its exit when all fit.
 
-Not in the paper:
+Not in the paper, whose placements these are compared with by planned time (``step_time``), so that no data-parallel
+rank is ever planned slower than with all its sequences sharded:
 
-- Before m grows, m micro-batches are tried that are cut by ``_evenly``: where several sequences are about as long as
-  a micro-batch is wide, that can halve their number.
-- Beside the paper's placement, those are tried that shard the longest sequences, however many, and lay the others
-  evenly on the ranks (``longest_shared``).
-- Roll-backs go on while there may be something to win: of the placements met, that with the least planned time is kept
-  (``step_time``; attention alone hides what travels, not all local work). Otherwise a single sequence that fits on one
-  rank leaves the N - 1 others idle.
-- Micro-batches of sequences of like work are tried, too, as many as what fits on a rank needs to stay whole there
-  (``_whole``): where sequences are about a bucket long, hardly anything has to travel.
-- A data-parallel rank that would be done sooner with all its sequences sharded has them so: none is ever planned
-  slower than that.
+- Before m grows, m micro-batches are tried with the longest sequence first, each in the emptiest: where several
+  sequences are about as long as a micro-batch is wide, that can halve their number.
+- Placements that shard the longest sequences, however many, and give the others to the ranks by falling work, each to
+  the rank with the least so far (``_Step.shard_longest``).
+- Roll-backs that go on while they may win time: otherwise a single sequence that fits on one rank leaves N - 1 idle.
+- Micro-batches of sequences of like work, as many as it takes to have all that fits on a rank local (``_local_in``):
+  where sequences are about a bucket long, hardly anything has to travel.
+- All sequences sharded.
 - Micro-batches run heaviest first, so that those which run at the same time on different ranks are alike.
 
 A heuristic: of all placements of six sequences that nearly fill two buckets, the best is planned 1.0 % faster in the
 mean with the links of ``StepTime()``, and 0.7 % with links that are a sixteenth as fast.
 
 Price: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each m that is tried.
-
-Placements of a micro-batch in which the longest sequences are sharded and the others lie evenly on the ranks.
-
-What is sharded loses: short chunks are slow, and keys and values have to travel. But whole sequences are uneven: no
-rank is done before the longest of them. So the longest are sharded, as many as pay, and the others go to the ranks by
-falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on multiprocessing timing anomalies").
-
-    lengths 100 9 8 7 6 5 4 on two ranks     rank 0   [9][6][5]  [half of 100]
-                                             rank 1   [8][7][4]  [half of 100]
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
-from packtool.plan.balance import even_packs
+from packtool.plan.balance import Costs, even_packs, share_out
+from packtool.plan.options import PlanOptions, SkrullOptions
+from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.step_time import NOTHING, Load, StepTime
-
-
-@dataclass(frozen=True)
-class LongestShared:
-    """A placement.
-
-    Args:
-        num_sharded: how many of the longest sequences are sharded.
-        ranks: of the others, by falling length.
-        seconds: that the micro-batch takes.
-    """
-
-    num_sharded: int
-    ranks: list[int]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Falling:
-    """The n sequences of a micro-batch by falling length, and the N ranks that share it.
-
-    Args:
-        sizes: tokens of each.
-        padded: tokens of each if it is sharded.
-        local, sharded: work of each, on one rank, and summed over all that share it.
-        num_ranks: N.
-        room: N-ths of a token that each rank has room for.
-    """
-
-    sizes: Sequence[int]
-    padded: Sequence[int]
-    local: Sequence[Load]
-    sharded: Sequence[Load]
-    num_ranks: int
-    room: int
-
-    def best(self, times: StepTime, limit: float) -> LongestShared | None:
-        """The placement that takes least, of those that fit and take less than ``limit`` seconds; None without any.
-
-        Ties go to fewer sharded sequences, and the lower rank. Price: O(n log N) for each number of sharded sequences
-        that could be faster than those before it, by the mean work of the ranks and the longest local sequence.
-        """
-        found = None
-        room, work, tokens, left = self.room, NOTHING, 0, Load.sum(self.local)
-        for num in range(len(self.sizes) + 1):
-            if num:
-                room -= self.padded[num - 1]
-                work = work.plus(self.sharded[num - 1])
-                tokens += self.padded[num - 1]
-                done = self.local[num - 1]
-                left = Load(max(left.flops - done.flops, 0.0), max(left.attention - done.attention, 0.0))
-            if room < 0:
-                break
-            # Some rank has the longest, and by convexity one waits no less than ranks with even loads would.
-            longest = self.local[num] if num < len(self.local) else NOTHING
-            even = Load(left.flops / self.num_ranks, left.attention / self.num_ranks)
-            if times.computation(even.flops + work.flops / self.num_ranks) >= limit:
-                break  # and more so with more of them: sharding makes work, never less
-            if times.micro_batch([longest, even], work, tokens, self.num_ranks) >= limit:
-                continue
-            placed = self._assigned(num, room)
-            if placed is None:
-                continue
-            ranks, loads = placed
-            seconds = times.micro_batch(loads, work, tokens, self.num_ranks)
-            if seconds < limit:
-                found, limit = LongestShared(num, ranks, seconds), seconds
-        return found
-
-    def _assigned(self, num_sharded: int, room: int) -> tuple[list[int], list[Load]] | None:
-        """Ranks of the local sequences, and the work of each rank; None where one has no room on its rank."""
-        rooms, loads = [room] * self.num_ranks, [NOTHING] * self.num_ranks
-        lightest = [(0.0, rank) for rank in range(self.num_ranks)]
-        ranks = []
-        for size, work in zip(self.sizes[num_sharded:], self.local[num_sharded:], strict=True):
-            rank = lightest[0][1]
-            rooms[rank] -= size * self.num_ranks
-            if rooms[rank] < 0:
-                return None
-            loads[rank] = loads[rank].plus(work)
-            heapq.heapreplace(lightest, (loads[rank].flops, rank))
-            ranks.append(rank)
-        return ranks, loads
-
-
-Int64Array = npt.NDArray[np.int64]
+from packtool.plan.steps import Assignment
 
 SHARDED = -1
 """The place of a sequence that all sequence parallel ranks share."""
@@ -172,26 +78,56 @@ class PlacedMicroBatch:
     places: Int64Array
 
 
+def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> Assignment:
+    """Assign the samples of packs to ranks: a step has those of its ``options.packs_per_step`` packs.
+
+    Price: some 10 us a sample; steps do not know of one another.
+
+    Args:
+        packs: of the epoch.
+        flops: (N,), of the samples in the order of ``packs.samples``.
+        options: with ``skrull``.
+
+    Returns:
+        The assignment of the N samples, each by itself, with their placement. The ranks of a step have equally many
+        micro-batches: those that need fewer have empty ones, last.
+
+    Raises:
+        ConfigError: a count is not positive, or samples are too long for the buckets.
+    """
+    assert options.skrull is not None
+    options.skrull.check(packs.lengths)
+    per_step, num_ranks = options.packs_per_step, options.world_size
+    bounds = packs.offsets[np.minimum(np.arange(0, packs.num_packs + per_step, per_step), packs.num_packs)]
+    order, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    cell_sizes: list[int] = []
+    cells_per_step: list[int] = []
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        ranks = schedule_step(packs.lengths[first:last], flops[first:last], options.skrull, num_ranks=num_ranks)
+        num_cells = max(map(len, ranks))
+        for micro_batches in ranks:
+            order += [batch.samples + first for batch in micro_batches]
+            places += [batch.places for batch in micro_batches]
+            cell_sizes += [len(batch.samples) for batch in micro_batches] + [0] * (num_cells - len(micro_batches))
+        cells_per_step.append(num_cells * num_ranks)
+    sizes, cells = (np.array(counts, np.int64) for counts in (cell_sizes, cells_per_step))
+    return Assignment(np.concatenate(order), sizes, cells, np.concatenate(places))
+
+
 def schedule_step(
     lengths: npt.NDArray[np.integer[Any]],
     flops: npt.NDArray[np.floating[Any]],
+    options: SkrullOptions,
     *,
     num_ranks: int,
-    sequence_parallel_size: int,
-    bucket_size: int,
-    alignment: int = 1,
-    times: StepTime | None = None,
 ) -> list[list[PlacedMicroBatch]]:
     """Spread the sequences of an optimizer step; see the module.
 
     Args:
         lengths: (n,), tokens.
         flops: (n,), of each sequence, forward and backward.
+        options: of Skrull.
         num_ranks: data-parallel ranks, W.
-        sequence_parallel_size: ranks that share a micro-batch, N; with one, everything is local to it.
-        bucket_size: tokens that a rank may hold in a micro-batch, C.
-        alignment: a sharded sequence is padded to a multiple of it, and takes an N-th of that on every rank.
-        times: of devices and links; by default ``StepTime()``.
 
     Returns:
         The micro-batches of each data-parallel rank, W lists that may differ in length. Each sequence is in one.
@@ -199,71 +135,29 @@ def schedule_step(
     Raises:
         ConfigError: a count is not positive, or a sequence is too long for the buckets even alone and sharded.
     """
-    counts = {"num_ranks": num_ranks, "sequence_parallel_size": sequence_parallel_size, "alignment": alignment}
+    size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
+    counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
     problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
     if problems:
         raise ConfigError.from_problems(problems)
-    check_buckets(lengths, sequence_parallel_size=sequence_parallel_size, bucket_size=bucket_size, alignment=alignment)
-    times = times or StepTime()
+    options.check(lengths)
     padded = -(-np.asarray(lengths) // alignment) * alignment
     costs = np.asarray(flops, dtype=np.float64)
     step = _Step(
         np.asarray(lengths).tolist(),
         padded.tolist(),
         times.loads(lengths, costs),
-        times.loads(padded, costs, sequence_parallel_size),
-        sequence_parallel_size,
-        bucket_size * sequence_parallel_size,
+        times.loads(padded, costs, size),
+        size,
+        options.bucket_size * size,
         times,
     )
-    return [step.rank(sequences) for sequences in _assign([load.flops for load in step.local], num_ranks)]
+    work = [load.flops for load in step.local]
+    falling = sorted(range(len(work)), key=lambda i: -work[i])
+    return [step.rank(sequences) for sequences in share_out(falling, work, num_ranks)]
 
 
-def check_buckets(
-    lengths: npt.NDArray[np.integer[Any]], *, sequence_parallel_size: int, bucket_size: int, alignment: int
-) -> None:
-    """Raise a ConfigError if sequences have no room, whole on one rank or sharded over all.
-
-    Args:
-        lengths, sequence_parallel_size, bucket_size, alignment: as for ``schedule_step``.
-    """
-    if bucket_size < 1:
-        raise ConfigError(f"--bucket-size is {bucket_size}; it must be 1 or more.")
-    longest = int(np.max(lengths, initial=0))
-    most = longest_in_bucket(bucket_size, sequence_parallel_size, alignment)
-    if longest <= most:
-        return
-    num_over = int(np.count_nonzero(np.asarray(lengths) > most))
-    needed = -(-longest // alignment) * alignment
-    shared = "" if sequence_parallel_size == 1 else f", sharded over {sequence_parallel_size} ranks"
-    raise ConfigError(
-        f"--bucket-size {bucket_size}: {num_over:,} samples have more than the {most:,} tokens that there is room for"
-        f"{shared}; the longest has {longest:,}",
-        f"Raise it to {min(longest, -(-needed // sequence_parallel_size))}, let more processes share a micro-batch "
-        f"(--sequence-parallel-size), or leave those samples out with --max-length {most}.",
-    )
-
-
-def longest_in_bucket(bucket_size: int, sequence_parallel_size: int, alignment: int) -> int:
-    """Tokens of the longest sequence that there is room for."""
-    if sequence_parallel_size == 1:
-        return bucket_size
-    return max(bucket_size, bucket_size * sequence_parallel_size // alignment * alignment)
-
-
-def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Sequences for each data-parallel rank."""
-    rank_sequences: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    for sequence in sorted(range(len(flops)), key=lambda i: -flops[i]):
-        load, rank = loads[0]
-        rank_sequences[rank].append(sequence)
-        heapq.heapreplace(loads, (load + flops[sequence], rank))
-    return rank_sequences
-
-
-@dataclass
-class _Placed:
+class _Placed(NamedTuple):
     """A micro-batch: its sequences by rising length, the place of each, and how long it takes."""
 
     sequences: list[int]
@@ -296,13 +190,16 @@ class _Step:
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
-        found = self._micro_batches(ascending, self._place)
-        assert found is not None, "each sequence has been seen to fit alone"
+        best = self._micro_batches(ascending, self._place)
+        assert best is not None, "each sequence has been seen to fit alone"
         if self.num_ranks > 1:
-            others = [self._micro_batches(ascending, self._shard), self._whole(ascending, len(found))]
-            found = min([found, *filter(None, others)], key=_seconds)
-        found.sort(key=lambda placed: -math.fsum(self.local[i].flops for i in placed.sequences))
-        return [PlacedMicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
+            sharded = self._micro_batches(ascending, self._shard)
+            # The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be local.
+            in_more = (self._local_in(ascending, num) for num in range(len(best), 2 * len(best) + 1))
+            candidates = filter(None, (best, sharded, next(filter(None, in_more), None)))
+            best = min(candidates, key=lambda placed: sum(each.seconds for each in placed))
+        best.sort(key=lambda placed: -math.fsum(self.local[i].flops for i in placed.sequences))
+        return [PlacedMicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in best]
 
     def _micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], _Placed | None]
@@ -310,29 +207,19 @@ class _Step:
         """The fewest micro-batches that ``place`` manages with, or None if one for each sequence is not enough."""
         fewest = -(-sum(self.sizes[i] for i in ascending) // self.room)
         for num in range(fewest, len(ascending) + 1):
-            for cut in (_interleaved, self._evenly):
+            for parts in self._divisions(ascending, num):
                 # What fails is mostly the first, which is the fullest: do not place the others for nothing.
-                found = [placed for placed in takewhile(bool, map(place, cut(ascending, num))) if placed]
-                if len(found) == num:
-                    return found
+                placed = [each for each in takewhile(bool, map(place, parts)) if each]
+                if len(placed) == num:
+                    return placed
         return None
 
-    def _evenly(self, ascending: list[int], num: int) -> list[list[int]]:
-        """Cut into ``num`` micro-batches: the longest sequence first, each into the emptiest."""
-        parts: list[list[int]] = [[] for _ in range(num)]
-        loads = [(0, number) for number in range(num)]
-        for sequence in reversed(ascending):
-            load, number = loads[0]
-            parts[number].append(sequence)
-            heapq.heapreplace(loads, (load + self.padded[sequence], number))
-        return [part[::-1] for part in parts]
+    def _divisions(self, ascending: list[int], num: int) -> Iterator[list[list[int]]]:
+        """Sequences of ``num`` micro-batches: as in the paper each of short and long ones; then evenly by tokens."""
+        yield [ascending[first::num] for first in range(num)]
+        yield [part[::-1] for part in share_out(reversed(ascending), self.padded, num)]
 
-    def _whole(self, ascending: list[int], fewest: int) -> list[_Placed] | None:
-        """The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be whole."""
-        found = (self._whole_in(ascending, num) for num in range(fewest, 2 * fewest + 1))
-        return next(filter(None, found), None)
-
-    def _whole_in(self, ascending: list[int], num: int) -> list[_Placed] | None:
+    def _local_in(self, ascending: list[int], num: int) -> list[_Placed] | None:
         """Buckets of even work, N of about the same in a micro-batch; longer sequences are sharded beside them.
 
         Each of these goes to the micro-batch with the fewest tokens so far. None where there is no room.
@@ -366,24 +253,67 @@ class _Step:
     def _place(self, ascending: list[int]) -> _Placed | None:
         """Each sequence local or sharded, or None if they do not fit."""
         bench = _Bench(self)
-        found = None
-        if all(map(bench.add, ascending)):
-            found = bench.placed()
+        placed = bench.placed() if all(map(bench.add, ascending)) else None
         if self.num_ranks == 1:
-            return found
-        order = ascending[::-1]
-        falling = Falling(
-            [self.sizes[i] for i in order],
-            [self.padded[i] for i in order],
-            [self.local[i] for i in order],
-            [self.sharded[i] for i in order],
-            self.num_ranks,
-            self.room,
-        )
-        even = falling.best(self.times, found.seconds if found is not None else math.inf)
-        if even is None:
-            return found
-        return _Placed(ascending, [*even.ranks[::-1], *[SHARDED] * even.num_sharded], even.seconds)
+            return placed
+        return self.shard_longest(ascending, placed.seconds if placed is not None else math.inf) or placed
+
+    def shard_longest(self, ascending: list[int], limit: float) -> _Placed | None:
+        """The fastest placement that shards the longest sequences, if it takes less than ``limit`` seconds.
+
+            lengths 100 9 8 7 6 5 4 on two ranks     rank 0   [9][6][5]  [half of 100]
+                                                     rank 1   [8][7][4]  [half of 100]
+
+        What is sharded loses: short chunks are slow, and keys and values have to travel. But local sequences are
+        uneven: no rank is done before the longest of them. So the longest are sharded, as many as pay, and the others
+        go to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
+        multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank.
+
+        Price: O(n log N) for each number of sharded sequences that could be faster than those before it, by the mean
+        work of the ranks and the longest local sequence.
+        """
+        best, order, num_ranks = None, ascending[::-1], self.num_ranks
+        room, work, tokens, left = self.room, NOTHING, 0, Load.sum(self.local[i] for i in order)
+        for num in range(len(order) + 1):
+            if num:
+                last = order[num - 1]
+                room -= self.padded[last]
+                work = work.plus(self.sharded[last])
+                tokens += self.padded[last]
+                done = self.local[last]
+                left = Load(max(left.flops - done.flops, 0.0), max(left.attention - done.attention, 0.0))
+            if room < 0:
+                break
+            # Some rank has the longest, and by convexity one waits no less than ranks with even loads would.
+            longest = self.local[order[num]] if num < len(order) else NOTHING
+            even = Load(left.flops / num_ranks, left.attention / num_ranks)
+            if self.times.computation(even.flops + work.flops / num_ranks) >= limit:
+                break  # and more so with more of them: sharding makes work, never less
+            if self.times.micro_batch([longest, even], work, tokens, num_ranks) >= limit:
+                continue
+            placed = self.to_lightest(order[num:], room)
+            if placed is None:
+                continue
+            ranks, loads = placed
+            seconds = self.times.micro_batch(loads, work, tokens, num_ranks)
+            if seconds < limit:
+                best, limit = _Placed(ascending, [*ranks[::-1], *[SHARDED] * num], seconds), seconds
+        return best
+
+    def to_lightest(self, falling: list[int], room: int) -> tuple[list[int], list[Load]] | None:
+        """Ranks of local sequences, and the work of each rank; None where one has no room on its rank."""
+        rooms, loads = [room] * self.num_ranks, [NOTHING] * self.num_ranks
+        lightest = [(0.0, rank) for rank in range(self.num_ranks)]
+        ranks = []
+        for sequence in falling:
+            rank = lightest[0][1]
+            rooms[rank] -= self.sizes[sequence] * self.num_ranks
+            if rooms[rank] < 0:
+                return None
+            loads[rank] = loads[rank].plus(self.local[sequence])
+            heapq.heapreplace(lightest, (loads[rank].flops, rank))
+            ranks.append(rank)
+        return ranks, loads
 
 
 class _Bench:
@@ -427,7 +357,7 @@ class _Bench:
             self._roll_back(fullest)
 
     def placed(self) -> _Placed:
-        """The sequences as they lie, or with more of them sharded if that takes less."""
+        """The current placement, or the same with more sequences sharded if that takes less."""
         seconds = self.shard_more()
         ascending = sorted(self.place_of, key=lambda i: (self.step.sizes[i], i))
         return _Placed(ascending, [self.place_of[i] for i in ascending], seconds)
@@ -469,12 +399,3 @@ class _Bench:
         self.load[rank] = Load.sum(self.step.local[i] for i in self.local[rank])
         self.shard(sequence)
         return sequence
-
-
-def _interleaved(ascending: list[int], num: int) -> list[list[int]]:
-    """Cut into ``num`` micro-batches, as the paper does: each has short and long sequences."""
-    return [ascending[first::num] for first in range(num)]
-
-
-def _seconds(found: list[_Placed]) -> float:
-    return sum(placed.seconds for placed in found)

@@ -13,8 +13,34 @@ import numpy.typing as npt
 from packtool.config.packing import Balance
 from packtool.errors import ConfigError
 from packtool.plan.balance import Costs, assign_evenly, group_alike
-from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, offsets_of
 from packtool.plan.tree_parts import TreeParts
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Which of K packs (or single samples) are in which micro-batch: the result of every assigner.
+
+    Args:
+        order: int64 (K,), the packs, micro-batch by micro-batch, laid out as in ``StepPlan``.
+        cell_sizes: int64 (C,), packs in each micro-batch of each rank.
+        cells_per_step: int64 (S,), a multiple of the ranks.
+        places: with Skrull, int64 (K,), by position in ``order``: ``skrull.SHARDED``, or the sequence parallel rank
+            that the sample is local to.
+    """
+
+    order: Int64Array
+    cell_sizes: Int64Array
+    cells_per_step: Int64Array
+    places: Int64Array | None = None
+
+    @property
+    def inverse(self) -> Int64Array:
+        """int64 (K,): where in ``order`` each pack is; ``values[inverse]`` brings results back to their order."""
+        inverse = np.empty_like(self.order)
+        inverse[self.order] = np.arange(len(self.order))
+        return inverse
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +66,22 @@ class StepPlan:
     cell_offsets: Int64Array
     step_offsets: Int64Array
     target_tokens_per_step: Int64Array
+
+    @classmethod
+    def of(
+        cls, packs: PackPlan, target_tokens: npt.NDArray[np.integer[Any]], assignment: Assignment, world_size: int
+    ) -> StepPlan:
+        """Add up each step's target tokens.
+
+        Args:
+            packs: that are assigned.
+            target_tokens: by sample number as in ``packs.samples``: labels that carry loss.
+            world_size: data-parallel ranks, W.
+        """
+        cell_offsets, step_offsets = offsets_of(assignment.cell_sizes), offsets_of(assignment.cells_per_step)
+        before = offsets_of(packs.sums_per_pack(target_tokens[packs.samples])[assignment.order])
+        targets_per_step = np.diff(before[cell_offsets[step_offsets]])
+        return cls(world_size, assignment.order, cell_offsets, step_offsets, targets_per_step)
 
     @property
     def num_steps(self) -> int:
@@ -142,89 +184,49 @@ class StepPlan:
             raise IndexError(f"{name} {index} of {num}")
 
 
-def plan_steps(
-    plan: PackPlan,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    *,
-    world_size: int,
-    gradient_accumulation_steps: int,
-    packs_per_micro_batch: int,
-    costs: Costs | None = None,
-    balance: Balance = "none",
-    parts: TreeParts | None = None,
-) -> StepPlan:
+def assign_balanced(
+    packs: PackPlan, costs: Costs | None, options: PlanOptions, parts: TreeParts | None = None
+) -> Assignment:
     """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
-    A step takes the next W * G * B packs of the plan, whose order the packer drew from the seed. Without balancing they
-    are assigned in turn: pack ``i`` of a step to rank ``i % W``; ``within-step`` assigns them so that the ranks
-    have equal work; ``window`` also exchanges packs between steps that lie near each other. The last step takes what is
-    left, however little: it has as few micro-batches as its ranks need, the packs of a rank spread evenly over them.
-    Where a rank still has none, the micro-batch is empty. There are fewer than W empty ones in an epoch, and no pack is
-    left out or used twice.
+    A step takes the next W * G * B packs, whose order the packer drew from the seed. Without balancing they are
+    assigned in turn: pack ``i`` of a step to rank ``i % W``; ``within-step`` assigns them so that the ranks have equal
+    work; ``window`` also exchanges packs between steps that lie near each other. The last step takes what is left,
+    however little: it has as few micro-batches as its ranks need, the packs of a rank spread evenly over them. Where a
+    rank still has none, the micro-batch is empty. There are fewer than W empty ones in an epoch, and no pack is left
+    out or used twice.
 
-    Price: O(N), and O(K log K) with balancing. But for ``window``, the packs of a step depend on W * G * B only.
+    Price: O(K), and O(K log K) with balancing. But for ``window``, the packs of a step depend on W * G * B only.
 
     Args:
-        plan: N samples in K packs.
-        target_tokens: by sample number as in ``plan.samples``: labels that carry loss.
-        world_size: data-parallel ranks, W.
-        gradient_accumulation_steps: micro-batches of a full step on each rank, G.
-        packs_per_micro_batch: packs (or padded rows) in a full micro-batch, B.
+        packs: K of them.
         costs: (K,), work of each pack; needed for balancing.
-        balance: see above.
+        options: W is ``world_size``, G ``gradient_accumulation_steps``, B ``per_device_train_batch_size``; ``balance``.
         parts: of trees that are in several packs, which change places with others for it; see ``tree_parts``.
 
     Raises:
         ConfigError: a count is not positive.
     """
+    world_size, num_per_cell = options.world_size, options.per_device_train_batch_size
     _check_positive(
         world_size=world_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        packs_per_micro_batch=packs_per_micro_batch,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        packs_per_micro_batch=num_per_cell,
     )
-    assert costs is not None or balance == "none", "balancing needs to know what packs cost"
-    num_cells, num_per_cell = world_size * gradient_accumulation_steps, packs_per_micro_batch
-    num_full_steps = plan.num_packs // (num_cells * num_per_cell)
-    packs = np.arange(plan.num_packs, dtype=np.int64)
-    full, rest = np.split(packs, [num_full_steps * num_cells * num_per_cell])
-    full = full.reshape(num_full_steps, num_cells * num_per_cell)
-    if costs is not None and balance == "window":
+    assert costs is not None or options.balance == "none", "balancing needs to know what packs cost"
+    num_cells, per_step = world_size * options.gradient_accumulation_steps, options.packs_per_step
+    num_full_steps = packs.num_packs // per_step
+    full, rest = np.split(np.arange(packs.num_packs, dtype=np.int64), [num_full_steps * per_step])
+    full = full.reshape(num_full_steps, per_step)
+    if costs is not None and options.balance == "window":
         full = group_alike(full, costs, world_size)
     full, rest = _with_parts(full, rest, parts)
-    left, left_sizes = _assign_rest(rest, world_size, num_per_cell, costs, balance)
-    return step_plan(
-        plan,
-        target_tokens,
-        world_size=world_size,
-        order=np.concatenate((_assign(full, world_size, costs, balance).reshape(-1), left)),
-        cell_sizes=np.append(np.full(num_full_steps * num_cells, num_per_cell, dtype=np.int64), left_sizes),
-        cells_per_step=np.append(
-            np.full(num_full_steps, num_cells, dtype=np.int64), [len(left_sizes)] * bool(len(rest))
-        ),
+    left, left_sizes = _assign_rest(rest, world_size, num_per_cell, costs, options.balance)
+    return Assignment(
+        np.concatenate((_assign(full, world_size, costs, options.balance).reshape(-1), left)),
+        np.append(np.full(num_full_steps * num_cells, num_per_cell, dtype=np.int64), left_sizes),
+        np.append(np.full(num_full_steps, num_cells, dtype=np.int64), [len(left_sizes)] * bool(len(rest))),
     )
-
-
-def step_plan(
-    plan: PackPlan,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    *,
-    world_size: int,
-    order: Int64Array,
-    cell_sizes: Int64Array,
-    cells_per_step: Int64Array,
-) -> StepPlan:
-    """A StepPlan from packs in the order of their cells, with each step's target tokens added up.
-
-    Args:
-        plan, target_tokens, world_size: as for ``plan_steps``.
-        order: int64 (K,), packs, cell by cell.
-        cell_sizes: (C,), packs in each cell.
-        cells_per_step: (S,).
-    """
-    cell_offsets, step_offsets = _offsets(cell_sizes), _offsets(cells_per_step)
-    targets_per_pack = plan.sums_per_pack(target_tokens[plan.samples])
-    before = _offsets(targets_per_pack[order])
-    return StepPlan(world_size, order, cell_offsets, step_offsets, np.diff(before[cell_offsets[step_offsets]]))
 
 
 def _with_parts(full: Int64Array, rest: Int64Array, parts: TreeParts | None) -> tuple[Int64Array, Int64Array]:
@@ -263,12 +265,6 @@ def _assign_rest(
         for micro in range(num_micro_batches)
     ]
     return np.concatenate(rank_packs), np.array(sizes, dtype=np.int64)
-
-
-def _offsets(sizes: npt.NDArray[np.integer[Any]]) -> Int64Array:
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
 
 
 def _check_positive(**counts: int) -> None:

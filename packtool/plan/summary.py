@@ -1,12 +1,9 @@
-"""Figures of an epoch's plan.
-
-What packing makes of the batch: how many samples a step holds, and what that asks of the learning rate.
-"""
+"""Figures of an epoch's plan: packs, steps, balance, Skrull's devices, and how packing changes the batch size."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,34 +11,46 @@ import numpy.typing as npt
 
 from packtool.plan.balance import Costs, imbalance
 from packtool.plan.cost import CostModel
-from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import PackPlan
+from packtool.plan.options import PlanOptions, SkrullOptions
+from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.skrull import SHARDED
-from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_tokens, device_costs
 from packtool.plan.steps import StepPlan
-from packtool.plan.towers import TowerWork
+from packtool.plan.towers import TowerWork, shared_tower_costs
 
 
 @dataclass(frozen=True)
 class BalanceFigures:
-    """Work of the slowest rank over the mean rank's, in the mean and the worst step: 1 is even.
+    """Work of the slowest rank over the mean rank's, 1 or more, of each step: 1 is even.
 
     Args:
-        mean_before, worst_before: if packs were assigned to ranks in turn.
-        mean, worst: as planned.
+        steps_before: (S,), if packs were assigned to ranks in turn.
+        steps: (S,), as planned.
         flops: of all packs, forward and backward.
     """
 
-    mean_before: float
-    worst_before: float
-    mean: float
-    worst: float
+    steps_before: Costs = field(compare=False)
+    steps: Costs = field(compare=False)
     flops: float
 
-    @classmethod
-    def of(cls, before: Costs, after: Costs, flops: float) -> BalanceFigures:
-        """Mean and worst of slowest over mean rank of each step, (S,): packs assigned in turn, and as planned."""
-        return cls(float(before.mean()), float(before.max()), float(after.mean()), float(after.max()), flops)
+    @property
+    def mean_before(self) -> float:
+        """Mean over the steps, if packs were assigned in turn."""
+        return float(self.steps_before.mean())
+
+    @property
+    def worst_before(self) -> float:
+        """The worst step's, if packs were assigned in turn."""
+        return float(self.steps_before.max())
+
+    @property
+    def mean(self) -> float:
+        """Mean over the steps."""
+        return float(self.steps.mean())
+
+    @property
+    def worst(self) -> float:
+        """The worst step's."""
+        return float(self.steps.max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +74,23 @@ class SkrullFigures:
     worst: float
 
     @classmethod
-    def of(cls, assigned: SkrullSteps, options: SkrullOptions, flops: Costs, towers: TowerWork | None) -> SkrullFigures:
-        """Figures of a schedule, from its steps, and FLOPs (N,) of each sample and what of them is of towers."""
-        uneven = imbalance(device_costs(assigned, flops, options.sequence_parallel_size, towers))
-        is_local = assigned.places != SHARDED
+    def of(
+        cls,
+        singles: PackPlan,
+        steps: StepPlan,
+        places: Int64Array,
+        options: SkrullOptions,
+        flops: Costs,
+        towers: TowerWork | None,
+    ) -> SkrullFigures:
+        """Figures of samples that Skrull assigned, from FLOPs (N,) of each and the part of them that is of towers."""
+        uneven = imbalance(device_costs(steps, places, flops, options.sequence_parallel_size, towers))
+        local = steps.order[places != SHARDED]
         return cls(
             options=options,
-            num_micro_batches=int(np.count_nonzero(assigned.steps.cell_sizes())),
-            num_tokens=int(computed_tokens(assigned, options.alignment).sum()),
-            num_local_tokens=int(assigned.singles.lengths[assigned.steps.order[is_local]].sum(dtype=np.int64)),
+            num_micro_batches=int(np.count_nonzero(steps.cell_sizes())),
+            num_tokens=int(computed_tokens(singles, steps, places, options.alignment).sum()),
+            num_local_tokens=int(singles.lengths[local].sum(dtype=np.int64)),
             mean=float(uneven.mean()),
             worst=float(uneven.max()),
         )
@@ -175,6 +192,44 @@ def pack_costs(
     windows = packs.sums_per_pack(cost.seen_in_windows(packs.whole_lengths, packs.shared))
     attention = cost.attention_of(packs.sum_squares_per_pack(), windows)
     return cost(packs.tokens_per_pack(), attention, targets, seen)
+
+
+def computed_tokens(singles: PackPlan, steps: StepPlan, places: Int64Array, alignment: int) -> Int64Array:
+    """Tokens computed for each sample of Skrull's ``singles``, with the padding of sharded ones; (N,)."""
+    tokens = singles.lengths.astype(np.int64)
+    sharded = steps.order[places == SHARDED]
+    tokens[sharded] = -(-tokens[sharded] // alignment) * alignment
+    return tokens
+
+
+def device_costs(
+    steps: StepPlan, places: Int64Array, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
+) -> Costs:
+    """FLOPs of every device in every step, (S, W N).
+
+    Args:
+        steps, places: of single samples, assigned by Skrull.
+        flops: (N,), of the samples.
+        towers: the part of them that is work of towers, which goes to the rank that computes a picture; None for none.
+    """
+    num_groups = steps.num_steps * steps.world_size
+    # The samples of a step lie rank by rank, so each group of devices has a run of ``order``.
+    cells = (steps.step_offsets[1:] - steps.step_offsets[:-1]) // steps.world_size
+    first = (steps.step_offsets[:-1, None] + cells[:, None] * np.arange(steps.world_size)).reshape(-1)
+    bounds = np.append(steps.cell_offsets[first], len(steps.order))
+    group = np.repeat(np.arange(num_groups), np.diff(bounds))
+    work = flops[steps.order]
+    is_local = places != SHARDED
+    local = np.bincount(
+        group[is_local] * sequence_parallel_size + places[is_local], work[is_local], num_groups * sequence_parallel_size
+    )
+    if towers is not None:
+        work = np.where(is_local, work, work - towers.flops[steps.order])
+    shared = np.bincount(group[~is_local], work[~is_local], num_groups) / sequence_parallel_size
+    found = local.reshape(num_groups, sequence_parallel_size) + shared[:, None]
+    if towers is not None:
+        found += shared_tower_costs(steps, places, towers, sequence_parallel_size)
+    return found.reshape(steps.num_steps, steps.world_size * sequence_parallel_size)
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:

@@ -188,7 +188,9 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
     """
     packs = found.plan.whole_packs
     drawn = [_branches(packs, *packs.offsets[i : i + 2]) for i in range(min(packs.num_packs, _DRAWN_PACKS))]
-    before, after = (_worst_of_each(steps) for steps in found.step_balance())
+    balance = found.plan.summary.balance
+    assert balance is not None, "a preview knows costs"
+    before, after = _worst_of_each(balance.steps_before), _worst_of_each(balance.steps)
     padding = figures["padding_of_plain_batches"]
     return PageContent(
         title=title,

@@ -283,7 +283,7 @@ def _time_trained(
 ) -> dict[str, Any]:
     _, plan, number = again.place(step)
     companions = [each for each in plan.packs.pack(pack).tolist() if each != position]
-    if plan.whole is not None or not plan.summary.packing:
+    if plan.places is not None or not plan.summary.packing:
         # Taken apart, or never packed: those of the micro-batch.
         companions = [each for pack in plan.samples(number, rank, micro_batch) for each in pack if each != position]
     return {

@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.simulate import StrategyName, StrategyOptions
-from packtool.plan.balance import even_packs
+from packtool.plan.balance import even_packs, share_out
 from packtool.plan.dynamic import rearrange
 from packtool.plan.epoch import group_by_length
+from packtool.plan.options import SkrullOptions
 from packtool.plan.pack_plan import Int32Array
 from packtool.plan.packing import pack_singletons
 from packtool.plan.skrull import SHARDED, schedule_step
@@ -124,14 +125,11 @@ def _placed(
 
 def _micro_batches(hand: list[int], tokens: Int64Array, room: int) -> list[Int64Array]:
     """A group's sequences in the fewest micro-batches that the emptiest-first rule manages."""
-    falling = sorted(hand, key=lambda i: (-int(tokens[i]), i))
+    sizes = tokens.tolist()
+    falling = sorted(hand, key=lambda i: (-sizes[i], i))
     for num in range(min(-(-int(tokens[hand].sum()) // room), len(hand)), len(hand) + 1):
-        loads, batches = [0] * num, [list[int]() for _ in range(num)]
-        for one in falling:
-            emptiest = loads.index(min(loads))
-            loads[emptiest] += int(tokens[one])
-            batches[emptiest].append(one)
-        if max(loads, default=0) <= room or num == len(hand):
+        batches = share_out(falling, sizes, num)
+        if num == len(hand) or max(int(tokens[batch].sum()) for batch in batches) <= room:
             return [np.array(sorted(batch), np.int64) for batch in batches]
     return []
 
@@ -346,6 +344,12 @@ def _of_equal_work(sequences: Sequences, options: SimulateOptions, num_groups: i
 def _skrull(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
     per_step, size = options.sequences_per_step, options.sequence_parallel_size
     cost = options.machine.sizes.cost
+    skrull = SkrullOptions(
+        bucket_size=options.bucket_size,
+        sequence_parallel_size=size,
+        alignment=options.alignment,
+        times=options.machine.step_time(size),
+    )
     batches = []
     for step, first in enumerate(range(0, len(sequences), per_step)):
         part = sequences[first : first + per_step]
@@ -353,11 +357,8 @@ def _skrull(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule
         ranks = schedule_step(
             lengths,
             cost(lengths, cost.attention(lengths), target_tokens=part.targets),
+            skrull,
             num_ranks=options.num_groups,
-            sequence_parallel_size=size,
-            bucket_size=options.bucket_size,
-            alignment=options.alignment,
-            times=options.machine.step_time(size),
         )
         for group, micro_batches in enumerate(ranks):
             for batch in micro_batches:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packtool.plan.balance import assign_evenly, even_packs, group_alike, imbalance
 from packtool.plan.packing import pack_best_fit
-from packtool.plan.steps import plan_steps
+from tests.plan.assigned import plan_steps
 
 
 def loads(costs: npt.NDArray[np.float64], rank_packs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from packtool.errors import ConfigError, DataError
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, plan_epoch
-from packtool.plan.options import PlanOptions
+from packtool.plan.options import PlanOptions, SkrullOptions
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull import SHARDED
-from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_tokens, device_costs
-from packtool.plan.steps import step_plan
+from packtool.plan.steps import Assignment, StepPlan
+from packtool.plan.summary import computed_tokens, device_costs
 
 OPTIONS = PlanOptions(
     balance="none",
@@ -302,18 +302,11 @@ def test_skrulls_places_are_part_of_the_fingerprint() -> None:
 def test_a_device_is_as_busy_as_what_is_local_to_it_and_its_share() -> None:
     lengths = np.array([8, 4, 4, 2])
     singles = PackPlan(np.arange(4), np.arange(5), lengths.astype(np.int32), 8)
-    counts = np.array([4])
-    steps = step_plan(
-        singles,
-        lengths,
-        world_size=2,
-        order=np.array([0, 1, 2, 3]),
-        cell_sizes=np.array([2, 0, 1, 1]),
-        cells_per_step=counts,
-    )
-    assigned = SkrullSteps(singles, steps, np.array([SHARDED, 1, 0, SHARDED]))
-    assert device_costs(assigned, lengths * 1.0, 2).tolist() == [[4, 8, 5, 1]]
-    assert computed_tokens(assigned, 3).tolist() == [9, 4, 4, 3]
+    places = np.array([SHARDED, 1, 0, SHARDED])
+    assignment = Assignment(np.arange(4), np.array([2, 0, 1, 1]), np.array([4]), places)
+    steps = StepPlan.of(singles, lengths, assignment, world_size=2)
+    assert device_costs(steps, places, lengths * 1.0, 2).tolist() == [[4, 8, 5, 1]]
+    assert computed_tokens(singles, steps, places, 3).tolist() == [9, 4, 4, 3]
 
 
 def test_skrull_says_what_does_not_fit() -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
-from packtool.plan.skrull import SHARDED, PlacedMicroBatch, longest_in_bucket, schedule_step
+from packtool.plan.options import SkrullOptions
+from packtool.plan.skrull import SHARDED, PlacedMicroBatch
+from packtool.plan.skrull import schedule_step as schedule
 from packtool.plan.step_time import NOTHING, Exchange, Load, StepTime
 
 COST = CostModel.of_8b()
@@ -23,6 +25,10 @@ SLOW_LINKS = StepTime(
         for one in StepTime().exchanges
     )
 )
+
+
+def schedule_step(lengths: Any, flops: Any, *, num_ranks: int, **options: Any) -> list[list[PlacedMicroBatch]]:
+    return schedule(np.asarray(lengths), flops, SkrullOptions(**options), num_ranks=num_ranks)
 
 
 def flops_of(lengths: Any) -> Any:
@@ -87,7 +93,9 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, int], StepTime]:
     sequence_parallel_size = draw(st.integers(1, 5))
     alignment = draw(st.sampled_from([1, 2 * sequence_parallel_size]))
     bucket_size = draw(st.integers(2 * alignment, 200)) * draw(st.sampled_from([1, 60]))
-    most = longest_in_bucket(bucket_size, sequence_parallel_size, alignment)
+    most = SkrullOptions(
+        bucket_size=bucket_size, sequence_parallel_size=sequence_parallel_size, alignment=alignment
+    ).max_length
     sizes = st.one_of(st.integers(1, most), st.integers(1, max(most // 10, 1)))
     lengths = np.array(draw(st.lists(sizes, max_size=40)), dtype=np.int64)
     options = {

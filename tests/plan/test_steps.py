@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from packtool.errors import ConfigError
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.packing import pack_best_fit, pack_singletons
-from packtool.plan.steps import StepPlan, plan_steps
+from packtool.plan.steps import StepPlan
+from tests.plan.assigned import plan_steps
 
 
 def singletons(num_packs: int) -> PackPlan:

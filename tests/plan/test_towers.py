@@ -11,8 +11,8 @@ from packtool.plan.epoch import plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull import SHARDED
-from packtool.plan.skrull_steps import SkrullSteps, device_costs
-from packtool.plan.steps import step_plan
+from packtool.plan.steps import Assignment, StepPlan
+from packtool.plan.summary import device_costs
 from packtool.plan.towers import TowerWork, assign_heaviest_first
 
 
@@ -34,18 +34,12 @@ def test_what_a_rank_has_already_counts() -> None:
 def test_a_device_has_the_pictures_that_it_looks_at() -> None:
     lengths = np.array([8, 4, 4, 2])
     singles = PackPlan(np.arange(4), np.arange(5), lengths.astype(np.int32), 8)
-    steps = step_plan(
-        singles,
-        lengths,
-        world_size=2,
-        order=np.arange(4),
-        cell_sizes=np.array([2, 0, 1, 1]),
-        cells_per_step=np.array([4]),
-    )
-    assigned = SkrullSteps(singles, steps, np.array([SHARDED, 1, 0, SHARDED]))
+    places = np.array([SHARDED, 1, 0, SHARDED])
+    assignment = Assignment(np.arange(4), np.array([2, 0, 1, 1]), np.array([4]), places)
+    steps = StepPlan.of(singles, lengths, assignment, world_size=2)
     towers = TowerWork(np.array([60, 20, 10, 30]), np.array([3, 1, 1, 1]))
     # Rank 1 has a picture of its own, so rank 0 takes two of the first sample's three; a single one goes to one rank.
-    assert device_costs(assigned, lengths + towers.flops * 1.0, 2, towers).tolist() == [[44, 48, 45, 1]]
+    assert device_costs(steps, places, lengths + towers.flops * 1.0, 2, towers).tolist() == [[44, 48, 45, 1]]
 
 
 def test_packs_are_assigned_by_language_model_and_tower_together() -> None:

@@ -19,7 +19,7 @@ from packtool.plan.balance import Costs
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.mixture import Counts, Mixture, added, by_name, counts_of_steps, share_figures
 from packtool.plan.pack_plan import PackPlan
-from packtool.plan.skrull_steps import SkrullSteps, computed_tokens
+from packtool.plan.summary import computed_tokens
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     packs, steps = plan.packs, plan.steps
     tokens = packs.tokens_per_pack()
     if plan.places is not None and plan.summary.skrull is not None:
-        assigned = SkrullSteps(packs, steps, plan.places)
-        computed = steps.sums_per_step(computed_tokens(assigned, plan.summary.skrull.options.alignment))
+        alignment = plan.summary.skrull.options.alignment
+        computed = steps.sums_per_step(computed_tokens(packs, steps, plan.places, alignment))
     elif plan.summary.packing:
         computed = steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
     elif is_dynamic:

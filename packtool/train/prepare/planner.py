@@ -19,10 +19,9 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reordered
 from packtool.plan.ledger import DataChange, Ledger
 from packtool.plan.mixture import Mixture
-from packtool.plan.options import PlanOptions
+from packtool.plan.options import PlanOptions, SkrullOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.prefix_trees import trees_of_some
-from packtool.plan.skrull_steps import SkrullOptions
 from packtool.plan.towers import TowerWork
 from packtool.train.prepare.schedule import PlannedSchedule, Rest, rest_of
 from packtool.train.prepare.shared_prefixes import SharedPrefixes

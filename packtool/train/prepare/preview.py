@@ -18,13 +18,11 @@ from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
-from packtool.plan.balance import imbalance
-from packtool.plan.dynamic import costs_in_turn
-from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture
+from packtool.plan.epoch import EpochPlan, plan_epoch, plan_mixture
 from packtool.plan.mixture import Mixture, by_name, counts_of_steps, share_figures
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array
-from packtool.plan.summary import BatchGrowth, PlanSummary, own_steps_line, pack_costs, padded_fill
+from packtool.plan.summary import BatchGrowth, PlanSummary, own_steps_line, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.plan.tree_parts import TreeParts
 from packtool.simulate.model_sizes import MODEL_PRESETS
@@ -215,23 +213,6 @@ class Preview:
             "packs_without": self.whole.num_packs,
             "steps_without": self.whole.num_steps,
         }
-
-    def step_balance(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Slowest over mean work of every step, assigned in turn, (S,), and as planned, (S,)."""
-        assert self.options.cost is not None, "a preview knows costs"
-        costs = pack_costs(self.plan.packs, self.options.cost, self.target_tokens, self.towers)
-        after = imbalance(self.plan.steps.rank_costs(costs))
-        if self.options.dynamic_batch_tokens is not None:
-            return after, after
-        if self.plan.drawn is not None and self.options.samples_per_step is not None:
-            each = pack_costs(self.plan.drawn, self.options.cost, self.target_tokens, self.towers)
-            in_turn = costs_in_turn(each, self.options.samples_per_step, self.options.world_size)
-            return imbalance(in_turn), after
-        without = dataclasses.replace(self.options, balance="none", skrull=None)
-        packs, trees = self.plan.whole_packs, None if self.shared is None else self.shared.trees
-        plain = assign_packs(packs, self.target_tokens, without, towers=self.towers, trees=trees)
-        costs = pack_costs(packs, self.options.cost, self.target_tokens, self.towers)
-        return imbalance(plain.steps.rank_costs(costs)), after
 
 
 def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:

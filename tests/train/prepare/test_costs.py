@@ -14,8 +14,7 @@ from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
 from packtool.plan.cost import CostModel
-from packtool.plan.options import PlanOptions
-from packtool.plan.skrull_steps import SkrullOptions
+from packtool.plan.options import PlanOptions, SkrullOptions
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import HARDWARE_PRESETS as HARDWARE
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes

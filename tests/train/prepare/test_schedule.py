@@ -14,8 +14,7 @@ from packtool.config.train import TrainConfig
 from packtool.launch.world import World
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
-from packtool.plan.options import PlanOptions
-from packtool.plan.skrull_steps import SkrullOptions
+from packtool.plan.options import PlanOptions, SkrullOptions
 from packtool.train.loop.callbacks import ends_epoch
 from packtool.train.loop.loader import StepLoader
 from packtool.train.prepare.cached import CachedRun
