@@ -28,13 +28,12 @@ from packtool.cache.reader import CacheReader
 from packtool.config.data import ExportConfig
 from packtool.config.model import LearningOptions
 from packtool.plan.balance import imbalance
-from packtool.plan.cost import ALL_WEIGHTS, CostModel
+from packtool.plan.cost import ALL_WEIGHTS, MODEL_PRESETS, CostModel
 from packtool.plan.epoch import plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 from packtool.progress import SilentProgress
-from packtool.simulate.model_sizes import MODEL_PRESETS
 
 # What the model's own config.json says.
 TOWER: dict[str, Any] = {

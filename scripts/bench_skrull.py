@@ -39,12 +39,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.config.simulate import StrategyName
+from packtool.plan.cost import MODEL_PRESETS, ModelSizes
 from packtool.plan.skrull import SHARDED, PlacedMicroBatch
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import HARDWARE_PRESETS
-from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
-from packtool.simulate.outcomes import Outcome, arrange, outcome, simulate
-from packtool.simulate.run import DistributionName, draw_lengths
+from packtool.simulate.run import DistributionName, Outcome, arrange, draw_lengths, outcome, simulate
 from packtool.simulate.strategies import PlacedBatch, Sequences, SimulateOptions, schedule_of
 
 # An all-gather of 2 MB took 53 us there, and one of 1024 MB 6468 us: (7 / 8) 1024 MB / 6468 us. The links between nodes

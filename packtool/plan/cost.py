@@ -1,4 +1,4 @@
-"""What a pack costs to train, in floating-point operations, from the model's own ``config.json``.
+"""What a model costs to train, from its own ``config.json``: FLOPs of packs, weights, and bytes of activations.
 
 Equal tokens are not equal work: attention looks back over each sample, so its work grows with the square of the
 sample's length, and pictures pass through a tower of their own, where every patch looks at all patches of its frame.
@@ -16,10 +16,8 @@ where these learn. So nothing goes backward below the first weight that learns, 
 and a module with an adapter has gradients of the adapter's weights alone. Attention's backward is 2.5 times its
 forward: flash kernels make the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 
-Which weights of a model a run trains, told from its ``config.json`` and the options: see ``stacks`` for the names.
-
-``train.model.frozen`` and ``train.model.adapters`` decide the same of real parameters, by the same rules of
-``LearningOptions``.
+Which weights a run trains is decided by the names of modules, see ``stacks``, and by the rules of ``LearningOptions``
+that ``train.model.frozen`` and ``train.model.adapters`` apply to real parameters. ``ModelSizes`` has the bytes beside.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.model import LearningOptions
-from packtool.plan.stacks import Stacks, Step
+from packtool.encode.families import text_config_of, thinker_of
+from packtool.plan.stacks import Stacks, Step, attention_widths, expert_widths
 
 _ADAPTABLE = ("linear", "convolution", "lookup")  # by a regular expression; names and all-linear mean linear modules
 
@@ -104,6 +103,43 @@ def _unfrozen(steps: Sequence[Step], options: LearningOptions) -> dict[str, Lear
 _ATTENTION_BACKWARD = 2.5
 ALL_WEIGHTS = LearningOptions(train_type="full", freeze_vit=False, freeze_aligner=False)
 """Every weight learns."""
+
+
+_BYTES = 2  # bfloat16
+# Adam in mixed precision: a master copy and two moments in 32 bits (Rajbhandari et al. 2020, "ZeRO", section 3.1).
+_OPTIMIZER_BYTES = 12
+
+_QWEN = {"vocab_size": 151936, "model_type": "qwen2"}
+MODEL_PRESETS: dict[str, dict[str, Any]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    },
+    "qwen2.5-0.5b": {
+        **_QWEN,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        **_QWEN,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    },
+}
+"""Sizes in the models' public ``config.json``; 8b, those of Qwen3-8B, stands in where no model is named."""
 
 
 @dataclass(frozen=True)
@@ -206,9 +242,8 @@ class CostModel:
 
     @classmethod
     def of_8b(cls) -> CostModel:
-        """A dense model of 8 billion weights with the sizes of Qwen3-8B: a stand-in where no model is named."""
-        sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-        return cls.of_config({**sizes, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936})
+        """A dense model of 8 billion weights: a stand-in where no model is named."""
+        return cls.of_config(MODEL_PRESETS["8b"])
 
     @classmethod
     def of_config(
@@ -295,3 +330,88 @@ def _summed(
             widths = step.inputs * (2 + again + before) * (step.kind != "lookup") + step.outputs * (3 + again)
             flops += 2 * step.times * rank * widths
     return _Sums(flops, per_square, per_window, after[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Weights, bytes and operations of a dense or sparse decoder, in bfloat16.
+
+    Args:
+        cost: FLOPs.
+        num_parameters: all weights, of all experts.
+        num_layers: L.
+        kept_bytes: activations that a layer keeps of each token for its backward pass.
+        input_bytes: the part of them that is the layer's input: all that is kept with recomputation.
+        query_bytes: queries of a layer, of each token; attention's output has as many.
+        kv_bytes: keys and values of a layer, of each token: what context parallelism gathers.
+        num_heads, num_key_heads: of queries, and of keys and values.
+    """
+
+    cost: CostModel
+    num_parameters: int
+    num_layers: int
+    kept_bytes: int
+    input_bytes: int
+    query_bytes: int
+    kv_bytes: int
+    num_heads: int
+    num_key_heads: int
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
+        """Read the widths off a ``config.json``, as ``CostModel.of_config`` does; only the text tower is counted.
+
+        A layer keeps, in units of one token's numbers: two residuals, two norms' results and the attention's output
+        projected (5 h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv);
+        gate, up, the activated gate and the product (4 i, of the experts that a token visits). Scores are not kept
+        (flash attention), logits neither (they are made some targets at a time, see ``train.model.head_loss``).
+
+        Raises:
+            KeyError: if the configuration names no hidden size or number of layers.
+        """
+        config, text = thinker_of(config), text_config_of(config)
+        hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
+        heads, key_heads, queries, keys = attention_widths(text)
+        experts, width, visited, shared = expert_widths(text)
+        layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * (width * max(experts, 1) + shared)
+        embeddings = hidden * int(text.get("vocab_size") or 0)
+        tied = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
+        return cls(
+            cost=CostModel.of_config(config),
+            num_parameters=num_layers * layer + embeddings * (1 if tied else 2),
+            num_layers=num_layers,
+            kept_bytes=_BYTES * (5 * hidden + 3 * queries + 3 * keys + 4 * (width * visited + shared)),
+            input_bytes=_BYTES * hidden,
+            query_bytes=_BYTES * queries,
+            kv_bytes=_BYTES * 2 * keys,
+            num_heads=heads,
+            num_key_heads=key_heads,
+        )
+
+    @classmethod
+    def or_8b(cls, config: Mapping[str, Any]) -> ModelSizes:
+        """The sizes of a model; those of one of 8 billion weights where its ``config.json`` does not tell them."""
+        try:
+            return cls.of_config(config)
+        except (KeyError, TypeError, ValueError):
+            return cls.of_config(MODEL_PRESETS["8b"])
+
+    def state_bytes(self, num_ranks: int, zero_stage: int = 2) -> float:
+        """Bytes on one rank of weights, and of gradients and optimizer states sharded over all ranks.
+
+        Args:
+            zero_stage: 2 keeps the weights whole; 3 shards them too, and holds those of two layers at a time.
+        """
+        whole = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
+        return self.num_parameters * (_BYTES * whole + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
+
+    def token_bytes(self, *, recompute: bool) -> float:
+        """Activations of one token through all layers; with recomputation the layers' inputs and one whole layer."""
+        if recompute:
+            return float(self.num_layers * self.input_bytes + self.kept_bytes)
+        return float(self.num_layers * self.kept_bytes)
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights, as they travel; their gradients have as many."""
+        return float(_BYTES * self.num_parameters)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.model import ModelPart
-from packtool.encode.families import family_of
+from packtool.encode.families import family_of, text_config_of, thinker_of
 
 StepKind = Literal["linear", "convolution", "tensor", "lookup", "attention"]
 """What a step is: a linear module, a convolution, weights that are no module of torch's own (experts, a router), what
@@ -112,8 +112,7 @@ class Stacks:
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
         """
-        config = config.get("thinker_config") or config
-        text = config.get("text_config") or config
+        config, text = thinker_of(config), text_config_of(config)
         hidden, vocabulary = int(text["hidden_size"]), int(text.get("vocab_size") or 0)
         audio, seen = config.get("audio_config") or {}, config.get("vision_config")
         return cls(
@@ -162,19 +161,34 @@ Named = tuple[str, dict[str, Any]]
 """A step's name in its layer, and what of it is not as wide as the model."""
 
 
+def attention_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Heads of queries, heads of keys and of values, and numbers of a token's queries and of its keys."""
+    heads = int(text["num_attention_heads"])
+    key_heads = int(text.get("num_key_value_heads") or heads)
+    head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+    return heads, key_heads, heads * head_size, key_heads * head_size
+
+
+def expert_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Experts of a layer, 0 where it is dense; the width of one; experts that a token visits; width shared by all."""
+    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
+    width = int(text.get("intermediate_size") or 4 * int(text["hidden_size"]))
+    width = int((experts and text.get("moe_intermediate_size")) or width)
+    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * int(text.get("n_shared_experts") or 0)
+    return experts, width, int((experts and text.get("num_experts_per_tok")) or 1), shared
+
+
 def _attention(text: Mapping[str, Any], kind: str) -> Iterator[Named]:
     """Grouped heads, which look at whole samples, or in a sliding layer at a window."""
-    heads = int(text["num_attention_heads"])
-    head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
-    queries, keys = heads * head_size, int(text.get("num_key_value_heads") or heads) * head_size
+    heads, _, queries, keys = attention_widths(text)
     has_bias = bool(text.get("attention_bias", True))  # models that do not tell, such as Qwen2, have some
     # Qwen3-Next and Qwen3.5 gate what attention gives, with as many numbers as there are queries.
     of_queries = queries * (2 if text.get("linear_num_value_heads") else 1)
     yield "self_attn.q_proj", {"outputs": of_queries, "has_bias": has_bias}
     yield "self_attn.k_proj", {"outputs": keys, "beside": True, "has_bias": has_bias}
     yield "self_attn.v_proj", {"outputs": keys, "beside": True, "has_bias": has_bias}
-    yield "self_attn.q_norm", {"kind": "lookup", "inputs": 1, "outputs": head_size}
-    yield "self_attn.k_norm", {"kind": "lookup", "inputs": 1, "outputs": head_size}
+    yield "self_attn.q_norm", {"kind": "lookup", "inputs": 1, "outputs": queries // heads}
+    yield "self_attn.k_norm", {"kind": "lookup", "inputs": 1, "outputs": queries // heads}
     unit = "per_window" if kind in _SLIDING_TYPES else "local" if kind in _LINEAR_TYPES else "per_square"
     yield "self_attn", {"kind": "attention", "outputs": 0, unit: 2.0 * queries if unit != "local" else 0.0}
     yield "self_attn.o_proj", {"inputs": queries}
@@ -203,17 +217,14 @@ def _state(text: Mapping[str, Any]) -> Iterator[Named]:
 
 def _mlp(text: Mapping[str, Any], layer: int) -> Iterator[Named]:
     """SwiGLU (three matrices), or the experts that a token visits, the router and what all tokens share."""
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
+    experts, width, visits, shared = expert_widths(text)
     dense_layers = text.get("mlp_only_layers") or ()
     every = int(text.get("decoder_sparse_step") or 1)
     first_dense = int(text.get("first_k_dense_replace") or 0)
-    hidden = int(text["hidden_size"])
     if not experts or layer in dense_layers or layer < first_dense or (layer + 1) % every:
-        yield from _swiglu("mlp", int(text.get("intermediate_size") or 4 * hidden))
+        yield from _swiglu("mlp", int(text.get("intermediate_size") or 4 * int(text["hidden_size"])))
         return
-    width = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden)
-    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * int(text.get("n_shared_experts") or 0)
-    visited = {"kind": "tensor", "times": int(text.get("num_experts_per_tok") or 1), "copies": experts}
+    visited = {"kind": "tensor", "times": visits, "copies": experts}
     # Router, what is shared and experts all take what the norm makes.
     yield "mlp.gate", {"kind": "tensor", "outputs": experts}
     yield "mlp.experts.gate_up_proj", visited | {"outputs": 2 * width, "beside": True}

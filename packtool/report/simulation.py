@@ -17,8 +17,7 @@ from packtool.report.drawing import SIZE, Boxes, Drawing, Rectangle, render
 from packtool.report.statistics import Line
 from packtool.report.tables import aligned
 from packtool.simulate.cost import Timing
-from packtool.simulate.outcomes import Outcome
-from packtool.simulate.run import Simulation
+from packtool.simulate.run import Outcome, Simulation
 
 _LINE, _GAP = 11, 3  # CSS pixels of a GPU's line, and below it
 _MOST_LINES = 32

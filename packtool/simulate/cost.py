@@ -6,7 +6,7 @@ N ranks share a micro-batch; each sequence is local to one of them or sharded ov
                    and attention in sliding layers, by what each sequence has in their windows
     local(j)     = its part of linear + sum of s (s + a0) * g / (peak * attention share)         local sequences
     sharded      = its part of linear + sum of s (s / N + a0) * g / (peak * attention share)     sharded sequences
-    exposed(j)   = what its attention does not hide of the exchanges of keys, values and gradients (``exchanges``)
+    exposed(j)   = what its attention does not hide of the exchanges of keys, values and gradients (``exchanges_of``)
     time(j)      = max(launches, local(j) + sharded + exposed(j))
     micro-batch  = max over j of time(j)
     step         = when the device is done that is done last + gradients out + weights back
@@ -25,19 +25,19 @@ kernels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.config.packing import SequenceParallelType
+from packtool.plan.cost import ModelSizes
 from packtool.plan.skrull import SHARDED
-from packtool.plan.step_time import StepTime
-from packtool.simulate.exchanges import exchanges_of
+from packtool.plan.step_time import Exchange, StepTime
 from packtool.simulate.hardware import Hardware
-from packtool.simulate.model_sizes import ModelSizes
 
 Int64Array = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -249,7 +249,7 @@ class Machine:
         constants: of the software.
         world_size: devices, over which gradients and optimizer are sharded.
         recompute: activations are computed again in backward, which costs a third more and saves memory.
-        way: how ranks exchange what they share, see ``exchanges``.
+        way: how ranks exchange what they share, see ``exchanges_of``.
         zero_stage: 3 shards the weights, too.
     """
 
@@ -395,3 +395,106 @@ class Machine:
         gathered = self.sizes.kv_bytes * _GATHERED * sequence_parallel_size if sequence_parallel_size > 1 else 0
         tokens = int(left // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
         return tokens // 1000 * 1000 if tokens >= 1000 else tokens
+
+
+_BACKWARD = 2.5  # of attention, in units of its forward pass
+
+
+def can_share_heads(sizes: ModelSizes, num_ranks: int) -> bool:
+    """Whether Ulysses can share a model's heads among so many ranks."""
+    return sizes.num_heads % math.lcm(sizes.num_key_heads, num_ranks) == 0
+
+
+def exchanges_of(
+    way: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int, *, recompute: bool
+) -> tuple[Exchange, ...]:
+    """What the ranks that share a sequence send each other in a micro-batch, and which attention runs meanwhile.
+
+    It follows ``attention/parallel``, layer by layer and pass by pass. P ranks share V tokens; *own* is the first P-th
+    of a rank's attention to them, that to its own keys.
+
+    - all-gather: forward, K and V gathered behind local attention and own; backward the same, and 32-bit gradients of
+      K and V summed in the open.
+    - ring: forward, a hop of K and V behind local attention and own, each further one behind a P-th; backward the same,
+      gradients in 32 bits beside each from the second block on, and one more hop of theirs in the open.
+    - Ulysses: forward, Q, K and V behind local attention, the output in the open; backward, the output's gradient
+      behind local attention, gradients of Q, K and V in the open.
+
+    With recomputation a micro-batch goes forward twice. Where Ulysses has more ranks than there are heads of K and V,
+    these are repeated.
+
+    Args:
+        way: how K and V, or heads, travel. ``auto`` is Ulysses within a node and all-gather beyond; all-gather it is
+            also where Ulysses cannot share the heads.
+        sizes: of the model.
+        hardware: whose links they travel on.
+        num_ranks: P; none for one.
+        recompute: forward runs twice.
+    """
+    if num_ranks == 1:
+        return ()
+    forward, backward = _attention_shares(recompute)
+    build = {"allgather": _all_gather, "ring": _ring, "ulysses": _ulysses}[way_of(way, sizes, hardware, num_ranks)]
+    return build(sizes, hardware, num_ranks, 1 + recompute, forward, backward)
+
+
+def way_of(
+    way: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int
+) -> Literal["allgather", "ring", "ulysses"]:
+    """The way that is gone where so many ranks share a sequence, args as for ``exchanges_of``."""
+    if way in ("ring", "allgather"):
+        return way
+    is_near = way == "ulysses" or num_ranks <= hardware.gpus_per_node
+    return "ulysses" if is_near and can_share_heads(sizes, num_ranks) else "allgather"
+
+
+def _attention_shares(recompute: bool) -> tuple[float, float]:
+    """Shares of a micro-batch's attention that run forward, in all passes, and backward."""
+    forward = 1.0 + recompute
+    return forward / (forward + _BACKWARD), _BACKWARD / (forward + _BACKWARD)
+
+
+def _all_gather(
+    sizes: ModelSizes, hardware: Hardware, num_ranks: int, num_forward: int, forward: float, backward: float
+) -> tuple[Exchange, ...]:
+    layers, fixed = sizes.num_layers, hardware.fixed_seconds(num_ranks)
+    gathered = sizes.kv_bytes / hardware.bytes_per_second(num_ranks)
+    # The sum is an all-to-all of what every rank has for the others (``attention.parallel.exchange.sum_to_owners``).
+    summed = 2 * sizes.kv_bytes / hardware.all_to_all_bytes_per_second(num_ranks)
+    return (
+        Exchange(num_forward * layers, fixed, gathered, forward, forward / num_ranks),
+        Exchange(layers, fixed, gathered, backward, backward / num_ranks),
+        Exchange(layers, fixed, summed),
+    )
+
+
+def _ring(
+    sizes: ModelSizes, hardware: Hardware, num_ranks: int, num_forward: int, forward: float, backward: float
+) -> tuple[Exchange, ...]:
+    layers, fixed, further = sizes.num_layers, hardware.fixed_seconds(num_ranks), num_ranks - 2
+    hop = sizes.kv_bytes / num_ranks / hardware.hop_bytes_per_second(num_ranks)
+    block = backward / num_ranks
+    return (
+        Exchange(num_forward * layers, fixed, hop, forward, forward / num_ranks),
+        Exchange(num_forward * layers * further, fixed, hop, 0.0, forward / num_ranks * further),
+        Exchange(layers, fixed, hop, backward, block),
+        # K and V of the next block, and gradients of the last one, one after the other.
+        Exchange(layers * further, 2 * fixed, 3 * hop, 0.0, block * further),
+        Exchange(layers, fixed, 2 * hop, 0.0, block),
+        Exchange(layers, fixed, 2 * hop),
+    )
+
+
+def _ulysses(
+    sizes: ModelSizes, hardware: Hardware, num_ranks: int, num_forward: int, forward: float, backward: float
+) -> tuple[Exchange, ...]:
+    layers, fixed = sizes.num_layers, hardware.fixed_seconds(num_ranks)
+    copies = math.lcm(sizes.num_key_heads, num_ranks) // sizes.num_key_heads
+    per_byte = 1 / num_ranks / hardware.all_to_all_bytes_per_second(num_ranks)
+    output, inputs = sizes.query_bytes * per_byte, (sizes.query_bytes + copies * sizes.kv_bytes) * per_byte
+    return (
+        Exchange(num_forward * layers, fixed, inputs, forward),
+        Exchange(num_forward * layers, fixed, output),
+        Exchange(layers, fixed, output, backward),
+        Exchange(layers, fixed, inputs),
+    )

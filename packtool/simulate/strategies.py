@@ -36,26 +36,33 @@ from packtool.plan.options import SkrullOptions
 from packtool.plan.pack_plan import Int32Array
 from packtool.plan.packing import pack_singletons
 from packtool.plan.skrull import SHARDED, schedule_step
-from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule
-from packtool.simulate.exchanges import way_of
+from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule, way_of
 
 _LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
 """Times for one sequence that are tried, in units of what a step takes at the least."""
 
 
 @dataclass(frozen=True, eq=False)
-class GroupBatch:
-    """A micro-batch of a group.
+class PlacedBatch:
+    """n sequences of a micro-batch.
 
     Args:
-        first_device: a multiple of ``num_devices``.
-        num_devices: of the group, a power of two.
-        samples: int64 (n,), by rising number.
+        step: of the micro-batch.
+        first_device, num_devices: that share it.
+        samples: int64 (n,).
+        places: int64 (n,), rank of these devices, or ``SHARDED``.
     """
 
+    step: int
     first_device: int
     num_devices: int
     samples: Int64Array
+    places: Int64Array
+
+    @classmethod
+    def sharded(cls, step: int, first_device: int, num_devices: int, samples: Int64Array) -> PlacedBatch:
+        """A micro-batch of which every device computes a part of every sequence."""
+        return cls(step, first_device, num_devices, samples, np.full(len(samples), SHARDED, np.int64))
 
 
 def place_in_groups(
@@ -63,8 +70,10 @@ def place_in_groups(
     targets: npt.NDArray[np.integer[Any]],
     machine: Machine,
     bucket_size: int,
-) -> Iterator[list[GroupBatch]]:
-    """The sequences of a step, placed in several ways, each with its micro-batches in the order in which they run.
+) -> Iterator[list[PlacedBatch]]:
+    """The sequences of step 0, placed in several ways, each with its micro-batches in the order in which they run.
+
+    A group is of a power of two devices, and begins at a multiple of it; in a micro-batch, samples come by number.
 
     Args:
         lengths: (n,), tokens; what the largest group cannot hold is placed there all the same.
@@ -106,9 +115,9 @@ def _placed(
     sizes: list[int],
     bucket_size: int,
     world_size: int,
-) -> list[GroupBatch]:
+) -> list[PlacedBatch]:
     """The largest groups first; in each size the longest-running sequence first, to the group with the least so far."""
-    loads, found = np.zeros(world_size), list[GroupBatch]()
+    loads, found = np.zeros(world_size), list[PlacedBatch]()
     for level in range(len(sizes) - 1, -1, -1):
         size = sizes[level]
         members: list[list[int]] = [[] for _ in range(world_size // size)]
@@ -119,7 +128,7 @@ def _placed(
             loads[group * size : (group + 1) * size] += seconds[level, one]
         for group, hand in enumerate(members):
             for batch in _micro_batches(hand, tokens[level], bucket_size * size):
-                found.append(GroupBatch(group * size, size, batch))
+                found.append(PlacedBatch.sharded(0, group * size, size, batch))
     return found
 
 
@@ -167,24 +176,6 @@ class Sequences:
 
     def __getitem__(self, some: slice) -> Sequences:
         return Sequences(self.lengths[some], self.targets[some])
-
-
-@dataclass(frozen=True, eq=False)
-class PlacedBatch:
-    """n sequences of a micro-batch.
-
-    Args:
-        step: of the micro-batch.
-        first_device, num_devices: that share it.
-        samples: int64 (n,).
-        places: int64 (n,), rank of these devices, or ``SHARDED``.
-    """
-
-    step: int
-    first_device: int
-    num_devices: int
-    samples: Int64Array
-    places: Int64Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,11 +364,7 @@ def _dynamic_cp(sequences: Sequences, options: SimulateOptions) -> SimulatedSche
     for step, first in enumerate(range(0, len(sequences), per_step)):
         part = sequences[first : first + per_step]
         best, least = list[PlacedBatch](), np.inf
-        for placed in place_in_groups(part.lengths, part.targets, machine, options.bucket_size):
-            batches = [
-                PlacedBatch(0, group.first_device, group.num_devices, group.samples, _all_sharded(group.samples))
-                for group in placed
-            ]
+        for batches in place_in_groups(part.lengths, part.targets, machine, options.bucket_size):
             one = schedule_of(batches, part, options)
             seconds = float(machine.time(one, part.targets[one.samples]).step_seconds[0])
             if seconds < least:
@@ -389,11 +376,7 @@ def _dynamic_cp(sequences: Sequences, options: SimulateOptions) -> SimulatedSche
 def _on_group(step: int, group: int, num_groups: int, samples: Int64Array, options: SimulateOptions) -> PlacedBatch:
     """A micro-batch that all devices of a group share."""
     num_ranks = options.machine.world_size // num_groups
-    return PlacedBatch(step, group * num_ranks, num_ranks, samples, _all_sharded(samples))
-
-
-def _all_sharded(samples: Int64Array) -> Int64Array:
-    return np.full(len(samples), SHARDED, np.int64)
+    return PlacedBatch.sharded(step, group * num_ranks, num_ranks, samples)
 
 
 def schedule_of(

@@ -14,8 +14,8 @@ import pytest
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.simulate import STRATEGIES
+from packtool.plan.cost import MODEL_PRESETS
 from packtool.report.simulation import duration
-from packtool.simulate.model_sizes import MODEL_PRESETS
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export

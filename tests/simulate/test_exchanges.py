@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtool.plan.cost import MODEL_PRESETS, ModelSizes
 from packtool.plan.step_time import StepTime
-from packtool.simulate.exchanges import exchanges_of, way_of
+from packtool.simulate.cost import exchanges_of, way_of
 from packtool.simulate.hardware import HARDWARE_PRESETS
-from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 
 SIZES = ModelSizes.of_config(MODEL_PRESETS["8b"])
 NODE = replace(HARDWARE_PRESETS["h100"], link_share=1.0)

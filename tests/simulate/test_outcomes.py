@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
+from packtool.plan.cost import MODEL_PRESETS, ModelSizes
 from packtool.plan.skrull import SHARDED
 from packtool.plan.step_time import NOTHING
 from packtool.simulate.cost import Constants, Machine, SimulatedSchedule, Timing
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
-from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
-from packtool.simulate.outcomes import Outcome, arrange, simulate
-from packtool.simulate.run import draw_lengths
+from packtool.simulate.run import Outcome, arrange, draw_lengths, simulate
 from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, place_in_groups, schedule
 
 SIZES = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])

@@ -54,7 +54,6 @@ from packtool.train.model.adapters import take_adapter
 from packtool.train.model.compiled import check_backend, compile_layers, refuse_without_liger
 from packtool.train.model.load import has_gpu, load_model, make_trainable, quiet_transformers, resolve_dtype
 from packtool.train.model.memory import FEW, MemoryEstimate, estimate_memory, model_without_weights
-from packtool.train.model.part_rates import PartRates
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype, load_masters, loaded_dtype, precision_lines
 from packtool.train.model.quantize import count_parameters, quantization_line, quantization_of
 from packtool.train.model.router import RouterBalance
@@ -67,6 +66,7 @@ from packtool.train.model.sharding import (
     shard_layers_that_are_there,
     shard_on_cpus,
 )
+from packtool.train.model.towers import PartRates
 from packtool.train.model.unloaded import unloaded_line, unloaded_tensors
 from packtool.train.prepare.checkpoint import PREFIX, RunState
 from packtool.train.prepare.place import make_place

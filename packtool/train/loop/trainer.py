@@ -40,10 +40,10 @@ from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter
 from packtool.train.loop.watch import StepNumbers
 from packtool.train.model.loss import HeadLoss, StepMean, takes_logits_to_keep, target_losses
-from packtool.train.model.part_rates import PartRates, split_groups
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_masters, save_masters
 from packtool.train.model.router import RouterBalance
 from packtool.train.model.sharding import load_optimizer, save_optimizer, whole_state
+from packtool.train.model.towers import PartRates, split_groups
 from packtool.train.prepare.checkpoint import PREFIX, loading, saving
 from packtool.train.prepare.figures import StepFigures
 

@@ -35,15 +35,15 @@ from packtool.config.model import AdapterOptions, LearningOptions
 from packtool.config.packing import SequenceParallelType
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
+from packtool.encode.families import text_config_of
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import Costs
-from packtool.plan.cost import CostModel
+from packtool.plan.cost import CostModel, ModelSizes
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.options import PlanOptions
 from packtool.plan.towers import MediaShares, TowerWork
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
-from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 MOST_PARAMETERS = 100_000_000
@@ -93,8 +93,7 @@ class RunCosts:
     def of(cls, config: TrainConfig, model: Mapping[str, Any]) -> RunCosts:
         """The FLOPs of a model by what a run trains and computes again."""
         recomputes, in_towers = bool(config.gradient_checkpointing), config.vit_gradient_checkpointing
-        whole = model.get("thinker_config") or model
-        vocabulary = (whole.get("text_config") or whole).get("vocab_size") or 0
+        vocabulary = text_config_of(model).get("vocab_size") or 0
         again = cost_of(
             model,
             config,
@@ -164,17 +163,13 @@ def with_model(
         learning: which weights learn.
         hardware: that is planned for.
         way: how processes share sequences; what ``auto`` is here depends on model and hardware alone, so that every
-            machine plans alike (``simulate.exchanges``).
+            machine plans alike (``simulate.cost.exchanges_of``).
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
         return options
-    try:
-        sizes = ModelSizes.of_config(model)
-    except (KeyError, TypeError, ValueError):
-        sizes = ModelSizes.of_config(MODEL_PRESETS["8b"])
     sequence_parallel_size = options.skrull.sequence_parallel_size
-    machine = Machine(sizes=sizes, hardware=hardware, world_size=sequence_parallel_size, way=way)
+    machine = Machine(sizes=ModelSizes.or_8b(model), hardware=hardware, world_size=sequence_parallel_size, way=way)
     return dataclasses.replace(
         options, skrull=dataclasses.replace(options.skrull, times=machine.step_time(sequence_parallel_size))
     )
@@ -254,20 +249,13 @@ class ExpectedTime:
 
     def _seconds(self, num_bytes: int) -> float:
         """Seconds of a collective over all ranks, layer by layer."""
-        num_layers = self._sizes.num_layers
+        num_layers = ModelSizes.or_8b(self.model).num_layers
         return num_layers * self.hardware.collective_seconds(num_bytes / num_layers, self.world_size)
-
-    @property
-    def _sizes(self) -> ModelSizes:
-        try:
-            return ModelSizes.of_config(self.model)
-        except (KeyError, TypeError, ValueError):
-            return ModelSizes.of_config(MODEL_PRESETS["8b"])
 
     def _cells(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
         """Seconds of each micro-batch on each data-parallel rank, (C,)."""
         sequence_parallel_size = config.sequence_parallel_ranks
-        cost, sizes = RunCosts.of(config, self.model).hardware, self._sizes
+        cost, sizes = RunCosts.of(config, self.model).hardware, ModelSizes.or_8b(self.model)
         machine = Machine(
             sizes=sizes,
             hardware=self.hardware,

@@ -18,6 +18,7 @@ from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
+from packtool.plan.cost import MODEL_PRESETS
 from packtool.plan.epoch import EpochPlan, plan_epoch, plan_mixture
 from packtool.plan.mixture import Mixture, by_name, counts_of_steps, share_figures
 from packtool.plan.options import PlanOptions
@@ -25,7 +26,6 @@ from packtool.plan.pack_plan import Int64Array
 from packtool.plan.summary import BatchGrowth, PlanSummary, own_steps_line, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.plan.tree_parts import TreeParts
-from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware, read_lengths
 from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.mixtures import mixture_in, named_sources

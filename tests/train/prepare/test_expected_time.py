@@ -11,10 +11,10 @@ import pytest
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
+from packtool.plan.cost import MODEL_PRESETS
 from packtool.plan.epoch import EpochPlan, plan_epoch
 from packtool.plan.towers import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
-from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.train.prepare.costs import ExpectedTime, RunCosts, sample_costs, with_model
 from packtool.train.prepare.heaviest import seen_media, share_media
 from packtool.train.prepare.planner import plan_options

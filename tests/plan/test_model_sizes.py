@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
+from packtool.plan.cost import MODEL_PRESETS, ModelSizes
 
 
 @pytest.mark.parametrize(("name", "billions"), [("8b", 8.19), ("qwen2.5-0.5b", 0.494), ("qwen2.5-7b", 7.62)])
