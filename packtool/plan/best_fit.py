@@ -1,18 +1,13 @@
-"""Best fit over a histogram of lengths: like samples and like packs are handled in groups, never singly.
+"""Best fit and exact fit over a histogram of lengths: like samples and like packs are handled in groups, never singly.
 
-Pack by pack over a histogram of lengths: what fills a pack to the token is taken first.
-
-Best-fit decreasing looks at one sample at a time and leaves packs a little short where long samples are many. Here each
-pack takes the longest sample that is left, and then, as long as there is room, one sample that fills it but for a
-thousandth, or two that fill it exactly, or else the longest that fits. Searching pairs is one shift and one AND of bit
-sets. On lognormal(4300, 0.7) that leaves a third of what best fit leaves open, and nearly all of it is unavoidable.
+*Best fit* takes one length at a time and puts its samples where they fit most tightly. It leaves packs a little short
+where long samples are many. *Exact fit* fills one pack at a time: it takes the longest sample that is left, and then,
+as long as there is room, one sample that fills it but for a thousandth, or two that fill it exactly, or else the
+longest that fits. Searching pairs is one shift and one AND of bit sets. On lognormal(4300, 0.7) that leaves a third of
+what best fit leaves open, and nearly all of it is unavoidable.
 
 Where the samples of a pack are limited as well, short samples must not be left to the last packs: ``evenness`` makes a
 pack take samples of about the size that its free places have on average.
-
-A set of lengths that answers which of them is next to a number.
-
-Groups of like samples in groups of like packs: what histogram packers decide, and how samples get their places.
 """
 
 from __future__ import annotations
@@ -126,140 +121,36 @@ def fill_slots(by_length: Int64Array, placements: Placements, starts: Int64Array
     return samples, pack_lengths
 
 
-_WORD_BITS = 10
-_WORD_MASK = (1 << _WORD_BITS) - 1
-
-
-def place_best_fit(
-    lengths: Sequence[int], counts: Sequence[int], capacity: int, max_samples: int | None = None
-) -> Placements:
-    """Put all samples of one length after those of another where they fit most tightly, or in new packs.
-
-    Args:
-        lengths: distinct, from 1 to ``capacity``, in the order in which they are placed. In falling order this is
-            best-fit decreasing.
-        counts: samples of each length, 1 or more.
-        capacity: tokens that a pack may hold.
-        max_samples: samples that a pack may hold.
-    """
-    packs = _OpenPacks(capacity, min(lengths, default=1), max_samples or capacity)
-    for length, count in zip(lengths, counts, strict=True):
-        packs.place(length, count)
-    return Placements.of_rows(packs.placements, packs.all_ranges())
-
-
-class _OpenPacks:
-    """All packs, shelved by the tokens that remain free in them.
-
-    ``_shelves`` maps free tokens to ranges of packs. A set bit in ``_words`` says that a shelf is not empty, one in
-    ``_top`` that a word is not: the smallest shelf at or above a length is found with two shifts at any capacity.
-    """
-
-    def __init__(self, capacity: int, shortest: int, max_samples: int) -> None:
-        self._capacity = capacity
-        self._shortest = shortest
-        self._max_samples = max_samples
-        self._num_packs = 0
-        self._shelves: dict[int, list[PackRange]] = {}
-        self._closed: list[PackRange] = []
-        self._words = [0] * ((capacity >> _WORD_BITS) + 2)
-        self._top = 0
-        self.placements: list[int] = []  # five numbers each, as in Placements
-
-    def place(self, length: int, count: int) -> None:
-        """Put ``count`` samples of ``length`` tokens where they fit most tightly."""
-        free = length
-        while count:
-            free = self._smallest_shelf(free)
-            if free < 0:
-                num_new = -(-count // min(self._capacity // length, self._max_samples))
-                count = self._fill([(self._num_packs, num_new, 0)], self._capacity, length, count)
-                self._num_packs += num_new
-                continue
-            shelf = self._shelves[free]
-            count = self._fill(shelf, free, length, count)
-            if not shelf:
-                self._take_down(free)
-            # What was filled has no room for this length any more, or nothing is left to place.
-            free += 1
-
-    def all_ranges(self) -> list[PackRange]:
-        """Every pack, in no particular order."""
-        return [*self._closed, *(entry for shelf in self._shelves.values() for entry in shelf)]
-
-    def _fill(self, shelf: list[PackRange], free: int, length: int, count: int) -> int:
-        """Fill packs of one shelf, each as far as it goes; returns the samples that are left over."""
-        while shelf and count:
-            first, num, slot = shelf.pop()
-            per_pack = min(free // length, self._max_samples - slot)
-            if count < per_pack:
-                per_pack = count  # one more pack takes all that are left
-            num_filled = count // per_pack
-            if num_filled < num:
-                shelf.append((first + num_filled, num - num_filled, slot))
-            else:
-                num_filled = num
-            count -= num_filled * per_pack
-            self.placements += (first, num_filled, slot, per_pack, length)
-            self._shelve(free - per_pack * length, (first, num_filled, slot + per_pack))
-        return count
-
-    def _shelve(self, free: int, packs: PackRange) -> None:
-        if free < self._shortest or packs[2] == self._max_samples:
-            self._closed.append(packs)
-        elif free in self._shelves:
-            self._shelves[free].append(packs)
-        else:
-            self._shelves[free] = [packs]
-            self._words[free >> _WORD_BITS] |= 1 << (free & _WORD_MASK)
-            self._top |= 1 << (free >> _WORD_BITS)
-
-    def _take_down(self, free: int) -> None:
-        del self._shelves[free]
-        word = free >> _WORD_BITS
-        self._words[word] ^= 1 << (free & _WORD_MASK)
-        if not self._words[word]:
-            self._top ^= 1 << word
-
-    def _smallest_shelf(self, at_least: int) -> int:
-        """Fewest free tokens of any open pack with ``at_least`` of them, or -1."""
-        index = at_least >> _WORD_BITS
-        word = self._words[index] >> (at_least & _WORD_MASK)
-        if word:
-            return at_least + (word & -word).bit_length() - 1
-        above = self._top >> (index + 1)
-        if not above:
-            return -1
-        index += (above & -above).bit_length()
-        word = self._words[index]
-        return (index << _WORD_BITS) + (word & -word).bit_length() - 1
-
-
 _LENGTH_BITS = 14
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
 
 class LengthSet:
-    """Whole numbers of 1 or more, as words of bits.
+    """Whole numbers, as words of bits: finds the next number above or below another.
 
-    A set bit in ``_words`` is a length, one in ``_top`` a word that is not empty: at any capacity a search takes two
+    A set bit in ``_words`` is a number, one in ``_top`` a word that is not empty: at any capacity a search takes two
     shifts, and up to 16384 tokens there is one word.
 
     Args:
-        lengths: what is in the set at first; nothing is added later.
+        lengths: in the set at first.
+        longest: that may be added later, if longer than these.
     """
 
-    def __init__(self, lengths: Iterable[int]) -> None:
+    def __init__(self, lengths: Iterable[int] = (), longest: int = 0) -> None:
         inside = set(lengths)
-        self._longest = max(inside, default=0)
+        self._longest = max(inside, default=longest)
         self._words = [0] * ((self._longest >> _LENGTH_BITS) + 1)
         self._top = 0
         for length in inside:
-            self._words[length >> _LENGTH_BITS] |= 1 << (length & _LENGTH_MASK)
-            self._top |= 1 << (length >> _LENGTH_BITS)
+            self.add(length)
 
     def __bool__(self) -> bool:
         return self._top != 0
+
+    def add(self, length: int) -> None:
+        """Put in a length that is not in the set."""
+        self._words[length >> _LENGTH_BITS] |= 1 << (length & _LENGTH_MASK)
+        self._top |= 1 << (length >> _LENGTH_BITS)
 
     def remove(self, length: int) -> None:
         """Take out a length that is in the set."""
@@ -307,6 +198,86 @@ class LengthSet:
         if above < 0 or above > longest:
             return below
         return above if below < 0 or above - length < length - below else below
+
+
+def place_best_fit(
+    lengths: Sequence[int], counts: Sequence[int], capacity: int, max_samples: int | None = None
+) -> Placements:
+    """Put all samples of one length after those of another where they fit most tightly, or in new packs.
+
+    Args:
+        lengths: distinct, from 1 to ``capacity``, in the order in which they are placed. In falling order this is
+            best-fit decreasing.
+        counts: samples of each length, 1 or more.
+        capacity: tokens that a pack may hold.
+        max_samples: samples that a pack may hold.
+    """
+    packs = _OpenPacks(capacity, min(lengths, default=1), max_samples or capacity)
+    for length, count in zip(lengths, counts, strict=True):
+        packs.place(length, count)
+    return Placements.of_rows(packs.placements, packs.all_ranges())
+
+
+class _OpenPacks:
+    """All packs, shelved by the tokens that remain free in them: ``_shelves`` maps free tokens to ranges of packs."""
+
+    def __init__(self, capacity: int, shortest: int, max_samples: int) -> None:
+        self._capacity = capacity
+        self._shortest = shortest
+        self._max_samples = max_samples
+        self._num_packs = 0
+        self._shelves: dict[int, list[PackRange]] = {}
+        self._closed: list[PackRange] = []
+        self._free = LengthSet(longest=capacity)  # of the shelves that are not empty
+        self.placements: list[int] = []  # five numbers each, as in Placements
+
+    def place(self, length: int, count: int) -> None:
+        """Put ``count`` samples of ``length`` tokens where they fit most tightly."""
+        free = length
+        while count:
+            free = self._free.at_least(free)
+            if free < 0:
+                num_new = -(-count // min(self._capacity // length, self._max_samples))
+                count = self._fill([(self._num_packs, num_new, 0)], self._capacity, length, count)
+                self._num_packs += num_new
+                continue
+            shelf = self._shelves[free]
+            count = self._fill(shelf, free, length, count)
+            if not shelf:
+                del self._shelves[free]
+                self._free.remove(free)
+            # What was filled has no room for this length any more, or nothing is left to place.
+            free += 1
+
+    def all_ranges(self) -> list[PackRange]:
+        """Every pack, in no particular order."""
+        return [*self._closed, *(entry for shelf in self._shelves.values() for entry in shelf)]
+
+    def _fill(self, shelf: list[PackRange], free: int, length: int, count: int) -> int:
+        """Fill packs of one shelf, each as far as it goes; returns the samples that are left over."""
+        while shelf and count:
+            first, num, slot = shelf.pop()
+            per_pack = min(free // length, self._max_samples - slot)
+            if count < per_pack:
+                per_pack = count  # one more pack takes all that are left
+            num_filled = count // per_pack
+            if num_filled < num:
+                shelf.append((first + num_filled, num - num_filled, slot))
+            else:
+                num_filled = num
+            count -= num_filled * per_pack
+            self.placements += (first, num_filled, slot, per_pack, length)
+            self._shelve(free - per_pack * length, (first, num_filled, slot + per_pack))
+        return count
+
+    def _shelve(self, free: int, packs: PackRange) -> None:
+        if free < self._shortest or packs[2] == self._max_samples:
+            self._closed.append(packs)
+        elif free in self._shelves:
+            self._shelves[free].append(packs)
+        else:
+            self._shelves[free] = [packs]
+            self._free.add(free)
 
 
 MOST_BITS_FOR_PAIRS = 1 << 17

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,16 +97,19 @@ def pack_within_budgets(
         media_tokens: (N,), checked.
         limits: tokens, media tokens and samples that a pack may hold.
     """
-    problem = _Problem(lengths, media_tokens, limits)
+    drawn = partial(_drawn_packs, lengths, media_tokens, limits, seed=seed, stream=stream)
     if not shuffle:
-        return in_cache_order(problem.pack())
-    first = problem.pack(seed, 0, stream) if epoch == 0 else None
-    num_packs = problem.num_packs(seed, stream, first)
+        order = np.arange(len(lengths), dtype=np.int64)
+        placed = place_within_budgets(lengths, media_tokens, limits=limits, order=order)
+        return in_cache_order(plan_of(*placed, lengths, limits[0]))
+    first = drawn(epoch=0) if epoch == 0 else None
+    key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
+    if key not in _packs_of_first_epoch:
+        _packs_of_first_epoch[key] = (first or drawn(epoch=0)).num_packs
+    num_packs = _packs_of_first_epoch[key]
     num_packs = min(num_packs + 2 + int(num_packs * _SLACK), len(lengths))
-    attempts = (problem.pack(seed, epoch, stream, heads) for heads in _HEADS)
-    plan = first or next((plan for plan in attempts if plan.num_packs <= num_packs), None)
-    if plan is None:
-        plan = problem.pack(seed, 0, stream)
+    attempts = (drawn(epoch=epoch, heads=heads) for heads in _HEADS)
+    plan = first or next((plan for plan in attempts if plan.num_packs <= num_packs), None) or drawn(epoch=0)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to(with_packs_in_order(plan, order), num_packs)
 
@@ -113,30 +117,21 @@ def pack_within_budgets(
 _packs_of_first_epoch: dict[str, int] = {}
 
 
-class _Problem:
-    """A packing problem: lengths and media tokens of samples, and the limits of a pack."""
-
-    def __init__(self, lengths: Int32Array, media_tokens: Int32Array, limits: tuple[int, int, int]) -> None:
-        self._lengths = lengths
-        self._media_tokens = media_tokens
-        self._limits = limits
-
-    def num_packs(self, seed: int, stream: int, first: PackPlan | None) -> int:
-        """Packs of the ``first`` epoch; where that is not at hand it is made, and the number remembered."""
-        digest = hashlib.sha256(f"{self._limits} {seed} {stream}".encode())
-        key = digest_arrays(digest, self._lengths, self._media_tokens)
-        if key not in _packs_of_first_epoch:
-            _packs_of_first_epoch[key] = (first or self.pack(seed, 0, stream)).num_packs
-        return _packs_of_first_epoch[key]
-
-    def pack(self, seed: int | None = None, epoch: int = 0, stream: int = 0, heads: int = _HEADS[0]) -> PackPlan:
-        """Packs in the order in which they were filled; nothing is left to chance without a seed."""
-        order, noise = np.arange(len(self._lengths), dtype=np.int64), None
-        if seed is not None:
-            order = seeded_order(len(order), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
-            noise = seeded_uniform(len(order), seed=seed, epoch=epoch, stream=stream + heads)
-        placed = place_within_budgets(self._lengths, self._media_tokens, limits=self._limits, order=order, noise=noise)
-        return plan_of(*placed, self._lengths, self._limits[0])
+def _drawn_packs(
+    lengths: Int32Array,
+    media_tokens: Int32Array,
+    limits: tuple[int, int, int],
+    *,
+    seed: int,
+    epoch: int,
+    stream: int,
+    heads: int = _HEADS[0],
+) -> PackPlan:
+    """Packs in the order in which they were filled; ``heads`` is the stream of what the packs begin with."""
+    order = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
+    noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + heads)
+    placed = place_within_budgets(lengths, media_tokens, limits=limits, order=order, noise=noise)
+    return plan_of(*placed, lengths, limits[0])
 
 
 def place_within_budgets(

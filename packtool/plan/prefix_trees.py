@@ -14,10 +14,6 @@ are the nodes of trees::
 In the order of a walk through the trees, the tokens that a sample adds are those beyond what it shares with the one
 before it, whatever comes after: sums of ``length - shared`` over neighbours are the tokens of a tree. So a tree is cut,
 packed and counted as a run of numbers.
-
-Prefix trees of some of their samples: the others were trained already.
-
-The trees of a pack taken apart: what is there once, for whom, and what goes on from it.
 """
 
 from __future__ import annotations
@@ -29,8 +25,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from packtool.plan.histogram import pack_histogram
 from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, offsets_of
-from packtool.plan.wide_trees import best_fitted
 
 _LENGTHS = 1 << 31
 
@@ -162,7 +158,7 @@ def plan_trees(
     """Find the trees, and cut those that do not fit into a pack: a pure function, the same on every machine.
 
     A part of a tree that is cut off pays for its prefix once more. Trees are cut along the walk; wide ones, of which
-    nothing but their tokens is bounded, where their branches fit best (``wide_trees``). Ties: of trees, branches, and
+    nothing but their tokens is bounded, where their branches fit best. Ties: of trees, branches, and
     samples on one branch, the one with the first sample comes first.
 
     Price: O(M log M) for M prefixes, times the depth of the deepest tree.
@@ -192,7 +188,7 @@ def plan_trees(
     order, shared, found = order[by_first], shared[by_first], found[by_first]
     numbers = forest.trees()[order]  # groups are cut, and branches change places, within a tree
     if budget is None and max_samples is None:
-        places, shared, found = best_fitted(lengths[order], shared, found, capacity, NOTHING)
+        places, shared, found = _best_fitted(lengths[order], shared, found, capacity)
         order = order[places]
     bounds = [(lengths[order].astype(np.int64), shared, capacity)]
     if budget is not None:
@@ -350,6 +346,61 @@ def _cut(
             start = min(max(min(ends), start + 1), start + most, stop)
         starts.append(np.array(cuts, np.int64))
     return np.sort(np.concatenate(starts)).astype(np.int64)
+
+
+WIDE = 64
+"""Branches of a tree from which it is packed by itself."""
+
+
+def _best_fitted(
+    lengths: npt.NDArray[np.integer[Any]], shared: Int32Array, found: Int64Array, capacity: int
+) -> tuple[Int64Array, Int32Array, Int64Array]:
+    """Branches of wide trees in packs of their own, each with the trunk, by best fit decreasing.
+
+    A tree that is divided along its walk wastes half a branch a pack, which is nothing where trees are of a few
+    samples, for these fill the packs with others. A wide tree, such as all rows of a set that begin with one system
+    prompt, has only its own branches to fill its packs::
+
+        branches      5 4 2 3 1 3 beside a trunk of 2, packs of 8 tokens
+        by the walk   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
+        best fit      2 5 1 | 2 4 2 | 2 3 3           three
+
+    A branch that is longer than a pack stays whole, as a tree of its own. Price: sorts the branches, and a number of
+    steps that depends on their distinct lengths, see ``packing.pack_best_fit``.
+
+    Args:
+        lengths: (N,), tokens of samples in the order of a walk.
+        shared: (N,), tokens that each shares with the one before it; 0 where a tree begins.
+        found: (N,), which prefix that is, or ``NOTHING``.
+        capacity: tokens of a pack.
+
+    Returns:
+        places of the samples in another order (N,), and ``shared`` and ``found`` in that: each pack is a tree.
+    """
+    places, shared, found = np.arange(len(shared)), shared.copy(), found.copy()
+    trees = np.flatnonzero(shared == 0)
+    sizes = np.diff(np.append(trees, len(shared)))
+    for start, size in zip(trees[sizes >= WIDE].tolist(), sizes[sizes >= WIDE].tolist(), strict=True):
+        here = slice(start, start + size)
+        at = 1 + int(shared[here][1:].argmin())
+        trunk, trunk_found = int(shared[here][at]), found[here][at]
+        branches = np.flatnonzero(shared[here] <= trunk)
+        tokens = np.add.reduceat(lengths[here] - np.maximum(shared[here], trunk), branches)
+        fits = np.flatnonzero(tokens <= capacity - trunk)
+        if len(fits) < WIDE or tokens.sum() <= capacity - trunk:
+            continue
+        packs = pack_histogram(tokens[fits].astype(np.int32), capacity - trunk, shuffle=False, seed=0, epoch=0)
+        long = np.setdiff1d(np.arange(len(branches)), fits)
+        order = np.concatenate([fits[packs.samples], long])
+        counts = np.diff(np.append(branches, size))[order]
+        heads = offsets_of(counts)[:-1]
+        taken = start + np.arange(size) - np.repeat(heads - branches[order], counts)
+        places[here], shared[here], found[here] = taken, shared[taken], found[taken]
+        heads += start
+        shared[heads], found[heads] = trunk, trunk_found
+        first = heads[np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))]
+        shared[first], found[first] = 0, NOTHING
+    return places, shared, found
 
 
 def trees_of_some(trees: PrefixTrees, wanted: npt.NDArray[np.bool_]) -> PrefixTrees:

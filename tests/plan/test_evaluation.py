@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
-from packtool.plan.evaluation import DEFAULT_MAX_TOKENS, plan_evaluation
+from packtool.plan.dynamic import DEFAULT_MAX_TOKENS, plan_evaluation
 from packtool.plan.prefix_trees import Prefixes, plan_trees
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.plan import wide_trees
+from packtool.plan import prefix_trees
 from packtool.plan.prefix_trees import PrefixTrees, plan_trees
 from tests.plan.test_prefix_trees import prefixes_of
 
@@ -26,10 +26,10 @@ def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[Pref
 
 
 def test_packs_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide_trees, "WIDE", 2)
+    monkeypatch.setattr(prefix_trees, "WIDE", 2)
     lengths, capacity = np.array([5, 4, 2, 3, 1, 3]) + 2, 8
     shared, found = np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
-    places, shared, found = wide_trees.best_fitted(lengths, shared, found, capacity, -1)
+    places, shared, found = prefix_trees._best_fitted(lengths, shared, found, capacity)
     assert places.tolist() == [0, 4, 1, 2, 3, 5]
     assert shared.tolist() == [0, 2, 0, 2, 0, 2]
     assert found.tolist() == [-1, 7, -1, 7, -1, 7]

@@ -1,7 +1,7 @@
 """Evaluation: every sample for itself, whichever others share its forward pass, in the order of the caches.
 
     lengths ──► micro-batches under a token cap ──► packed forward ──► rows restored ──► inverse permutation
-                (plan.evaluation)                   (no padding)       (batch.padding)   (of all ranks' results)
+                (plan.dynamic)                      (no padding)       (batch.padding)   (of all ranks' results)
 
 Nothing is drawn at random, and every rank has equally many forward passes. The padding is never made in the first
 place: ``collate_packs`` of aligned samples is what ``remove_padding`` makes of the padded rows. Prefixes that samples
@@ -37,7 +37,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError
 from packtool.launch.world import World, all_gather_objects
-from packtool.plan.evaluation import EvaluationPlan
+from packtool.plan.dynamic import EvaluationPlan
 from packtool.plan.pack_plan import Int64Array
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart

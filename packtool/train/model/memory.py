@@ -119,9 +119,7 @@ def estimate_memory(
         axes: how ranks share its sequence; None where each has its own.
         trace: what tells the bytes of a pass; by default each is traced.
     """
-    sizes = [
-        (whole_size(parameter), parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()
-    ]
+    sizes = parameter_sizes(model)
     quantized = quantized_layers(model, model_config.model_type, config)
     # Those that are there already take up bytes of their own.
     kept = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
@@ -150,6 +148,11 @@ def estimate_memory(
         num_parameters=sum(count for count, _, _ in sizes),
         num_trainable=sum(count for count, _, is_trained in sizes if is_trained),
     )
+
+
+def parameter_sizes(model: nn.Module) -> list[tuple[int, int, bool]]:
+    """Numbers of each parameter, bytes of one as it is kept, and whether it is trained."""
+    return [(whole_size(weight), weight.element_size(), weight.requires_grad) for weight in model.parameters()]
 
 
 def _optimizer_bytes(config: TrainConfig, trained: int, dtype: torch.dtype) -> int:

@@ -20,10 +20,9 @@ from packtool.progress import SilentProgress
 from packtool.simulate.cost import Constants
 from packtool.train.loop import execute
 from packtool.train.model import memory
-from packtool.train.model.fit import SHOWN, Fit, find_fit
+from packtool.train.model.fit import SHOWN, Fit, Proposal, find_fit
 from packtool.train.model.memory import MemoryEstimate, TracedOnce
 from packtool.train.prepare.figures import RankTokens
-from packtool.train.prepare.fit import Expected
 from tests.train.tiny import TinyWorld
 
 GIB = 2**30
@@ -49,9 +48,9 @@ def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(found: Fit, budget: float) -> None:
     assert 0 < len(found.proposals) <= SHOWN
     assert found.num_tried <= found.num_settings
-    assert all(each.memory.total * GIB <= budget for each in found.proposals)
-    least = min(each.expected.seconds_per_token for each in found.proposals)
-    assert found.proposals[0].expected.seconds_per_token <= 1.01 * least
+    assert all(each.memory is not None and each.memory.total * GIB <= budget for each in found.proposals)
+    least = min(each.seconds_per_token for each in found.proposals)
+    assert found.proposals[0].seconds_per_token <= 1.01 * least
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -72,7 +71,7 @@ def test_what_is_proposed_fits_and_more_memory_costs_no_more(
             assert not least, "what fits into little fits into more"
             continue
         check(found, size * Constants().usable_memory)
-        least.append(found.proposals[0].expected.seconds_per_token)
+        least.append(found.proposals[0].seconds_per_token)
     assert least == sorted(least, reverse=True) or least[1] <= 1.01 * least[0]
 
 
@@ -93,10 +92,10 @@ def test_a_proposal_is_what_a_dry_run_of_its_command_tells(
 
     monkeypatch.setattr(execute, "estimate_training", noted)
     monkeypatch.chdir(tmp_path)
-    ways = {(each.expected.sharding, each.expected.run.sequence_parallel_ranks): each for each in found.proposals}
+    ways = {(each.sharding, each.run.sequence_parallel_ranks): each for each in found.proposals}
     assert len(ways) > 2
     for each in list(ways.values())[:4]:
-        processes, *words = shlex.split(each.expected.command(8))
+        processes, *words = shlex.split(each.command(8))
         assert processes == f"NPROC_PER_NODE={WORLD_SIZE}"
         assert words.pop(0) == "packtool"
         monkeypatch.setenv(*processes.split("="))
@@ -113,15 +112,15 @@ def test_what_is_given_is_kept(tiny: TinyWorld, without_traces: None) -> None:
     }
     found = find_fit(plan_config(tiny, GIB, **fixed, lora_rank=4, train_type="lora"), SilentProgress())
     (only,) = found.proposals
-    assert {name: getattr(only.expected.run, name) for name in fixed} == fixed
-    assert (only.expected.run.lora_rank, only.expected.run.train_type) == (4, "lora")
+    assert {name: getattr(only.run, name) for name in fixed} == fixed
+    assert (only.run.lora_rank, only.run.train_type) == (4, "lora")
     assert found.num_settings == 1
     for name in fixed:
         searched = find_fit(plan_config(tiny, GIB, **{name: fixed[name]}), SilentProgress())
-        assert all(getattr(each.expected.run, name) == fixed[name] for each in searched.proposals)
+        assert all(getattr(each.run, name) == fixed[name] for each in searched.proposals)
         assert searched.num_settings > 1
     kahan = find_fit(plan_config(tiny, GIB, master_weights="kahan"), SilentProgress())
-    assert {each.expected.sharding for each in kahan.proposals} == {"none"}, "what training refuses is not tried"
+    assert {each.sharding for each in kahan.proposals} == {"none"}, "what training refuses is not tried"
     with pytest.raises(ConfigError, match="--master-weights kahan: FSDP"):
         find_fit(plan_config(tiny, GIB, master_weights="kahan", fsdp=("full_shard",)), SilentProgress())
     with pytest.raises(ConfigError, match="heads"):
@@ -133,13 +132,13 @@ def test_what_is_given_is_kept(tiny: TinyWorld, without_traces: None) -> None:
 
 def test_one_process_shards_nothing(tiny: TinyWorld, without_traces: None) -> None:
     found = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress())
-    assert {each.expected.sharding for each in found.proposals} == {"none"}
-    assert found.proposals[0].expected.command(8).startswith("packtool train ")
+    assert {each.sharding for each in found.proposals} == {"none"}
+    assert found.proposals[0].command(8).startswith("packtool train ")
 
 
 def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> None:
-    expected: Expected = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress()).proposals[0].expected
-    command = dataclasses.replace(expected, world_size=16).command(8)
+    proposal: Proposal = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress()).proposals[0]
+    command = dataclasses.replace(proposal, world_size=16).command(8)
     assert command.startswith("NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ")
 
 
