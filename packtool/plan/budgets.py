@@ -27,6 +27,7 @@ from packtool.plan.pack_plan import (
     PackPlan,
     digest_arrays,
     in_cache_order,
+    inverse_of,
     plan_of,
     split_to,
     with_packs_in_order,
@@ -208,9 +209,7 @@ class _Packer:
         classes, shares = _classes(lengths, media_tokens)
         self._shares: list[float] = shares.tolist()
         # Samples cell by cell, those first in ``order`` last: cells are used up from their ends.
-        turn = np.empty(len(order), dtype=np.int64)
-        turn[order[::-1]] = np.arange(len(order))
-        by_cell = np.lexsort((turn, lengths, classes))
+        by_cell = np.lexsort((inverse_of(order[::-1]), lengths, classes))
         keys = classes[by_cell].astype(np.int64) << 32 | lengths[by_cell]
         starts = np.flatnonzero(np.diff(keys, prepend=-1))
         cell_of = np.empty(len(lengths), dtype=np.int64)

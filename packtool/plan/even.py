@@ -1,18 +1,18 @@
-"""Packs in which the short samples of a mixture are spread, instead of filling packs of their own.
+"""Packs of a mixture in which every source comes evenly: with whom samples share a pack, and the order of the packs.
+
+*Packs.* Packers take the longest samples first, so that the shortest come last and share packs with their like. A
+source that has only such would be in few packs, which no order brings evenly. So short samples are packed as one with
+what comes behind them where sources take turns::
 
     places, sources taking turns    a  a  s  a  a  a  s  a     s: short samples
     items that are packed           a  a [s  a] a  a [s  a]
 
-Packers take the longest samples first, so that the shortest come last and share packs with their like. A source that
-has only such would be in few packs, which no order brings evenly. So short samples are packed as one with what comes
-behind them where sources take turns. Such an *item* has about a *grain* of a pack at least, so a pack has few of them,
-and each has what is due of every source.
+Such an *item* has about a *grain* of a pack at least, so a pack has few of them, and each has what is due of every
+source. Items fill packs a little less tightly than samples do. Where most are about as long as a half or a third of a
+pack, none of them may become longer: then only every few of the long samples take short ones along, and these are more.
+The evenest way is taken that costs next to nothing; if there is none, samples are packed one by one.
 
-Items fill packs a little less tightly than samples do. Where most are about as long as a half or a third of a pack,
-none of them may become longer: then only every few of the long samples take short ones along, and these are more. The
-evenest way is taken that costs next to nothing; if there is none, samples are packed one by one.
-
-Packs in an order that has every source of a mixture evenly, from the first step to the last.
+*Order.*
 
     by chance    a a b a a a c b a a a b c a a a a a b a     a window of 5 has 0 to 2 b
     evenly       a b a a c a a b a a a b a a c a a b a a     each has 1 or 2
@@ -23,8 +23,6 @@ are alike come in pairs, one for each half, and which goes where is decided by w
 balancing; Spencer 1977, "Balancing games", calls it the pusher and the chooser). What a half has too much is then about
 what a few packs hold, however long it is; by chance it would grow with the root of its length. In the smallest parts
 packs are taken one after the other, each time the one that leaves least of what sources are ahead or behind by.
-
-That a source is in many packs, so that an order can have it evenly, is for packing to see to: ``even_packs``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ source, no more than a few times its longest sample.
 The first epoch of a stage of a curriculum knows how often samples were trained before it (``trained``). What it takes
 of a source beside whole times are those that were trained least often: all that never were, then all that were once,
 and of those that come next some, as above.
-
-What the steps of an epoch have of each source of a mixture: samples, tokens, target tokens, and epochs.
 """
 
 from __future__ import annotations

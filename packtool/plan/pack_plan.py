@@ -151,6 +151,13 @@ def offsets_of(sizes: npt.NDArray[np.integer[Any]]) -> Int64Array:
     return offsets
 
 
+def inverse_of(order: Int64Array) -> Int64Array:
+    """Where each number from 0 to N - 1 is in ``order``, which has all of them; int64 (N,)."""
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse
+
+
 def plan_of(order: Int64Array, sizes: npt.NDArray[np.integer[Any]], lengths: Int32Array, capacity: int) -> PackPlan:
     """A plan from samples in pack order and the number of them in each pack.
 
@@ -195,16 +202,12 @@ def in_cache_order(plan: PackPlan) -> PackPlan:
     sizes = np.diff(plan.offsets)
     first = np.minimum.reduceat(plan.samples, plan.offsets[:-1])
     order = np.argsort(first)
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order))
     # Pack and sample in one number: K * N is below 2^63 for three billion samples.
-    keys = np.repeat(rank * num, sizes)
+    keys = np.repeat(inverse_of(order) * num, sizes)
     keys += plan.samples
-    position = np.empty(num, dtype=np.int64)
-    position[plan.samples] = np.arange(num)
     keys.sort()
     keys %= num
-    return PackPlan(keys, offsets_of(sizes[order]), plan.lengths[position[keys]], plan.capacity)
+    return PackPlan(keys, offsets_of(sizes[order]), plan.lengths[inverse_of(plan.samples)[keys]], plan.capacity)
 
 
 def split_to(plan: PackPlan, num_packs: int) -> PackPlan:

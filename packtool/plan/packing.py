@@ -1,9 +1,4 @@
-"""Packing: one entry to all algorithms.
-
-Windows of samples that are packed apart from one another, in parallel where that pays.
-
-Packing with the library ``binpacking``, in batches, as ms-swift does.
-"""
+"""Packing: the entry to all algorithms, windows of samples that are packed apart, and batches of ``binpacking``."""
 
 from __future__ import annotations
 

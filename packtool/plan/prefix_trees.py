@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.plan.histogram import pack_histogram
-from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, offsets_of
+from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, inverse_of, offsets_of
 
 _LENGTHS = 1 << 31
 
@@ -257,9 +257,7 @@ class _Forest:
         _, first, node = np.unique(prefixes.hashes[entries], return_index=True, return_inverse=True)
         # Numbered by where they come first, so that a parent's number is below its children's.
         by_first = np.argsort(first)
-        number = np.empty_like(by_first)
-        number[by_first] = np.arange(len(by_first))
-        first, node = first[by_first], number[node]
+        first, node = first[by_first], inverse_of(by_first)[node]
         owner = owners[entries]
         parents = np.full(len(first) + 1, NOTHING, np.int64)
         if len(first):

@@ -14,7 +14,7 @@ from packtool.config.packing import Balance
 from packtool.errors import ConfigError
 from packtool.plan.balance import Costs, assign_evenly, group_alike
 from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, offsets_of
+from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, inverse_of, offsets_of
 from packtool.plan.tree_parts import TreeParts
 
 
@@ -38,9 +38,7 @@ class Assignment:
     @property
     def inverse(self) -> Int64Array:
         """int64 (K,): where in ``order`` each pack is; ``values[inverse]`` brings results back to their order."""
-        inverse = np.empty_like(self.order)
-        inverse[self.order] = np.arange(len(self.order))
-        return inverse
+        return inverse_of(self.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +152,16 @@ class StepPlan:
         place = (np.arange(len(counts)) - self.step_offsets[steps]) % np.diff(first)[steps]
         return np.bincount(first[steps] + place, weights=counts, minlength=int(first[-1])) > 0
 
+    @property
+    def rank_bounds(self) -> Int64Array:
+        """int64 (S, W + 1): the first cell of each rank in each step, and the one behind the last rank's."""
+        cells = np.diff(self.step_offsets) // self.world_size
+        return self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+
     def rank_costs(self, costs: Costs) -> Costs:
         """Work of each rank in each step, (S, W), from ``costs`` (K,) of the packs."""
         sums = np.concatenate(([0.0], np.cumsum(costs[self.order])))
-        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
-        first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
-        return np.diff(sums[self.cell_offsets[first]], axis=1)
+        return np.diff(sums[self.cell_offsets[self.rank_bounds]], axis=1)
 
     def cell_sums(self, per_pack: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Sum over the packs of each cell, (C,), of numbers (K,) of the packs."""
@@ -167,9 +169,7 @@ class StepPlan:
 
     def rank_sums(self, per_cell: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Sum over the cells of each rank in each step, (S, W), of numbers (C,) of the cells."""
-        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
-        first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
-        return np.diff(np.concatenate(([0.0], np.cumsum(per_cell)))[first], axis=1)
+        return np.diff(np.concatenate(([0.0], np.cumsum(per_cell)))[self.rank_bounds], axis=1)
 
     @cached_property
     def fingerprint(self) -> str:

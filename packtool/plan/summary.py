@@ -214,9 +214,7 @@ def device_costs(
     """
     num_groups = steps.num_steps * steps.world_size
     # The samples of a step lie rank by rank, so each group of devices has a run of ``order``.
-    cells = (steps.step_offsets[1:] - steps.step_offsets[:-1]) // steps.world_size
-    first = (steps.step_offsets[:-1, None] + cells[:, None] * np.arange(steps.world_size)).reshape(-1)
-    bounds = np.append(steps.cell_offsets[first], len(steps.order))
+    bounds = np.append(steps.cell_offsets[steps.rank_bounds[:, :-1].reshape(-1)], len(steps.order))
     group = np.repeat(np.arange(num_groups), np.diff(bounds))
     work = flops[steps.order]
     is_local = places != SHARDED

@@ -1,16 +1,14 @@
-"""What the towers of a model have to do for each sample, and which of the ranks that share a sequence does it.
+"""Work of the towers: which of the ranks that share a sequence computes which picture, video or sound.
 
-A sample that is local to a rank has its pictures looked at, and its sounds heard, there. Those of sharded samples are
-shared out: the most work first, each to the rank whose towers have the least so far, local media counted (LPT: Graham
-1969, "Bounds on multiprocessing timing anomalies"). Ranks wait for each other behind their towers, where features are
-exchanged, so it is tower work alone that is evened out.
+A sample that is local to a rank has its media computed there. Those of sharded samples are shared out: the most work
+first, each to the rank whose towers have the least so far, local media counted (LPT: Graham 1969, "Bounds on
+multiprocessing timing anomalies"), as ``batch.collate_shard`` does it. Ranks wait for each other behind their towers,
+where features are exchanged, so it is tower work alone that is evened out.
 
-Which of the ranks that share a sequence gets which picture or sound, for all micro-batches of an epoch at once.
-
-A picture is looked at whole, by one rank (``batch.collate_shard``), so what a rank's tower takes is no even part of the
-pack's: of pictures of 5,000, 250 and 250 tokens four ranks get 5,000, 250, 250 and none. How large the pictures of a
-sample are the index does not tell, but how many there are, their tokens together, and the squares of their patches. Of
-sounds it tells how many there are, but for the tracks of videos, and their tokens together.
+A picture is computed by one rank, so a rank's share is no even part of the pack's: of pictures of 5,000, 250 and 250
+tokens four ranks get 5,000, 250, 250 and none. The index does not hold the size of each picture of a sample, but their
+number, their tokens together, and the squares of their patches. Of sounds it has the number, but for the tracks of
+videos, and their tokens together.
 """
 
 from __future__ import annotations
@@ -85,6 +83,23 @@ def assign_in_groups(
     return owners
 
 
+def _owners(
+    weights: npt.NDArray[np.float64], cells: Int64Array, places: Int64Array, shape: tuple[int, int]
+) -> Int64Array:
+    """The rank of each medium, (n,): that of a local sample, or for sharded ones the rank with the least work so far.
+
+    Args:
+        weights: (n,), work of the media.
+        cells: (n,), the micro-batch of each.
+        places: (n,), ``SHARDED``, or the rank that its sample is local to.
+        shape: micro-batches, and the ranks that share one.
+    """
+    owners, shared, loads = places.copy(), places == SHARDED, np.zeros(shape)
+    np.add.at(loads, (cells[~shared], places[~shared]), weights[~shared])
+    owners[shared] = assign_in_groups(weights[shared], cells[shared], loads)
+    return owners
+
+
 def shared_tower_costs(steps: StepPlan, places: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
     """FLOPs of the pictures of sharded samples on each device in each step, (S W, N).
 
@@ -98,20 +113,19 @@ def shared_tower_costs(steps: StepPlan, places: Int64Array, work: TowerWork, seq
     """
     flops, counts = work.flops[steps.order], np.maximum(work.num_seen[steps.order], 1)
     num_cells = len(steps.cell_offsets) - 1
-    cells = np.repeat(np.arange(num_cells), steps.cell_sizes())
-    local, shared = np.flatnonzero(places != SHARDED), np.flatnonzero((places == SHARDED) & (flops > 0))
-    loads = np.zeros((num_cells, sequence_parallel_size))
-    np.add.at(loads, (cells[local], places[local]), flops[local])
-    pieces = np.repeat(flops[shared] / counts[shared], counts[shared])
-    its_cells = np.repeat(cells[shared], counts[shared])
-    owners = assign_in_groups(pieces, its_cells, loads)
-    sums = np.bincount(its_cells * sequence_parallel_size + owners, pieces, loads.size).reshape(loads.shape)
+    counts[(places != SHARDED) | (flops == 0)] = 1
+    pieces, its_places = np.repeat(flops / counts, counts), np.repeat(places, counts)
+    its_cells = np.repeat(np.repeat(np.arange(num_cells), steps.cell_sizes()), counts)
+    shape = num_cells, sequence_parallel_size
+    owners = _owners(pieces, its_cells, its_places, shape)
+    pieces[its_places != SHARDED] = 0
+    sums = np.bincount(its_cells * sequence_parallel_size + owners, pieces, num_cells * sequence_parallel_size)
     # The cells of a step are rank by rank, of each rank in order.
     first, per_step = steps.step_offsets[:-1], np.diff(steps.step_offsets)
     step = np.repeat(np.arange(steps.num_steps), per_step)
     groups = step * steps.world_size + (np.arange(num_cells) - first[step]) * steps.world_size // per_step[step]
     found = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
-    np.add.at(found, groups, sums)
+    np.add.at(found, groups, sums.reshape(shape))
     return found
 
 
@@ -239,12 +253,8 @@ class MediaShares:
         pack_of[packs.samples] = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
         chosen = np.flatnonzero(pack_of[media.samples] >= 0)
         its_packs = pack_of[media.samples[chosen]]
-        cells, owners, weights = cell_of_pack[its_packs], place_of_pack[its_packs], work[chosen]
-        shared = owners == SHARDED
-        loads = np.zeros((num_cells, size))
-        np.add.at(loads, (cells[~shared], owners[~shared]), weights[~shared])
-        owners[shared] = assign_in_groups(weights[shared], cells[shared], loads)
-        return cls(media, chosen, cells, owners, (num_cells, size))
+        cells, shape = cell_of_pack[its_packs], (num_cells, size)
+        return cls(media, chosen, cells, _owners(work[chosen], cells, place_of_pack[its_packs], shape), shape)
 
     def most(self, values: Float64Array) -> Float64Array:
         """The sum of ``values`` (n,) of the media of the rank that has most, in each micro-batch; (C,)."""

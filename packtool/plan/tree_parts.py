@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.pack_plan import Int64Array, PackPlan
+from packtool.plan.pack_plan import Int64Array, PackPlan, inverse_of
 from packtool.plan.prefix_trees import NOTHING, PartsIn, PrefixTrees
 
 _STEPS_AT_ONCE = 256
@@ -93,7 +93,7 @@ class TreeParts:
         return np.argsort(first, kind="stable")
 
     def _together(self, order: Int64Array, each: int) -> Int64Array:
-        place = _inverse(order)
+        place = inverse_of(order)
         free = np.full(-(-len(order) // each), each)
         free[-1] = len(order) - each * (len(free) - 1)
         step_of, at = np.full(len(order), NOTHING), place.tolist()
@@ -123,7 +123,7 @@ class TreeParts:
         return list({id(cluster): cluster for cluster in cluster_of.values()}.values())
 
     def _apart(self, order: Int64Array, each: int) -> Int64Array:
-        found, steps = order.tolist(), _inverse(order) // each
+        found, steps = order.tolist(), inverse_of(order) // each
         trees_in, held = self._trees_by_pack(len(order)), dict[int, Counter[int]]()
 
         def held_in(step: int) -> Counter[int]:
@@ -191,7 +191,7 @@ def apart_in_packs(
     if media is not None and most_media is not None:
         bounds.append((media[groups.samples].astype(np.int64), most_media))
     by_tokens = np.argsort(groups.lengths, kind="stable")
-    rank, samples, tries = _inverse(by_tokens), groups.samples.copy(), _MOST_TRIES
+    rank, samples, tries = inverse_of(by_tokens), groups.samples.copy(), _MOST_TRIES
 
     def inside(place: int) -> slice:
         return slice(*groups.offsets[pack_of[place] : pack_of[place] + 2])
@@ -239,9 +239,3 @@ def _with_room(free: npt.NDArray[np.integer[Any]], step: int, size: int) -> int:
         if found.any():
             return start + int(found.argmax())
     return NOTHING
-
-
-def _inverse(order: Int64Array) -> Int64Array:
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return places

@@ -3,20 +3,7 @@
 Every strategy sees as many sequences in every step, and all but sorted batches the same ones, so that they are compared
 at equal global batches. Nothing that packtool trains is imitated: packs are those of ``rearrange``, which
 ``--dynamic-batch-tokens`` trains, rows are sorted by ``group_by_length``, and Skrull is ``schedule_step``. Two are on
-paper only: packs of equal work (WLB-LLM), and groups of many sizes (``dynamic_groups``).
-
-Dynamic context parallelism on paper: each sequence on a group of its own size, as large as it needs to be.
-
-What Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025, arXiv
-2502.21231) do: of W devices, aligned groups of 1, 2, 4, ... share a sequence, long ones many, short ones one.
-
-    four devices       [    160 by four    ]
-                       [40 by two][18][21]
-                       [ 9 ][ 11 ]
-
-Larger groups come first, and those of the next size lie within them, so that devices begin each sequence together and
-none waits but at the end. The sequences of a group are cut into micro-batches of what its devices can hold. A
-sequence gets the smallest group that holds it and is done with it in a given time; several such times are tried.
+paper only: packs of equal work (WLB-LLM), and groups of many sizes (``place_in_groups``).
 """
 
 from __future__ import annotations
@@ -71,7 +58,18 @@ def place_in_groups(
     machine: Machine,
     bucket_size: int,
 ) -> Iterator[list[PlacedBatch]]:
-    """The sequences of step 0, placed in several ways, each with its micro-batches in the order in which they run.
+    """Dynamic context parallelism on paper: each sequence of step 0 on a group as large as it needs, in several ways.
+
+    What Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
+    arXiv 2502.21231) do: of W devices, aligned groups of 1, 2, 4, ... share a sequence, long ones many, short ones one.
+
+        four devices       [    160 by four    ]
+                           [40 by two][18][21]
+                           [ 9 ][ 11 ]
+
+    Larger groups come first, and those of the next size lie within them, so that devices begin each sequence together
+    and none waits but at the end. The sequences of a group are divided into micro-batches of what its devices can hold.
+    A sequence gets the smallest group that holds it and is done with it in a given time; several such times are tried.
 
     A group is of a power of two devices, and begins at a multiple of it; in a micro-batch, samples come by number.
 

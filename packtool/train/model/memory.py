@@ -1,7 +1,4 @@
-"""What a rank will need of its device's memory, told before anything is loaded.
-
-``packtool plan --model``: the memory of a rank that would train the plan.
-"""
+"""Memory that a rank needs, estimated before any weight is loaded: for a run, and for ``packtool plan --model``."""
 
 from __future__ import annotations
 

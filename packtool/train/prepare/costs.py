@@ -1,6 +1,4 @@
-"""What the samples of a run cost its model, as it is trained, on the devices that there are.
-
-How long a planned epoch takes on paper: computation, and what ranks tell each other, by the models of ``simulate``.
+"""FLOPs of a run's samples, and the time of its planned steps, by the models of ``plan.cost`` and ``simulate``.
 
 A micro-batch of packs on P ranks that share it takes
 
@@ -14,8 +12,6 @@ backward pass of the last micro-batch, and what is longer than that is waited fo
 ZeRO-1 and ZeRO-2 travel in the open.
 
 Left out: the optimizer's own time, loading, evaluation and stragglers.
-
-Whether activations are computed again in the backward pass: decided by the model's size where nobody has said.
 """
 
 from __future__ import annotations

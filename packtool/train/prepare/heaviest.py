@@ -1,6 +1,6 @@
-"""The micro-batch of a run that needs most of a rank's memory, as far as its plan tells. No torch.
+"""The peak-memory micro-batch of a run, from its plan, and the lengths of micro-batches with ``--torch-compile``.
 
-The few lengths that micro-batches have for ``--torch-compile``: a compiled layer is compiled anew for each.
+A compiled layer is compiled anew for each length, so these are rounded up to a few.
 """
 
 from __future__ import annotations
