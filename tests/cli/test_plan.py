@@ -32,6 +32,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["npy", "json", "txt"])
 def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.random.default_rng(0).integers(10, 1000, 5000)
@@ -57,7 +58,6 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert filtered["filtered"] == int((lengths > 512).sum())
 
 
-@pytest.mark.smoke
 def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     path = str(tmp_path / "a.plan")
     options = ["--packing-length", "400", "--seed", "3"]
