@@ -187,7 +187,7 @@ def as_printed(
                 ]
                 if not roll_back or all(fits for _, fits in placed):
                     break
-            found += [PlacedBatch(step, group * size, size, one.samples + first, one.places) for one, _ in placed]
+            found += [PlacedBatch(group * size, size, one.samples + first, one.places, step) for one, _ in placed]
     return found
 
 

@@ -155,8 +155,9 @@ class StepPlan:
     @property
     def rank_bounds(self) -> Int64Array:
         """int64 (S, W + 1): the first cell of each rank in each step, and the one behind the last rank's."""
-        cells = np.diff(self.step_offsets) // self.world_size
-        return self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
+        bounds = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+        return bounds.astype(np.int64, copy=False)
 
     def rank_costs(self, costs: Costs) -> Costs:
         """Work of each rank in each step, (S, W), from ``costs`` (K,) of the packs."""

@@ -164,29 +164,22 @@ def nearest_preset(device_names: Sequence[str]) -> Hardware:
     return HARDWARE_PRESETS[next(found, _DEFAULT)]
 
 
+# NVIDIA H100 Tensor Core GPU data sheet, SXM5: 1,979 TFLOP/s with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both
+# ways; DGX H100 user guide: a ConnectX-7 of 400 Gb/s for each GPU. Attention: Shah et al. 2024, "FlashAttention-3",
+# abstract: FlashAttention-2 reaches 35 % of an H100. Matrix products: 8192^3 was measured at 788 TFLOP/s (H200).
+_H100 = Hardware(
+    name="H100 SXM 80 GB",
+    peak_tflops=PEAK_TFLOPS["H100"],
+    memory_gb=80,
+    hbm_gb_per_s=3350,
+    intra_node_gb_per_s=450,
+    inter_node_gb_per_s=50,
+    attention_share=0.35,
+)
 HARDWARE_PRESETS = {
-    # NVIDIA H100 Tensor Core GPU data sheet, SXM5: 1,979 TFLOP/s with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both
-    # ways; DGX H100 user guide: a ConnectX-7 of 400 Gb/s for each GPU. Attention: Shah et al. 2024, "FlashAttention-3",
-    # abstract: FlashAttention-2 reaches 35 % of an H100. Matrix products: 8192^3 was measured at 788 TFLOP/s (H200).
-    "h100": Hardware(
-        name="H100 SXM 80 GB",
-        peak_tflops=PEAK_TFLOPS["H100"],
-        memory_gb=80,
-        hbm_gb_per_s=3350,
-        intra_node_gb_per_s=450,
-        inter_node_gb_per_s=50,
-        attention_share=0.35,
-    ),
+    "h100": _H100,
     # NVIDIA H200 Tensor Core GPU data sheet, SXM: the H100's arithmetic and links, 141 GB at 4.8 TB/s.
-    "h200": Hardware(
-        name="H200 SXM 141 GB",
-        peak_tflops=PEAK_TFLOPS["H200"],
-        memory_gb=141,
-        hbm_gb_per_s=4800,
-        intra_node_gb_per_s=450,
-        inter_node_gb_per_s=50,
-        attention_share=0.35,
-    ),
+    "h200": dataclasses.replace(_H100, name="H200 SXM 141 GB", memory_gb=141, hbm_gb_per_s=4800),
     # NVIDIA A100 Tensor Core GPU data sheet, SXM4 80 GB: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100:
     # a ConnectX-6 of 200 Gb/s for each GPU. Attention: Dao 2023, "FlashAttention-2": backward up to 63 % of an A100.
     "a100": Hardware(

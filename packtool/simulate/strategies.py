@@ -34,22 +34,17 @@ class PlacedBatch:
     """n sequences of a micro-batch.
 
     Args:
-        step: of the micro-batch.
         first_device, num_devices: that share it.
         samples: int64 (n,).
-        places: int64 (n,), rank of these devices, or ``SHARDED``.
+        places: int64 (n,), rank of these devices, or ``SHARDED``; None where all are sharded.
+        step: of the micro-batch.
     """
 
-    step: int
     first_device: int
     num_devices: int
     samples: Int64Array
-    places: Int64Array
-
-    @classmethod
-    def sharded(cls, step: int, first_device: int, num_devices: int, samples: Int64Array) -> PlacedBatch:
-        """A micro-batch of which every device computes a part of every sequence."""
-        return cls(step, first_device, num_devices, samples, np.full(len(samples), SHARDED, np.int64))
+    places: Int64Array | None = None
+    step: int = 0
 
 
 def place_in_groups(
@@ -126,7 +121,7 @@ def _placed(
             loads[group * size : (group + 1) * size] += seconds[level, one]
         for group, hand in enumerate(members):
             for batch in _micro_batches(hand, tokens[level], bucket_size * size):
-                found.append(PlacedBatch.sharded(0, group * size, size, batch))
+                found.append(PlacedBatch(group * size, size, batch))
     return found
 
 
@@ -240,141 +235,98 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     Returns:
         The first steps, at most ``options.num_steps``: full ones, or one that is not if there are no full ones.
     """
-    num_steps = min(max(len(sequences) // options.sequences_per_step, 1), options.num_steps)
-    return _STRATEGIES[name](sequences[: num_steps * options.sequences_per_step], options)
+    per_step = options.sequences_per_step
+    num_steps = min(max(len(sequences) // per_step, 1), options.num_steps)
+    sequences = sequences[: num_steps * per_step]
+    order = np.arange(len(sequences))
+    if name == "sorted":
+        rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
+        order = group_by_length(rows, per_step).samples
+    is_alone = name in ("padded", "packed", "packed-balanced")
+    num_groups = options.machine.world_size if is_alone else options.num_groups
+    batches: list[PlacedBatch] = []
+    for step, first in enumerate(range(0, len(order), per_step)):
+        here = order[first : first + per_step]
+        placed = _STRATEGIES[name](Sequences(sequences.lengths[here], sequences.targets[here]), options, num_groups)
+        batches += [replace(batch, step=step, samples=here[batch.samples]) for batch in placed]
+    return schedule_of(batches, sequences, options, is_padded=_STRATEGIES[name] in (_padded_rows, _shared_rows))
 
 
-def _padded(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    return _in_rows(sequences, options, options.machine.world_size, options.padded_batch_size)
+def _padded_rows(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+    """Micro-batches of padded rows, in the order in which they come, given to the groups in turn."""
+    return _rows(part, options, num_groups, options.padded_batch_size)
 
 
-def _context_parallel(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    return _in_rows(sequences, options, options.num_groups, options.shared_batch_size)
+def _shared_rows(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+    """``_padded_rows`` of the strategies whose devices share every sequence."""
+    return _rows(part, options, num_groups, options.shared_batch_size)
 
 
-def _sorted(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
-    order = group_by_length(rows, options.sequences_per_step).samples
-    return _in_rows(sequences, options, options.num_groups, options.shared_batch_size, order)
+def _rows(part: Sequences, options: SimulateOptions, num_groups: int, max_rows: int) -> Iterator[PlacedBatch]:
+    rows = max(1, min(max_rows, options.sequences_per_step // num_groups))
+    size = options.machine.world_size // num_groups
+    for number, start in enumerate(range(0, len(part), rows)):
+        samples = np.arange(start, min(start + rows, len(part)))
+        yield PlacedBatch(number % num_groups * size, size, samples)
 
 
-def _in_rows(
-    sequences: Sequences, options: SimulateOptions, num_groups: int, most_rows: int, order: Int64Array | None = None
-) -> SimulatedSchedule:
-    """Micro-batches of padded rows, in the order in which they come or another one, given to the groups in turn."""
-    order = np.arange(len(sequences)) if order is None else order
-    rows = max(1, min(most_rows, options.sequences_per_step // num_groups))
-    batches = []
-    for step, first in enumerate(range(0, len(order), options.sequences_per_step)):
-        part = order[first : first + options.sequences_per_step]
-        for number, start in enumerate(range(0, len(part), rows)):
-            batches.append(_on_group(step, number % num_groups, num_groups, part[start : start + rows], options))
-    return schedule_of(batches, sequences, options, is_padded=True)
-
-
-def _packed(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    return _of_equal_tokens(sequences, options, options.machine.world_size)
-
-
-def _packed_shared(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    return _of_equal_tokens(sequences, options, options.num_groups)
-
-
-def _of_equal_tokens(sequences: Sequences, options: SimulateOptions, num_groups: int) -> SimulatedSchedule:
+def _equal_tokens(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     """Packs of a step's sequences, as ``--dynamic-batch-tokens`` makes them: as few as fit, about equally full."""
-    num_ranks = options.machine.world_size // num_groups
-    capacity = options.packing_length * num_ranks
+    size = options.machine.world_size // num_groups
+    capacity = options.packing_length * size
     # What is longer than a pack gets one of its own, and is out of memory.
-    lengths = np.minimum(_aligned(sequences.lengths, alignment_of(num_ranks)), capacity)
-    found = rearrange(lengths, samples_per_step=options.sequences_per_step, num_ranks=num_groups, max_tokens=capacity)
-    packs = iter(np.split(found.order, np.cumsum(found.cell_sizes)[:-1]))
-    batches = []
-    for step, num_packs in enumerate(found.cells_per_step.tolist()):
-        for number in range(num_packs):
-            batches.append(_on_group(step, number // (num_packs // num_groups), num_groups, next(packs), options))
-    return schedule_of(batches, sequences, options)
+    lengths = np.minimum(_aligned(part.lengths, alignment_of(size)), capacity)
+    assignment = rearrange(lengths, samples_per_step=len(part), num_ranks=num_groups, max_tokens=capacity)
+    packs = np.split(assignment.order, np.cumsum(assignment.cell_sizes)[:-1])
+    for number, samples in enumerate(packs):
+        yield PlacedBatch(number // (len(packs) // num_groups) * size, size, samples)
 
 
-def _packed_balanced(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    return _of_equal_work(sequences, options, options.machine.world_size)
-
-
-def _wlb(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    return _of_equal_work(sequences, options, options.num_groups)
-
-
-def _of_equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int) -> SimulatedSchedule:
+def _equal_work(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     """Packs of a step's sequences that take equally long, attention and all else together, as many on every rank.
 
     WLB-LLM (Wang et al. 2025, arXiv 2503.17924) balances packs of several lengths by both, under a limit of tokens, and
-    cuts every document by itself, as packtool does. Its queue for outliers, which changes a step's sequences, is left
+    treats every document by itself, as packtool does. Its queue for outliers, which changes a step's sequences, is left
     out.
     """
-    num_ranks = options.machine.world_size // num_groups
-    capacity = options.packing_length * num_ranks
-    times, cost = options.machine.step_time(num_ranks), options.machine.sizes.cost
-    batches = []
-    for step, first in enumerate(range(0, len(sequences), options.sequences_per_step)):
-        part = sequences[first : first + options.sequences_per_step]
-        tokens = _aligned(part.lengths.astype(np.int64), alignment_of(num_ranks))
-        loads = times.loads(tokens, cost(tokens, tokens**2, part.targets), num_ranks)
-        sizes, work = np.minimum(tokens, capacity).tolist(), [load.flops for load in loads]
-        packs: list[list[int]] | None = None
-        num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
-        while packs is None:
-            packs = even_packs(sizes, work, num_packs, capacity)
-            num_packs += num_groups
-        for number, pack in enumerate(packs):
-            samples = np.array(sorted(pack), np.int64) + first
-            batches.append(_on_group(step, number % num_groups, num_groups, samples, options))
-    return schedule_of(batches, sequences, options)
+    size = options.machine.world_size // num_groups
+    capacity = options.packing_length * size
+    times, cost = options.machine.step_time(size), options.machine.sizes.cost
+    tokens = _aligned(part.lengths.astype(np.int64), alignment_of(size))
+    loads = times.loads(tokens, cost(tokens, tokens**2, part.targets), size)
+    sizes, work = np.minimum(tokens, capacity).tolist(), [load.flops for load in loads]
+    packs: list[list[int]] | None = None
+    num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
+    while packs is None:
+        packs = even_packs(sizes, work, num_packs, capacity)
+        num_packs += num_groups
+    for number, pack in enumerate(packs):
+        yield PlacedBatch(number % num_groups * size, size, np.array(sorted(pack), np.int64))
 
 
-def _skrull(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    per_step, size = options.sequences_per_step, options.sequence_parallel_size
-    cost = options.machine.sizes.cost
+def _skrull(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+    size, cost = options.sequence_parallel_size, options.machine.sizes.cost
     skrull = SkrullOptions(
         bucket_size=options.bucket_size,
         sequence_parallel_size=size,
         alignment=options.alignment,
         times=options.machine.step_time(size),
     )
-    batches = []
-    for step, first in enumerate(range(0, len(sequences), per_step)):
-        part = sequences[first : first + per_step]
-        lengths = part.lengths.astype(np.int64)
-        ranks = schedule_step(
-            lengths,
-            cost(lengths, cost.attention(lengths), target_tokens=part.targets),
-            skrull,
-            num_ranks=options.num_groups,
-        )
-        for group, micro_batches in enumerate(ranks):
-            for batch in micro_batches:
-                batches.append(PlacedBatch(step, group * size, size, batch.samples + first, batch.places))
-    return schedule_of(batches, sequences, options)
+    lengths = part.lengths.astype(np.int64)
+    flops = cost(lengths, cost.attention(lengths), target_tokens=part.targets)
+    for group, micro_batches in enumerate(schedule_step(lengths, flops, skrull, num_ranks=num_groups)):
+        for batch in micro_batches:
+            yield PlacedBatch(group * size, size, batch.samples, batch.places)
 
 
-def _dynamic_cp(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Each step's sequences in groups: of several ways to place them, the one that is timed fastest."""
-    per_step, machine = options.sequences_per_step, options.machine
-    found: list[PlacedBatch] = []
-    for step, first in enumerate(range(0, len(sequences), per_step)):
-        part = sequences[first : first + per_step]
-        best, least = list[PlacedBatch](), np.inf
-        for batches in place_in_groups(part.lengths, part.targets, machine, options.bucket_size):
-            one = schedule_of(batches, part, options)
-            seconds = float(machine.time(one, part.targets[one.samples]).step_seconds[0])
-            if seconds < least:
-                best, least = batches, seconds
-        found += [replace(batch, step=step, samples=batch.samples + first) for batch in best]
-    return schedule_of(found, sequences, options)
+def _dynamic_cp(part: Sequences, options: SimulateOptions, num_groups: int) -> list[PlacedBatch]:
+    """A step's sequences in groups of their own sizes: of several ways to place them, the one that is timed fastest."""
 
+    def seconds(batches: list[PlacedBatch]) -> float:
+        one = schedule_of(batches, part, options)
+        return float(options.machine.time(one, part.targets[one.samples]).step_seconds[0])
 
-def _on_group(step: int, group: int, num_groups: int, samples: Int64Array, options: SimulateOptions) -> PlacedBatch:
-    """A micro-batch that all devices of a group share."""
-    num_ranks = options.machine.world_size // num_groups
-    return PlacedBatch.sharded(step, group * num_ranks, num_ranks, samples)
+    return min(place_in_groups(part.lengths, part.targets, options.machine, options.bucket_size), key=seconds)
 
 
 def schedule_of(
@@ -409,21 +361,23 @@ def schedule_of(
 
 def _places_on(batch: PlacedBatch) -> Int64Array:
     """Its places; a lone device shares nothing."""
-    return batch.places if batch.num_devices > 1 else np.zeros_like(batch.places)
+    if batch.num_devices == 1:
+        return np.zeros(len(batch.samples), np.int64)
+    return np.full(len(batch.samples), SHARDED, np.int64) if batch.places is None else batch.places
 
 
 def _aligned(tokens: _Integers, alignment: int | Int64Array) -> _Integers:
     return -(-tokens // alignment) * alignment
 
 
-_STRATEGIES: dict[StrategyName, Callable[[Sequences, SimulateOptions], SimulatedSchedule]] = {
-    "padded": _padded,
-    "packed": _packed,
-    "packed-balanced": _packed_balanced,
-    "context-parallel": _context_parallel,
-    "sorted": _sorted,
-    "packed-shared": _packed_shared,
-    "wlb": _wlb,
+_STRATEGIES: dict[StrategyName, Callable[[Sequences, SimulateOptions, int], Iterable[PlacedBatch]]] = {
+    "padded": _padded_rows,
+    "packed": _equal_tokens,
+    "packed-balanced": _equal_work,
+    "context-parallel": _shared_rows,
+    "sorted": _shared_rows,
+    "packed-shared": _equal_tokens,
+    "wlb": _equal_work,
     "dynamic-cp": _dynamic_cp,
     "skrull": _skrull,
 }
