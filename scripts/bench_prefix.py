@@ -145,9 +145,9 @@ def bench_alone(world: World, work: Path, rounds: int) -> None:
         return time.process_time() - begin
 
     runs = {way: prepared(way) for way in ("auto", "false")}
-    assert all(run.shared is None for run in runs.values()), "these rows share nothing"
+    assert all(run.inputs.shared is None for run in runs.values()), "these rows share nothing"
     plans = {
-        way: [each for micro_batches in PlannedEpoch(run.schedule.plan_of(0)).steps(0) for each in micro_batches]
+        way: [each for micro_batches in PlannedEpoch(run.timeline.plan_of(0)).steps(0) for each in micro_batches]
         for way, run in runs.items()
     }
 

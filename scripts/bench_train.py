@@ -203,7 +203,7 @@ def prepared(setting: Setting) -> CachedRun:
 def preparing(run: CachedRun) -> dict[str, float]:
     """Seconds of planning an epoch, and of collating it."""
     begin = time.perf_counter()
-    plan = run.schedule.plan_of(1)
+    plan = run.timeline.plan_of(1)
     planned = time.perf_counter()
     dataset = MicroBatches(run.read, spec_of(run))
     for step in PlannedEpoch(plan).steps(0):
@@ -265,7 +265,7 @@ def _step(setting: Setting, way: Callable[[Any], torch.Tensor], sender: Connecti
 
 def ways_of(setting: Setting) -> dict[str, Callable[[int], Epoch]]:
     """What trains an epoch with a seed, by name."""
-    rows = max(round(prepared(setting).schedule.plan_of(0).summary.samples_per_pack), 1)
+    rows = max(round(prepared(setting).timeline.plan_of(0).summary.samples_per_pack), 1)
     padded = {"packing": False, "per_device_train_batch_size": rows}
     few = {"per_device_train_batch_size": FEW_ROWS, "gradient_accumulation_steps": max(round(rows / FEW_ROWS), 1)}
     return {
@@ -399,7 +399,7 @@ def report(setting: Setting, exported: Mapping[str, Any], rounds: int, *, quick:
     run = prepared(setting)
     print_head(setting, exported, run, rounds)
     dataset = MicroBatches(run.read, spec_of(run))
-    wanted = (micro_batch for step in PlannedEpoch(run.schedule.plan_of(0)).steps(0) for micro_batch in step)
+    wanted = (micro_batch for step in PlannedEpoch(run.timeline.plan_of(0)).steps(0) for micro_batch in step)
     some: list[Any] = [dataset[micro_batch] for micro_batch in islice(wanted, 8)]
     # Before anything is trained: memory that this process has freed would be used again, and not be counted.
     print_memory(setting, max(some, key=lambda batch: batch.num_target_tokens))

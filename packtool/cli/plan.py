@@ -38,7 +38,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     from packtool.library.planned import Plan
     from packtool.report.statistics import source_rows
     from packtool.report.tables import print_table
-    from packtool.train.prepare.staged_schedule import stage_title
+    from packtool.train.prepare.timeline import stage_title
 
     plan = Plan(config)
     if config.save is not None:
@@ -54,10 +54,10 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
             summary["media"] = _media(config, plan.preview).figures()
         show_json(summary)
         return
-    of = "an epoch of the first stage of " if plan.preview.staged is not None else ""
+    of = "an epoch of the first stage of " if plan.preview.inputs.stages else ""
     print_table(f"plan for {of}{' '.join(config.cached_dataset) or config.mix or config.lengths}", plan.lines)
-    if plan.preview.staged is not None:
-        for stage in plan.preview.staged.figures():
+    if plan.preview.inputs.stages:
+        for stage in plan.preview.timeline.figures():
             print_table(f"\n{stage_title(stage)}, {stage['samples']:,} samples", source_rows(stage["sources"]))
     elif (sources := plan.preview.source_figures) is not None:
         print_table("\nwhat an epoch has of each source", source_rows(sources))
@@ -80,9 +80,9 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 def _resumed(config: PlanConfig, invocation: Invocation) -> None:
     """How a run would go on, and what has become of its data."""
     from packtool.report.plan import resumed_lines
-    from packtool.train.prepare.run import resumed
+    from packtool.train.prepare.run import resumed_figures
 
-    figures = resumed(config).figures()
+    figures = resumed_figures(config)
     if invocation.as_json:
         show_json(figures)
         return
@@ -106,7 +106,7 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
         show_json([named(row) for row in rows])
         return
     show("\n".join(sweep_lines(rows)))
-    for remark in dict.fromkeys(plan.unshared for plan in plans if plan.unshared is not None):
+    for remark in dict.fromkeys(plan.inputs.unshared for plan in plans if plan.inputs.unshared is not None):
         show(f"\n{remark}")
     if config.html is not None:
         show(f"written: {config.html}")

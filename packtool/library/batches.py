@@ -102,7 +102,7 @@ class Batches(Dataset[dict[str, Any]]):
         self.rank = _rank(rank, plan.world_size)
         self._config = _training(plan, model, options)
         self._prepare(None)
-        if self._run.schedule.first.packs.fingerprint != plan.preview.first.packs.fingerprint:
+        if self._run.timeline.first.packs.fingerprint != plan.preview.first.packs.fingerprint:
             raise MismatchError(
                 "the caches are not what they were when the plan was made", "Call packtool.plan again, and look at it."
             )
@@ -116,14 +116,14 @@ class Batches(Dataset[dict[str, Any]]):
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to as many ranks as there are; numbers count from there.
         self._base = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
-        self._first_epoch = self._run.schedule.locate(self._base)[0]
+        self._first_epoch = self._run.timeline.locate(self._base)[0]
         self._ends, self._starts, self.micro_batches_per_step = self._count()
         self._begin = self._place = 0
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self._run.schedule.num_steps
+        return self._run.timeline.num_steps
 
     def __len__(self) -> int:
         """Micro-batches of the whole run, of this rank or of all."""
@@ -208,13 +208,13 @@ class Batches(Dataset[dict[str, Any]]):
 
     def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
         """Micro-batches of a rank before each epoch and in all, (E + 1,); each one's first step; most of a step."""
-        schedule, ends, starts, most = self._run.schedule, [0], [self._base], 1
-        is_staged = schedule.stage_of(self._base) is not None
+        timeline, ends, starts, most = self._run.timeline, [0], [self._base], 1
         for epoch in count(self._first_epoch):
             # Other epochs have as many as the first, but for micro-batches that are filled by tokens, a rest, stages.
-            is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches and not is_staged
-            steps = (schedule.first if is_like_first else schedule.plan_of(epoch)).steps
-            trained = min(self.num_steps, schedule.epoch_end(starts[-1])) - starts[-1]
+            is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches
+            is_like_first = is_like_first and not timeline.inputs.stages
+            steps = (timeline.first if is_like_first else timeline.plan_of(epoch)).steps
+            trained = min(self.num_steps, timeline.stretch(starts[-1]).stop) - starts[-1]
             offsets = steps.step_offsets[: trained + 1] // steps.world_size
             ends.append(ends[-1] + int(offsets[-1]))
             starts.append(starts[-1] + trained)
@@ -231,7 +231,7 @@ class Batches(Dataset[dict[str, Any]]):
 
     def _epoch_of(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """The micro-batches of an epoch, and what the loss of each of its steps is divided by, (S,)."""
-        plan = self._run.schedule.plan_of(epoch)
+        plan = self._run.timeline.plan_of(epoch)
         return self._run.planned_epoch(plan, epoch), units_per_step(plan, self._run.figures)
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
@@ -239,7 +239,7 @@ class Batches(Dataset[dict[str, Any]]):
         if self.rank == "all":
             number, rank = divmod(number, self.plan.world_size)
             step, place = divmod(number, self.micro_batches_per_step)
-            return *self._run.schedule.locate(self._base + step), rank, place
+            return *self._run.timeline.locate(self._base + step), rank, place
         index = int(np.searchsorted(self._ends, number, side="right")) - 1
         epoch = self._first_epoch + index
         steps = self._epoch(epoch)[0].plan.steps
@@ -309,7 +309,7 @@ def _rank(given: int | str | None, world_size: int) -> int | Literal["all"]:
 
 def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
     """The training run that has these batches."""
-    asked, reader = plan.config, plan.preview.reader
+    asked, reader = plan.config, plan.preview.inputs.reader
     if reader is None:
         raise ConfigError("a plan of lengths has no samples to make batches of", "Plan for caches.")
     if asked.sequence_parallel_ranks > 1:
@@ -320,7 +320,7 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
     if problems := [f"{name} is no option here: {why}" for name, why in _ELSEWHERE.items() if name in options]:
         raise ConfigError.from_problems(problems)
     refuse_others(options, OPTIONS)
-    if plan.preview.staged is not None and options.get("max_steps", asked.max_steps) != asked.max_steps:
+    if plan.preview.inputs.stages and options.get("max_steps", asked.max_steps) != asked.max_steps:
         raise ConfigError(
             f"max_steps={options['max_steps']}: the plan has stages, and how long these are depends on it",
             "Give it to packtool.plan, too.",

@@ -132,7 +132,7 @@ class Plan:
             ConfigError: for a plan of a file of lengths, which belongs to no cache.
             StorageError: if it cannot be written.
         """
-        if self.preview.reader is None:
+        if self.preview.inputs.reader is None:
             raise ConfigError("a plan of --lengths belongs to no cache, so there is nothing to save it for")
         save_plan(self.preview, dataclasses.replace(self.config, save=os.fspath(path)))
 

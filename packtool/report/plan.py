@@ -24,7 +24,7 @@ from packtool.report.plan_page import Histogram, MixtureFigures, PageContent, Pl
 from packtool.report.statistics import Line, percent, source_rows
 from packtool.report.tables import aligned
 from packtool.train.prepare.preview import Preview
-from packtool.train.prepare.staged_schedule import stage_title
+from packtool.train.prepare.timeline import stage_title
 
 _DRAWN_PACKS = 20
 _DRAWN_STEPS = 300
@@ -203,7 +203,7 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
         packs=drawn,
         plain=PlainFigures(figures["rows_of_plain_batches"], percent(padding), _times(figures), padding > 0.05),
         balance=(before, after) if found.options.world_size > 1 else None,
-        processes_per_rank=found.sequence_parallel_size,
+        processes_per_rank=found.first_inputs.sequence_parallel_size,
         shared=_shared_figures(packs, figures),
         mixture=_mixture(found),
         figures=[*plan_lines(figures), *_fingerprints(figures)],
@@ -213,15 +213,15 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
 
 def _mixture(found: Preview) -> MixtureFigures | None:
     """What the epoch, or a run with stages, has of each source, and how evenly it comes."""
-    sources, counts, mixture = found.source_figures, found.counts_of_steps, found.mixture
+    sources, counts, mixture = found.source_figures, found.counts_of_steps, found.first_inputs.mixture
     if sources is None or counts is None or mixture is None:
         return None
     stages: list[tuple[float, str, list[tuple[str, ...]]]] = []
-    if found.staged is not None:
-        counts = found.staged.counts_of_steps()
-        each_stage = found.staged.figures()
-        sources = share_figures(added([by_name(part.counts(), part.mixture) for part in found.staged.parts]))
-        num = found.staged.num_steps
+    if found.inputs.stages:
+        counts = found.timeline.counts_of_steps()
+        each_stage = found.timeline.figures()
+        sources = share_figures(added([by_name(stage.counts(), stage.mixture) for stage in found.timeline.stages]))
+        num = found.timeline.num_steps
         stages = [((s["first_step"] - 1) / num, stage_title(s), source_rows(s["sources"])[1:]) for s in each_stage]
     each = max(min(100, -(-len(counts) // 4)), -(-len(counts) // _DRAWN_STRETCHES))
     of_unit = counts[:, :, ("samples", "tokens", "target_tokens").index(mixture.unit)]
@@ -318,7 +318,7 @@ def sample_parts(figures: Mapping[str, Any]) -> list[tuple[str, int]]:
 def _dropped(found: Preview) -> list[tuple[str, int]]:
     """Rows, and turns and responses of others, that the exports left out, by reason."""
     lost = Counter[str]()
-    for manifest in found.reader.manifests if found.reader is not None else ():
+    for manifest in () if found.inputs.reader is None else found.inputs.reader.manifests:
         lost.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
         lost.update({f"turns left out at export: {reason}": count for reason, count in manifest.parts_left_out.items()})
     return list(lost.items())

@@ -35,7 +35,7 @@ TIME_KINDS = {
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """One step of GPUs below one another.
 
     Args:
@@ -51,7 +51,7 @@ class Timeline:
     legend: list[tuple[str, str]]
 
 
-def timeline(timing: Timing, step: int) -> Timeline:
+def timeline(timing: Timing, step: int) -> StepTimeline:
     """A step of every GPU; of many, the first ones, the slowest and the fastest."""
     seconds = float(timing.step_seconds[step])
     gpus = _shown_gpus(timing, step)
@@ -64,7 +64,7 @@ def timeline(timing: Timing, step: int) -> Timeline:
     shapes = [Boxes(boxes, TIME_KINDS[kind][0]) for kind, boxes in places.items()]
     drawing = Drawing("step", "what each GPU does during the step", shapes, height, in_pixels=True)
     times = [duration(seconds * part / 4) for part in range(5)]
-    return Timeline(list(gpus.values()), drawing, times, legend(places))
+    return StepTimeline(list(gpus.values()), drawing, times, legend(places))
 
 
 def legend(kinds: Iterable[str]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from packtool.report.tables import aligned
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import has_history
 from packtool.train.prepare.record import read_ledger
-from packtool.train.prepare.replan import PlannedAgain, plan_again, segments_of
+from packtool.train.prepare.replan import Replay, replay_segment, segments_of
 from packtool.visible import visible_line
 
 _COMPANIONS = 20
@@ -152,8 +152,9 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     segment, stop = next(each for each in reversed(segments) if each[0].first < step or each is segments[0])
     if step > segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
-    again = plan_again(output_dir, segment, stop, model)
-    epoch, plan, number = again.place(step - 1)
+    again = replay_segment(output_dir, segment, stop, model)
+    stretch = again.timeline.stretch(step - 1)
+    plan, number = stretch.plan, step - 1 - stretch.first
     ranks = [
         {
             "rank": rank,
@@ -167,7 +168,7 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     samples = plan.samples_of(number, number + 1)
     return {
         "step": step,
-        "epoch": epoch,
+        "epoch": stretch.epoch,
         "step_in_epoch": number,
         "is_trained": step <= segments[-1][1],
         "num_samples": len(samples),
@@ -177,11 +178,11 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     }
 
 
-def _pack(again: PlannedAgain, positions: list[int]) -> list[dict[str, Any]]:
+def _pack(again: Replay, positions: list[int]) -> list[dict[str, Any]]:
     return [_sample(again, position) for position in positions]
 
 
-def _sample(again: PlannedAgain, position: int) -> dict[str, Any]:
+def _sample(again: Replay, position: int) -> dict[str, Any]:
     cache, row = again.reader.cache_of(position)
     sample = again.reader.sample(position)
     return {
@@ -192,7 +193,7 @@ def _sample(again: PlannedAgain, position: int) -> dict[str, Any]:
         "part": "" if sample.part is None else str(sample.part),
         "channel": sample.channel,
         "tokens": sample.length,
-        "target_tokens": int(again.targets[position]),
+        "target_tokens": int(again.timeline.inputs.targets[position]),
         "media": len(sample.images) + len(sample.videos) + len(sample.audios),
     }
 
@@ -266,7 +267,7 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         fingerprints = [each for _, each, _ in segment.caches]
         if fingerprint not in fingerprints or stop <= segment.first:
             continue
-        again = plan_again(output_dir, segment, stop, model)
+        again = replay_segment(output_dir, segment, stop, model)
         # One cache may stand there more than once.
         copies = [number for number, each in enumerate(fingerprints) if each == fingerprint]
         positions = [row + int(again.reader.offsets[number]) for number in copies]
@@ -279,9 +280,10 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
 
 
 def _time_trained(
-    again: PlannedAgain, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
+    again: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    _, plan, number = again.place(step)
+    stretch = again.timeline.stretch(step)
+    plan, number = stretch.plan, step - stretch.first
     companions = [each for each in plan.packs.pack(pack).tolist() if each != position]
     if plan.places is not None or not plan.summary.packing:
         # Taken apart, or never packed: those of the micro-batch.

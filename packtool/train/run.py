@@ -87,7 +87,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
         return dataclasses.replace(
             result, num_parameters=estimate.num_parameters, num_trainable_parameters=estimate.num_trainable
         )
-    if run.start >= run.schedule.num_steps:
+    if run.start >= run.timeline.num_steps:
         progress.note(f"{result.resumed_from} is the end of this run already: there is nothing left to train")
         return dataclasses.replace(result, checkpoint=result.resumed_from)
     return execute(run, spec, result, progress, lock)

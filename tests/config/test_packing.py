@@ -12,7 +12,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.options import SkrullOptions
 from packtool.stream.packs import StreamOptions
-from packtool.train.prepare.planner import plan_options
+from packtool.train.prepare.opening import plan_options
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}
 

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtool.config.train import TrainConfig
 from packtool.errors import DataError
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.epoch import EpochPlan, plan_epoch
 from packtool.plan.options import PlanOptions
-from packtool.train.prepare.schedule import PlannedSchedule, rest_of
+from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.timeline import Timeline
 
 COST = CostModel(1.0, 0.05)
 
@@ -98,31 +100,24 @@ def test_resumed_on_other_ranks_the_steps_keep_their_samples(
 ) -> None:
     lengths, media, options, seed, _ = run
 
-    def schedule_of(options: PlanOptions) -> PlannedSchedule:
-        def plan_of(epoch: int) -> EpochPlan:
-            return plan_epoch(lengths, lengths, options, seed=seed, epoch=epoch, media_tokens=media)
-
-        return PlannedSchedule(plan_of, num_epochs=2, max_steps=None)
-
-    schedule, other = schedule_of(options), dataclasses.replace(options, world_size=ranks)
-    assert schedule_of(other).first.lasting_fingerprint == schedule.first.lasting_fingerprint
-    expected = [samples for epoch in (0, 1) for samples in step_samples(schedule.plan_of(epoch))]
-    steps = sorted({min(done, schedule.num_steps - 1), min(done + later, schedule.num_steps - 1)})
-    found: list[list[int]] = []
-    for step in steps:
-        found += [trained_in(schedule, each) for each in range(len(found), step)]
-        assign = functools.partial(assign_packs, target_tokens=lengths, options=other, media_tokens=media)
-        rest = rest_of(schedule, step, assign)
-        anew = schedule_of(other)
-        schedule = PlannedSchedule(anew.plan_of, num_epochs=2, max_steps=None, rest=rest)
-    found += [trained_in(schedule, each) for each in range(len(found), schedule.num_steps)]
-    assert found == expected
+    config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", num_train_epochs=2, seed=seed)
+    inputs = Inputs(config=config, options=options, lengths=lengths, targets=lengths, media_tokens=media)
+    rest = options.gradient_accumulation_steps, options.per_device_train_batch_size
+    assignments = [(0, options.world_size, *rest)]
+    timeline = Timeline.of(inputs, assignments)
+    other = Timeline.of(inputs, [(0, ranks, *rest)])
+    assert other.first.lasting_fingerprint == timeline.first.lasting_fingerprint
+    expected = [samples for epoch in (0, 1) for samples in step_samples(timeline.plan_of(epoch))]
+    for step in sorted({min(done, timeline.num_steps - 1), min(done + later, timeline.num_steps - 1)}):
+        assignments.append((step, ranks, *rest))
+        timeline = Timeline.of(inputs, assignments)
+    assert [trained_in(timeline, each) for each in range(timeline.num_steps)] == expected
 
 
-def trained_in(schedule: PlannedSchedule, step: int) -> list[int]:
+def trained_in(timeline: Timeline, step: int) -> list[int]:
     """The samples of one step of a run."""
-    epoch, step_in_epoch = schedule.locate(step)
-    return step_samples(schedule.plan_of(epoch))[step_in_epoch]
+    stretch = timeline.stretch(step)
+    return step_samples(stretch.plan)[step - stretch.first]
 
 
 def test_the_example_in_the_docstring() -> None:

@@ -107,9 +107,9 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
     export_rows(tiny, other, image_max_token_num=6)
     given = {"cached_dataset": (f"{tiny.cache}#20", other), "resample": "epoch", "num_train_epochs": 2.0}
     run = prepare_cached(tiny.config(tmp_path, **given, **kept(tmp_path)), World())
-    assert run.planner.mixture is not None
-    wanted = run.planner.wanted_of(1) > 0
-    first = run.planned_epoch(run.schedule.plan_of(0), 0)
+    assert run.inputs.mixture is not None
+    wanted = run.inputs.wanted_of(1) > 0
+    first = run.planned_epoch(run.timeline.plan_of(0), 0)
     told = {
         sample: again
         for step in first.steps(0)
@@ -119,7 +119,7 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
     assert len(told) == 60
     assert 0 < sum(not again for again in told.values()) < 20
     assert all(again == wanted[sample] for sample, again in told.items())
-    last = run.planned_epoch(run.schedule.plan_of(1), 1)
+    last = run.planned_epoch(run.timeline.plan_of(1), 1)
     assert all(micro_batch.read_again is None for step in last.steps(0) for micro_batch in step)
     assert np.count_nonzero(wanted) == 60
 

@@ -30,7 +30,8 @@ from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.mixtures import recipe_of_anywhere
 from packtool.train.prepare.prepared import RankStep
 from packtool.train.prepare.record import read_ledger
-from packtool.train.prepare.run import resumed
+from packtool.train.prepare.run import resumed_figures
+from packtool.train.prepare.timeline import Timeline
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
 
@@ -66,7 +67,7 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     planned, counts = prepared(mixed(tiny, tmp_path / "other", mix=mix)), Counter[str]()
     for step in planned.steps(None).drawn():  # type: ignore[arg-type]
         for micro_batch in step.micro_batches:
-            counts.update(str(planned.samples.sample(place).channel) for place in micro_batch.samples)
+            counts.update(str(planned.read(place).channel) for place in micro_batch.samples)
     assert {name: figures["num_samples"] for name, figures in result.sources.items()} == counts
     assert counts["large"] == 2 * counts["small"]
     assert result.sources["large"]["epochs"] == pytest.approx(2.0)
@@ -93,7 +94,7 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     # The run's history keeps the recipe, for this file says something else by now.
     whole = str(tmp_path / "whole")
     assert step_figures(f"{whole}/checkpoint-{step}", step)["target_tokens"] == lines[step - 1]["target_tokens"]
-    only = resumed(PlanConfig(resume=whole, cached_dataset=(caches[0],))).figures()
+    only = resumed_figures(PlanConfig(resume=whole, cached_dataset=(caches[0],)))
     assert [source["fate"] for source in only["sources"]] == ["as before", "gone"]
 
 
@@ -193,7 +194,7 @@ def test_stages_are_trained_shown_and_resumed(
     batches = packtool.Batches(packtool.plan(mix=str(mix), **options), model=tiny.model)
     assert (batches.num_steps, len(batches)) == (8, sum(len(step.micro_batches) for step in again(planned)))
     mix.write_text(json.dumps({"stages": [{"until": 3, **stages[1]}, stages[0]]}))
-    other = resumed(PlanConfig(resume=str(whole / "checkpoint-2"), mix=str(mix))).figures()
+    other = resumed_figures(PlanConfig(resume=str(whole / "checkpoint-2"), mix=str(mix)))
     assert [(stage["first_step"], stage["last_step"]) for stage in other["stages"]] == [(3, 3), (4, 8)]
 
 
@@ -224,7 +225,7 @@ def test_samples_have_the_weight_and_the_name_of_their_source(
     tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path
 ) -> None:
     found = prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, caches, loss_weight=0.5)))
-    of_first, of_second = found.samples.sample(0), found.samples.sample(len(found.reader) - 1)
+    of_first, of_second = found.read(0), found.read(len(found.reader) - 1)
     assert (of_first.channel, of_second.channel) == ("large", "small")
     assert of_first.loss_scale is None
     assert of_second.loss_scale is not None
@@ -236,11 +237,11 @@ def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tupl
     config = mixed(tiny, tmp_path, cached_dataset=(caches[0], f"{caches[1]}#50%"))
     one, two = (prepared(config, size) for size in (1, 2))
     assert one.state.plan == two.state.plan
-    done = one.schedule.steps_per_epoch + 1  # in the second epoch, which is another draw
-    rest = two.planner.schedule(((0, 1, 4, 1), (done, 2, 4, 1)))
+    done = one.timeline.steps_per_epoch + 1  # in the second epoch, which is another draw
+    rest = Timeline.of(two.inputs, ((0, 1, 4, 1), (done, 2, 4, 1)))
     left = np.sort(rest.plan_of(1).packs.samples)
     assert len(left)
-    assert np.array_equal(left, np.sort(one.schedule.plan_of(1).packs_from(1).samples))
+    assert np.array_equal(left, np.sort(one.timeline.plan_of(1).packs_from(1).samples))
 
 
 def test_what_is_refused(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
@@ -268,9 +269,9 @@ def test_plan_prints_draws_and_saves_the_shares(
     saved = str(tmp_path / "a.plan")
     assert run([*words, "--save", saved]) == 0
     again = prepared(tiny.config(tmp_path, cached_dataset=caches, plan=saved, gradient_accumulation_steps=1))
-    trained = again.schedule.first.packs.samples
+    trained = again.timeline.first.packs.samples
     assert len(trained) == sum(each["num_samples"] for each in sources.values())
-    summary = again.schedule.first.summary
+    summary = again.timeline.first.summary
     assert (summary.num_filtered, summary.num_not_drawn) == (summary.num_cached - len(np.unique(trained)), 0)
 
 
@@ -297,7 +298,7 @@ def test_parts_of_the_samples_add_up_everywhere(
         plan = packtool.plan(mix=str(path), packing_length=256, mix_stop=stop, **({"max_steps": 9} if stages else {}))
         plan.page(Path(folder, "plan.html"))
         page = re.sub(r"<[^>]*>", "|", Path(folder, "plan.html").read_text())
-    found, cached = plan.summary, len(plan.preview.lengths)
+    found, cached = plan.summary, len(plan.preview.inputs.lengths)
     for figures in (found, *(found["stages"] or ())):
         assert figures["num_samples_in_caches"] == cached
         assert figures["num_distinct_samples"] + figures["not_drawn"] + figures["filtered"] == cached

@@ -26,7 +26,7 @@ from packtool.report.inspect import sample_view
 from packtool.report.statistics import train_lines
 from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.place import RESULT_NAME
-from packtool.train.prepare.replan import plan_again, segments_of
+from packtool.train.prepare.replan import replay_segment, segments_of
 from packtool.train.prepare.trained import TrainedModel
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics
@@ -183,15 +183,15 @@ def test_a_plan_that_has_changed_is_noticed(tiny: TinyWorld, tmp_path: Path) -> 
     settings: dict[str, Any] = {"plan": str(path), "max_steps": 1, "verify_packing": False}
     train(tiny.config(out, **settings), SilentProgress())
     ((segment, stop),) = segments_of(out)
-    assert plan_again(out, segment, stop).place(0)[2] == 0
+    assert replay_segment(out, segment, stop).timeline.locate(0)[1] == 0
     packtool.plan(tiny.cache, packing_length=256, seed=7).save(str(path))
     with pytest.raises(MismatchError, match=r"a\.plan, the --plan of .*out, is another since it was trained"):
-        plan_again(out, segment, stop)
+        replay_segment(out, segment, stop)
     with pytest.raises(MismatchError, match=r"(?s)trains something else:.*follows from .*--plan"):
         train(tiny.config(out, **settings, resume_from_checkpoint="true"), SilentProgress())
     path.unlink()
     with pytest.raises(MismatchError, match="the --plan of this run is gone"):
-        plan_again(out, segment, stop)
+        replay_segment(out, segment, stop)
 
 
 def test_several_caches_are_joined(tiny: TinyWorld, tmp_path: Path) -> None:

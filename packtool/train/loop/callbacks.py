@@ -51,7 +51,7 @@ from packtool.train.prepare.history import options_kept
 from packtool.train.prepare.place import BEST, LAST, METRICS_NAME, best_of, point
 from packtool.train.prepare.prepared import PreparedRun, Steps
 from packtool.train.prepare.record import RunRecord
-from packtool.train.prepare.schedule import Schedule
+from packtool.train.prepare.timeline import OpenTimeline, Timeline
 from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
 
 _VAL_LOSS = "val loss"
@@ -212,9 +212,9 @@ def sentence(step: int, found: Mapping[str, float], logs: Mapping[str, Any], out
     return f"step {step:,} is far above those before: {told}{look}"
 
 
-def ends_epoch(schedule: Schedule, step: int) -> bool:
+def ends_epoch(timeline: Timeline | OpenTimeline, step: int) -> bool:
     """Whether an epoch is done after so many steps, which need not be alike many in each: one may be planned anew."""
-    return schedule.locate(step)[1] == 0
+    return timeline.locate(step)[1] == 0
 
 
 class StepsCallback(TrainerCallback):
@@ -227,19 +227,19 @@ class StepsCallback(TrainerCallback):
         saves_epochs: a checkpoint is wanted at the end of every epoch, and of the run.
     """
 
-    def __init__(self, schedule: Schedule, steps: Steps, *, saves_epochs: bool = False) -> None:
-        self.schedule, self.steps = schedule, steps
+    def __init__(self, timeline: Timeline | OpenTimeline, steps: Steps, *, saves_epochs: bool = False) -> None:
+        self.timeline, self.steps = timeline, steps
         self.saves_epochs = saves_epochs
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Set the epoch once the Trainer has counted a step, and tell it whether to log, save and stop."""
-        state.epoch = self.schedule.epochs(state.global_step)
-        is_end = state.global_step >= self.schedule.num_steps
+        state.epoch = self.timeline.epochs(state.global_step)
+        is_end = state.global_step >= self.timeline.num_steps
         if is_end:
             control.should_log = True
-        if self.saves_epochs and (is_end or ends_epoch(self.schedule, state.global_step)):
+        if self.saves_epochs and (is_end or ends_epoch(self.timeline, state.global_step)):
             control.should_save = True
         if self.steps.ended:
             control.should_log = control.should_training_stop = True
@@ -284,7 +284,7 @@ class CheckpointCallback(TrainerCallback):
             with saving(checkpoint):
                 add_unloaded(checkpoint, self.unloaded)
                 copy_processor(self.run.files.directory, checkpoint, self.run.files.template_file)
-                epoch, step_in_epoch = self.run.schedule.locate(state.global_step)
+                epoch, step_in_epoch = self.run.timeline.locate(state.global_step)
                 write_run_state(
                     checkpoint,
                     dataclasses.replace(

@@ -226,7 +226,7 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
         ConfigError, UnsupportedModelError: as training.
     """
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
-    model, args = _trainable_without_weights(run.config, spec.config, run.schedule.num_steps)
+    model, args = _trainable_without_weights(run.config, spec.config, run.timeline.num_steps)
     estimate = _estimate(run, model, spec, dtype)
     told = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
     told += quantization_line(model, spec.config.model_type, run.config)
@@ -307,7 +307,7 @@ def execute(
         write_skipped(run.config.output_dir, skipped)
     # No rank may end before all is written: a launcher ends the others when the first one ends.
     trainer.accelerator.wait_for_everyone()
-    watch.raise_if_stopped(steps, run.schedule.num_steps, os.path.join(run.config.output_dir, f"{PREFIX}{steps}"))
+    watch.raise_if_stopped(steps, run.timeline.num_steps, os.path.join(run.config.output_dir, f"{PREFIX}{steps}"))
     return result
 
 
@@ -353,7 +353,7 @@ def enter(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[Prepar
     """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
-    args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
+    args = training_arguments(run.config, num_steps=run.timeline.num_steps, dtype=dtype, on_gpu=on_gpu)
     check_ranks_agree(run.state, run.world, run.axes.name)
     config = make_place(run.config, run.world)
     if config.add_version:
@@ -423,7 +423,7 @@ def make_training(
     shard_on_cpus(config)
     # In the order in which they must come; evaluation and the finishing of checkpoints come after them.
     saves_epochs = config.save_strategy == "epoch"
-    callbacks = [StepsCallback(run.schedule, loader.steps, saves_epochs=saves_epochs), watch]
+    callbacks = [StepsCallback(run.timeline, loader.steps, saves_epochs=saves_epochs), watch]
     trainer = PackTrainer(
         model,
         args,
@@ -438,7 +438,7 @@ def make_training(
     if run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else None
         evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
-        ends = partial(ends_epoch, run.schedule)
+        ends = partial(ends_epoch, run.timeline)
         evaluation = EvaluationCallback(
             partial(trainer.log_evaluation, evaluate), ends if every is None else lambda step: step % every == 0, config
         )

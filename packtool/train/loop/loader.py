@@ -144,7 +144,7 @@ class StepLoader:
         self._given: Sequence[MicroBatch] = ()
 
     def __len__(self) -> int:
-        return self.run.schedule.num_steps
+        return self.run.timeline.num_steps
 
     def __iter__(self) -> Iterator[TrainingStep]:
         run, config = self.run, self.run.config
@@ -156,7 +156,7 @@ class StepLoader:
             num_workers=config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
         )
-        for number, step in zip(range(run.start, run.schedule.num_steps), steps, strict=False):
+        for number, step in zip(range(run.start, run.timeline.num_steps), steps, strict=False):
             figures = step.begin()
             self._given, num = step.micro_batches, len(step.micro_batches)
             given = self._counted(islice(batches, num))

@@ -141,10 +141,11 @@ def measure_media(config: PlanConfig, found: Preview, progress: Progress) -> Loa
         ConfigError: if the caches have none, or their model's processors cannot be had.
         MediaError: naming a medium that cannot be read.
     """
-    assert found.reader is not None, "asked of caches alone"
-    identity = found.reader.manifests[0].identity
+    reader, shared = found.inputs.reader, found.inputs.shared
+    assert reader is not None, "asked of caches alone"
+    identity = reader.manifests[0].identity
     model = config.model or str(identity.spec["model"])
-    index, summary = found.reader.index, found.plan.summary
+    index, summary = reader.index, found.plan.summary
     pools = {kind: np.flatnonzero(getattr(index, name) > 0) for kind, name in _KINDS.items()}
     if not any(map(len, pools.values())):
         raise ConfigError("--media: the caches hold no media, so there is nothing to load")
@@ -152,16 +153,16 @@ def measure_media(config: PlanConfig, found: Preview, progress: Progress) -> Loa
         raise ConfigError("--media: the plan has no step that media are loaded for")
     spec = InputSpec.load(model, identity.media_limits)
     planned, trained = found.plan.packs.samples, 1.0
-    if found.shared is not None:  # of media in prefixes that are computed once, about
-        trained = found.shared.media_tokens.sum() / index.media_tokens.sum()
-    ranks = found.options.world_size * found.sequence_parallel_size
+    if shared is not None:  # of media in prefixes that are computed once, about
+        trained = shared.media_tokens.sum() / index.media_tokens.sum()
+    ranks = found.options.world_size * found.first_inputs.sequence_parallel_size
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a process that loads
     try:
         kinds = []
         for kind, pool in pools.items():
             if len(pool):
-                samples = (found.reader.sample(place) for place in _drawn(pool, config.seed))
+                samples = (reader.sample(place) for place in _drawn(pool, config.seed))
                 measured, seconds, size, num_samples = _measured(kind, samples, spec, progress)
                 num_planned = np.isin(planned, pool).sum()  # a mixture takes some samples several times, and others not
                 per_step = num_planned * trained * measured / num_samples / summary.num_steps / ranks

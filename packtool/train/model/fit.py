@@ -44,7 +44,7 @@ from packtool.train.prepare.check import open_caches
 from packtool.train.prepare.costs import ExpectedTime, tower_work, with_model
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
-from packtool.train.prepare.planner import plan_options
+from packtool.train.prepare.opening import plan_options
 from packtool.train.prepare.result import option_words
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared

@@ -306,11 +306,9 @@ def planned_memory(config: PlanConfig, found: Preview) -> MemoryEstimate:
     Raises:
         ConfigError, UnsupportedModelError: if training would refuse the model, or transformers does not know it.
     """
-    if found.staged is None:
-        return _memory_of(config, found, found.plan, found.options.packing_length, config.sequence_parallel_ranks)
     kinds = {
-        (part.planner.options.packing_length, part.sequence_parallel_size): next(part.stretches()).plan
-        for part in found.staged.parts
+        (stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size): next(stage.stretches()).plan
+        for stage in found.timeline.stages
     }
     told = [_memory_of(config, found, plan, room, size) for (room, size), plan in kinds.items()]
     return max(told, key=lambda estimate: estimate.total or 0)
@@ -327,11 +325,11 @@ def _memory_of(config: PlanConfig, found: Preview, plan: EpochPlan, room: int, s
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Name a model that transformers has.") from error
     dtype = resolve_dtype(model, run, on_gpu=True)
-    axes = axes_of(run, World(0, config.world_size, size), files, found.lengths, trained=True)
+    axes = axes_of(run, World(0, config.world_size, size), files, found.inputs.lengths, trained=True)
     micro_batches = with_longest(run, files.config, RankTokens(computed=1))
-    if found.reader is not None:
-        index = found.reader.index
-        tokens = index if found.shared is None else found.shared
+    if found.inputs.reader is not None:
+        index, shared = found.inputs.reader.index, found.inputs.shared
+        tokens = index if shared is None else shared
         shares = share_media(seen_media(index, files.config), files.config, plan, size) if size > 1 else None
         micro_batches = heaviest_tokens(run, plan, files.config, tokens.media_tokens, tokens.audio_tokens, shares)
     with quiet_transformers():

@@ -16,11 +16,10 @@ from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch, Tower
 from packtool.cache.reader import CacheReader
-from packtool.cache.views import ChosenTargets, SampleReader
+from packtool.cache.views import ChosenTargets
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.ledger import Ledger
@@ -33,18 +32,16 @@ from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluat
 from packtool.train.prepare.figures import RankTokens, SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.history import Segment, options_kept
-from packtool.train.prepare.inputs import Basis
+from packtool.train.prepare.inputs import BatchShape, Inputs
 from packtool.train.prepare.mixtures import counts_in, mixture_lines
+from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.place import with_resumed_version
-from packtool.train.prepare.planner import Assignment, Planner
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult, schedule_lines
-from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, first_pair
-from packtool.train.prepare.staged_schedule import StagedSchedule, StagePart
-from packtool.train.prepare.targets import TargetChoices
+from packtool.train.prepare.shared_prefixes import first_pair
+from packtool.train.prepare.timeline import Timeline, TrainedStage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,36 +49,32 @@ class CachedRun(PreparedRun):
     """A run on the samples of caches: all of its steps are known.
 
     Args:
-        reader: of all caches.
-        samples: the same with their labels as ``--loss-scale``, or that of their source, chooses them.
+        inputs: of its plans.
         figures: of all samples; of those that share prefixes, what each adds.
-        planner: of the schedule.
         ledger: what was trained before.
         changed: what became of the data that its checkpoint had; None where they are the same.
     """
 
-    schedule: PlannedSchedule
-    reader: CacheReader
-    samples: SampleReader
+    timeline: Timeline
+    inputs: Inputs
     figures: SampleFigures
-    planner: Planner
     ledger: Ledger
     changed: ChangedData | None = None
 
     @property
-    def shared(self) -> SharedPrefixes | None:
-        """The prefixes that are computed once; None where all samples are computed whole."""
-        return self.planner.shared
+    def reader(self) -> CacheReader:
+        """The reader of all caches."""
+        return self.inputs.of_run[2]
 
     @property
     def tells_channels(self) -> bool:
         """See ``PreparedRun``; of a mixture its sources."""
-        return self.planner.mixture is not None or super().tells_channels
+        return self.inputs.mixture is not None or super().tells_channels
 
     def expected(self) -> TrainResult:
         """See ``PreparedRun``."""
-        schedule, summary = self.schedule, self.schedule.first.summary
-        mixture = self.planner.mixture
+        timeline, summary = self.timeline, self.timeline.first.summary
+        mixture = self.inputs.mixture
         return TrainResult(
             num_samples=summary.num_samples,
             filtered=summary.num_filtered,
@@ -93,35 +86,35 @@ class CachedRun(PreparedRun):
             packing=summary.packing,
             max_length=summary.max_length,
             packing_length=summary.packing_length,
-            steps=schedule.num_steps,
-            steps_without_packing=schedule.num_steps_without_packing(),
-            num_empty_micro_batches=schedule.num_empty_micro_batches(),
+            steps=timeline.num_steps,
+            steps_without_packing=timeline.num_steps_without_packing(),
+            num_empty_micro_batches=timeline.num_empty_micro_batches(),
             num_processes=self.world.size,
-            target_tokens=schedule.sum_of_target_tokens(self.start),
+            target_tokens=timeline.target_tokens_from(self.start),
             output_dir=self.config.output_dir,
             resumed_from=self.beginning.checkpoint,
-            sources={} if mixture is None else share_figures(counts_in(self.schedule.first, mixture)),
-            stages=schedule.figures() if isinstance(schedule, StagedSchedule) else [],
+            sources={} if mixture is None else share_figures(counts_in(self.timeline.first, mixture)),
+            stages=timeline.figures(),
         )
 
     def lines(self, expected: TrainResult) -> Iterator[str]:
         """See ``PreparedRun``."""
-        if isinstance(self.schedule, StagedSchedule):
-            yield f"a curriculum of {len(self.schedule.parts)} stages, of which the first is planned so:"
-        yield from schedule_lines(self.config, self.schedule, expected)
-        if isinstance(self.schedule, StagedSchedule):
-            yield from self.schedule.lines()
-        elif self.planner.mixture is not None:
-            yield from mixture_lines(self.planner.mixture, self.schedule.first)
-        if self.shared is not None:
+        if self.inputs.stages:
+            yield f"a curriculum of {len(self.timeline.stages)} stages, of which the first is planned so:"
+        yield from schedule_lines(self.config, self.timeline, expected)
+        if self.inputs.stages:
+            yield from self.timeline.lines()
+        elif self.inputs.mixture is not None:
+            yield from mixture_lines(self.inputs.mixture, self.timeline.first)
+        if self.inputs.shared is not None:
             cost = RunCosts.of(self.config, self.files.config).model
             first = self.state.assignments[0][1:] if self.state.assignments else self.state.assignment
-            steps = self.schedule.first.summary.num_steps
-            yield self.shared.line(cost, steps, self.planner.num_steps_whole(first))
+            steps = self.timeline.first.summary.num_steps
+            yield self.inputs.shared.line(cost, steps, self.inputs.unshared_summary(first).num_steps)
 
     def media_tokens(self) -> float:
         """See ``PreparedRun``; those of the epoch that comes next."""
-        plan = self.schedule.plan_of(self.schedule.locate(self.start)[0])
+        plan = self.timeline.stretch(self.start).plan
         return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
 
     @property
@@ -130,25 +123,24 @@ class CachedRun(PreparedRun):
         ways = {self.world.sequence_parallel_size: self.axes, **self.ways}
         return [
             (
-                dataclasses.replace(with_shares(self.config, size), packing_length=part.planner.options.packing_length),
+                dataclasses.replace(with_shares(self.config, size), packing_length=stage.inputs.options.packing_length),
                 ways.get(size, Axes()),
             )
-            for part in self._parts
-            for size in (part.sequence_parallel_size,)
+            for stage in self._stages
+            for size in (stage.inputs.sequence_parallel_size,)
         ] or super().kinds_of_steps
 
     @property
-    def _parts(self) -> list[StagePart]:
+    def _stages(self) -> list[TrainedStage]:
         """The stages that are still to be trained; none of a run without."""
-        parts = self.schedule.parts if isinstance(self.schedule, StagedSchedule) else ()
-        return [part for part in parts if part.stop > self.start]
+        return [stage for stage in self.timeline.stages if stage.stop > self.start] if self.inputs.stages else []
 
     def heaviest(self, kind: int = 0) -> tuple[RankTokens, ...]:
         """See ``PreparedRun``; those of the epoch that comes next, in this stage or another."""
-        parts, model = self._parts, self.files.config
+        stages, model = self._stages, self.files.config
         config, axes = self.kinds_of_steps[kind]
-        step = max(self.start, parts[kind].first) if parts else self.start
-        plan, shares = self.schedule.plan_of(self.schedule.locate(step)[0]), None
+        step = max(self.start, stages[kind].first) if stages else self.start
+        plan, shares = self.timeline.stretch(step).plan, None
         size = axes.ring_size * axes.ulysses_size
         if size > 1:
             shares = share_media(seen_media(self.reader.index, model), model, plan, size)
@@ -156,9 +148,9 @@ class CachedRun(PreparedRun):
 
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order, or two that share a prefix."""
-        epoch, step = self.schedule.locate(self.start)
-        plan = self.schedule.plan_of(epoch)
-        if self.shared is not None:
+        stretch = self.timeline.stretch(self.start)
+        plan, step = stretch.plan, self.start - stretch.first
+        if self.inputs.shared is not None:
             pair = first_pair(with_packs_in_order(plan.packs, plan.steps.packs(step, self.world.data.rank, 0)))
             if pair is not None:
                 return [self.reader.sample(int(position)) for position in pair]
@@ -171,11 +163,11 @@ class CachedRun(PreparedRun):
     @property
     def read(self) -> Callable[[Any], EncodedSample]:
         """See ``PreparedRun``; micro-batches have positions in the caches."""
-        return self.samples.sample
+        return self.inputs.samples.sample
 
     def names(self, micro_batch: MicroBatch) -> list[str]:
         """See ``PreparedRun``."""
-        samples = [(position, self.samples.sample(position)) for position in micro_batch.samples]
+        samples = [(position, self.read(position)) for position in micro_batch.samples]
         return [f"row {sample.row} of {sample.source} (sample {position})" for position, sample in samples]
 
     def words(self, micro_batch: MicroBatch) -> str:
@@ -190,17 +182,15 @@ class CachedRun(PreparedRun):
 
     def _read_again(self, epoch: int) -> npt.NDArray[np.bool_] | None:
         """Which samples the next epoch has, too, for a media cache; None where that is all, or nobody looks."""
-        if self.config.media_cache is None or self.planner.mixture is None or isinstance(self.schedule, StagedSchedule):
+        if self.config.media_cache is None or self.inputs.mixture is None or self.inputs.stages:
             return None
-        if self.schedule.locate(self.schedule.num_steps - 1)[0] <= epoch:
+        if self.timeline.locate(self.timeline.num_steps - 1)[0] <= epoch:
             return None
-        return (self.planner.wanted_of(epoch + 1) > 0) | (self.planner.wanted_of(epoch) > 1)
+        return (self.inputs.wanted_of(epoch + 1) > 0) | (self.inputs.wanted_of(epoch) > 1)
 
     def record(self) -> RunRecord:
         """See ``PreparedRun``."""
-        return RunRecord(
-            self.ledger, self.schedule, self.planner, self.reader, self._segment, self.beginning.checkpoint
-        )
+        return RunRecord(self.ledger, self.timeline, self.reader, self._segment, self.beginning.checkpoint)
 
     def _segment(self) -> Segment:
         """What the run's history keeps of it."""
@@ -209,7 +199,7 @@ class CachedRun(PreparedRun):
         state = self.state
         return Segment(
             first=self.start,
-            num_steps=self.schedule.num_steps,
+            num_steps=self.timeline.num_steps,
             config=options_kept(self.config),
             caches=tuple((storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in found),
             assignments=state.assignments or ((0, *state.assignment),),
@@ -220,7 +210,7 @@ class CachedRun(PreparedRun):
 
     def stage_line(self, step: int) -> str | None:
         """See ``PreparedRun``."""
-        return self.schedule.beginning(step) if isinstance(self.schedule, StagedSchedule) else None
+        return self.timeline.stage_line(step) if self.inputs.stages else None
 
     def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
@@ -235,21 +225,18 @@ class _PlannedSteps(Steps):
 
     def drawn(self) -> Iterator[RankStep]:
         """See ``Steps``."""
-        run, step = self._run, self._run.start
-        is_dynamic = run.config.removes_padding and not run.schedule.first.summary.packing
-        while step < run.schedule.num_steps:
-            epoch, first = run.schedule.locate(step)
-            plan = run.schedule.plan_of(epoch)
+        run = self._run
+        is_dynamic = run.config.removes_padding and not run.timeline.first.summary.packing
+        for stretch in run.timeline.stretches(run.start):
+            plan, first = stretch.plan, max(run.start - stretch.first, 0)
             figures = islice(figures_of_steps(plan, run.figures, is_dynamic=is_dynamic), first, None)
             rank = run.world.shared_by(run.world.size // plan.steps.world_size).data.rank
-            steps = zip(run.planned_epoch(plan, epoch).steps(rank, first), figures, strict=True)
-            end = min(run.schedule.epoch_end(step), run.schedule.num_steps)
-            for micro_batches, found in islice(steps, end - step):
-                yield RankStep(micro_batches, partial(_as_it_is, found))
-                step += 1
+            steps = zip(run.planned_epoch(plan, stretch.epoch).steps(rank, first), figures, strict=True)
+            for micro_batches, step_figures in islice(steps, stretch.stop - stretch.first - first):
+                yield RankStep(micro_batches, partial(_unchanged, step_figures))
 
 
-def _as_it_is(figures: StepFigures) -> StepFigures:
+def _unchanged(figures: StepFigures) -> StepFigures:
     return figures
 
 
@@ -262,60 +249,53 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
     """
-    basis = Basis.of(with_resumed_version(config))
-    config, files, reader, planner = basis.config, basis.files, basis.reader, basis.planner
+    inputs = open_to_train(with_resumed_version(config))
+    config, files, reader = inputs.of_run
     beginning = beginning or Beginning.of(config)
-    mine: Assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
-    state = basis.state(mine)
-    going_on = continued(beginning, state, world, reader, planner, may_change=config.data_change == "allow")
-    axes = axes_of(config, world, files, reader.index.length, trained=True)
-    parts = going_on.schedule.parts if isinstance(going_on.schedule, StagedSchedule) else ()
-    sizes = sorted({part.sequence_parallel_size for part in parts} - {world.sequence_parallel_size})
+    mine: BatchShape = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
+    may_change = config.data_change == "allow"
+    resumed = continued(beginning, inputs.state(mine), world, inputs, may_change=may_change)
+    axes = axes_of(config, world, files, inputs.lengths, trained=True)
+    stages = resumed.timeline.stages if inputs.stages else ()
+    sizes = {stage.inputs.sequence_parallel_size for stage in stages} - {world.sequence_parallel_size}
+    unshared = () if inputs.unshared is None else (inputs.unshared,)
     return CachedRun(
         config=config,
         world=world,
         files=files,
         media_limits=reader.manifests[0].identity.media_limits,
-        schedule=going_on.schedule,
-        state=going_on.state,
+        timeline=resumed.timeline,
+        state=resumed.state,
         beginning=beginning,
         axes=axes,
         ways={
-            size: axes_of(with_shares(config, size), world.shared_by(size), files, reader.index.length, trained=True)
-            for size in sizes
+            size: axes_of(with_shares(config, size), world.shared_by(size), files, inputs.lengths, trained=True)
+            for size in sorted(sizes)
         },
-        notes=(*basis.notes, *beginning.notes, *going_on.notes),
-        least_shared=None if planner.shared is None else LEAST_SHARED,
-        validation=_validation(config, world, files, reader, basis.choices, axes),
-        reader=reader,
-        samples=basis.samples,
-        figures=dataclasses.replace(
-            _figures(config, files, reader, planner.targets, planner.shared), mixture=planner.mixture
-        ),
-        planner=planner,
-        ledger=going_on.ledger,
-        changed=going_on.changed,
+        notes=(*unshared, *inputs.notes, *beginning.notes, *resumed.notes),
+        least_shared=None if inputs.shared is None else LEAST_SHARED,
+        validation=_validation(inputs, world, axes),
+        inputs=inputs,
+        figures=_figures(inputs, RunCosts.of(config, files.config)),
+        ledger=resumed.ledger,
+        changed=resumed.changed,
     )
 
 
-def _figures(
-    config: TrainConfig,
-    files: ModelFiles,
-    reader: CacheReader,
-    targets: npt.NDArray[np.integer[Any]],
-    shared: SharedPrefixes | None,
-) -> SampleFigures:
-    index, costs = reader.index, RunCosts.of(config, files.config)
-    each = partial(sample_costs, index=index) if shared is None else shared.sample_costs
+def _figures(inputs: Inputs, costs: RunCosts) -> SampleFigures:
+    (config, _, reader), targets, shared = inputs.of_run, inputs.targets, inputs.shared
+    each = partial(sample_costs, index=reader.index) if shared is None else shared.sample_costs
     units = targets > 0 if config.loss_reduction == "sample" else targets
+    media = reader.index if shared is None else shared
     return SampleFigures(
         targets,
-        index.media_tokens if shared is None else shared.media_tokens,
-        index.audio_tokens if shared is None else shared.audio_tokens,
+        media.media_tokens,
+        media.audio_tokens,
         units.astype(np.int64),
         each(costs.model, target_tokens=targets),
         each(costs.hardware, target_tokens=targets),
         *_media_kinds(reader),
+        mixture=inputs.mixture,
     )
 
 
@@ -327,9 +307,8 @@ def _media_kinds(reader: CacheReader) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     return (index.num_images > 0) | has_videos, (index.num_audios > 0) | may_sound
 
 
-def _validation(
-    config: TrainConfig, world: World, files: ModelFiles, reader: CacheReader, choices: TargetChoices, axes: Axes
-) -> Validation | None:
+def _validation(inputs: Inputs, world: World, axes: Axes) -> Validation | None:
+    (config, files, reader), choices = inputs.of_run, inputs.choices
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)

@@ -13,10 +13,10 @@ from packtool.launch.world import World
 from packtool.plan.ledger import Ledger
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.data_change import ChangedData, cache_differences, history_of, with_changed_data
-from packtool.train.prepare.planner import Planner
+from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.prepared import Beginning
 from packtool.train.prepare.record import begin_ledger, ledger_of_plan, read_ledger
-from packtool.train.prepare.schedule import PlannedSchedule
+from packtool.train.prepare.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,23 +24,21 @@ class Continued:
     """A run from where it goes on.
 
     Args:
-        schedule: of all steps from there.
+        timeline: of all steps from there.
         state: with each time that packs were assigned.
         ledger: what was trained before.
         changed: what became of the data; None where they are the same.
         notes: what is to be said of it.
     """
 
-    schedule: PlannedSchedule
+    timeline: Timeline
     state: RunState
     ledger: Ledger
     changed: ChangedData | None = None
     notes: tuple[str, ...] = ()
 
 
-def continued(
-    beginning: Beginning, state: RunState, world: World, reader: CacheReader, planner: Planner, *, may_change: bool
-) -> Continued:
+def continued(beginning: Beginning, state: RunState, world: World, inputs: Inputs, *, may_change: bool) -> Continued:
     """Go on from a checkpoint, or begin.
 
     Args:
@@ -50,26 +48,26 @@ def continued(
     Raises:
         MismatchError: if the run does not fit the checkpoint, or what was trained cannot be found in other caches.
     """
-    before, checkpoint = beginning.before, beginning.checkpoint
+    before, checkpoint, (_, _, reader) = beginning.before, beginning.checkpoint, inputs.of_run
     if before is None:
-        return Continued(planner.schedule(((0, *state.assignment),)), state, begin_ledger(reader))
+        return Continued(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
     if checkpoint is None:  # as packtool.Batches goes on, whose user keeps the checkpoints, and no ledger
-        return _assigned_anew("this state", before, state, planner, begin_ledger(reader), reader)
+        return _assigned_anew("this state", before, state, inputs, begin_ledger(reader), reader)
     ledger = read_ledger(checkpoint)
     had = () if ledger is None else ledger.sources
     beginning.check(
         state, world, data_may_change=may_change, other_data=lambda: cache_differences(had, reader) if had else []
     )
     if state.has_other_data(before):
-        return _with_other_data(checkpoint, before, state, planner, ledger, reader)
-    return _assigned_anew(checkpoint, before, state, planner, ledger, reader)
+        return _with_other_data(checkpoint, before, state, inputs, ledger, reader)
+    return _assigned_anew(checkpoint, before, state, inputs, ledger, reader)
 
 
 def _assigned_anew(
     checkpoint: str,
     before: RunState,
     state: RunState,
-    planner: Planner,
+    inputs: Inputs,
     ledger: Ledger | None,
     reader: CacheReader,
 ) -> Continued:
@@ -81,20 +79,20 @@ def _assigned_anew(
             f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
         )
         assignments = (*assignments, (before.step, *state.assignment))
-    schedule = planner.schedule(assignments, None if ledger is None else ledger.change)
+    timeline = Timeline.of(inputs, assignments, None if ledger is None else ledger.change)
     if ledger is None:
-        ledger = ledger_of_plan(reader, planner, schedule, before.step)
+        ledger = ledger_of_plan(reader, timeline, before.step)
         notes.append(
             f"{checkpoint} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
             "what --on-bad-media skip may have left out"
         )
     is_plain = len(assignments) == 1 and before.data_since == 0
     state = dataclasses.replace(state, assignments=() if is_plain else assignments, data_since=before.data_since)
-    return Continued(schedule, state, ledger, notes=tuple(notes))
+    return Continued(timeline, state, ledger, notes=tuple(notes))
 
 
 def _with_other_data(
-    checkpoint: str, before: RunState, state: RunState, planner: Planner, ledger: Ledger | None, reader: CacheReader
+    checkpoint: str, before: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None, reader: CacheReader
 ) -> Continued:
     """Go on with other data: what is left of the epoch is planned anew.
 
@@ -107,28 +105,28 @@ def _with_other_data(
             "that it had were trained",
             "Go on with its own caches until the next checkpoint, and change the data there.",
         )
-    coming = planner.coming(ledger, state.assignment)
-    history = history_of(checkpoint)
-    changed = with_changed_data(ledger, reader, coming.wanted, history, coming.max_length, coming.stage)
+    wanted, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
+    changed = with_changed_data(ledger, reader, wanted, history_of(checkpoint), max_length, stage)
     assignments = ((before.step, *state.assignment),)
-    schedule = planner.schedule(assignments, changed.ledger.change)
+    timeline = Timeline.of(inputs, assignments, changed.ledger.change)
     state = dataclasses.replace(state, assignments=assignments, data_since=before.step)
     notes = changed.lines(
-        _steps_left(schedule, before.step, ledger.epoch), _told_steps(checkpoint, before.step, schedule)
+        _steps_left(timeline, before.step, ledger.epoch), _told_steps(checkpoint, before.step, timeline)
     )
-    return Continued(schedule, state, changed.ledger, changed, tuple(notes))
+    return Continued(timeline, state, changed.ledger, changed, tuple(notes))
 
 
-def _steps_left(schedule: PlannedSchedule, step: int, epoch: int) -> int:
+def _steps_left(timeline: Timeline, step: int, epoch: int) -> int:
     """Steps of an epoch from a step on, none where nothing of it is left."""
-    return schedule.epoch_end(step) - step if schedule.locate(step)[0] == epoch else 0
+    stretch = timeline.stretch(step)
+    return stretch.stop - step if stretch.epoch == epoch else 0
 
 
-def _told_steps(checkpoint: str, step: int, schedule: PlannedSchedule) -> str:
+def _told_steps(checkpoint: str, step: int, timeline: Timeline) -> str:
     """How many steps there are now, and how far the schedule of learning rates is."""
-    planned = schedule.num_steps
-    told = f"later epochs have {schedule.steps_per_epoch:,} steps each, and the run ends after step {planned:,}"
-    if schedule.stage_of(step) is not None:
+    planned = timeline.num_steps
+    told = f"later epochs have {timeline.steps_per_epoch:,} steps each, and the run ends after step {planned:,}"
+    if timeline.stage_of(step) is not None:
         told = f"the run ends after step {planned:,}"
     had = steps_planned(checkpoint)
     if had == planned:

@@ -1,153 +1,414 @@
-"""What options and caches decide of a run, wherever it begins."""
+"""What the plans of a run are made from: caches opened and checked, targets, mixtures, shared prefixes and costs."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.cache.plan_file import read_plan
+from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.cache.views import ChosenTargets, MixedSamples, SampleReader
-from packtool.config.mixture import Recipe
+from packtool.config.mixture import Recipe, Stage
+from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
-from packtool.simulate.run import read_hardware
-from packtool.train.prepare.check import check_plan, check_sources, open_caches, packs_of, with_template_of
+from packtool.errors import ConfigError, MismatchError
+from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reordered
+from packtool.plan.ledger import DataChange, Ledger
+from packtool.plan.mixture import Mixture, mixture_of
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import Int64Array, PackPlan
+from packtool.plan.prefix_trees import trees_of_some
+from packtool.plan.summary import PlanSummary
+from packtool.plan.towers import TowerWork
+from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.costs import tower_work, with_model
-from packtool.train.prepare.evaluation import with_evaluation
-from packtool.train.prepare.mixtures import named_sources
-from packtool.train.prepare.planner import Assignment, Planner, plan_options
-from packtool.train.prepare.shared_prefixes import shared_in_packs, shared_of_plan
-from packtool.train.prepare.staged import planner_of
-from packtool.train.prepare.targets import TargetChoices, choices_of_targets
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs, shared_of_plan
+from packtool.train.prepare.targets import TargetChoices
+
+_KEPT_PLANS = 2
+"""Plans that are remembered: that of the epoch in training, and of the one read ahead, tens of megabytes each."""
+
+BatchShape = tuple[int, int, int]
+"""World size, gradient accumulation and batch size: what the packs of an epoch are assigned to."""
 
 
-@dataclass(frozen=True, eq=False)
-class Basis:
-    """What options and caches decide, wherever a run begins.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Inputs:
+    """What the plans of a run, or of one of its stages, are made from, for any number of processes.
 
     Args:
-        config: its settings, with those that were left open decided.
-        samples: with their labels as ``--loss-scale``, or that of their source, chooses them.
-        choices: of these labels.
-        notes: remarks for the user.
+        config: the command's settings; those of a training run with ``--eval-strategy`` decided.
+        options: of the plan, with costs; what packs are assigned to comes with each ``BatchShape``.
+        lengths: tokens of each sample, (N,).
+        targets: labels of each sample that carry loss, (N,).
+        media_tokens: of each sample, (N,); None for a file of lengths.
+        towers: cost of each sample's media, or of those that it adds to a shared prefix; None for a file of lengths.
+        reader: of the caches; None for a file of lengths.
+        recipe: by which caches are mixed; None for every sample once an epoch.
+        model: its ``config.json``.
+        files: of the model; None where the costs are those of a preset.
+        choices: of labels, where ``--loss-scale`` or the recipe has others than the export.
+        saved: the file of ``--plan``, whose packs are trained instead of planned ones.
+        shared: prefixes that are computed once; None where all samples are computed whole.
+        unshared: why prefixes are not shared that could be; None if there is nothing to say.
+        mixture: what an epoch takes of the samples; None for each once. With stages what any of them takes.
+        stages: inputs of each stage of the recipe; empty without stages.
+        sequence_parallel_size: processes that share a sequence.
+        notes: for the user.
     """
 
-    config: TrainConfig
-    files: ModelFiles
-    reader: CacheReader
-    samples: SampleReader
-    choices: TargetChoices
-    planner: Planner
-    notes: tuple[str, ...]
+    config: PlanConfig | TrainConfig
+    options: PlanOptions
+    lengths: npt.NDArray[np.integer[Any]]
+    targets: npt.NDArray[np.integer[Any]]
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None
+    towers: TowerWork | None = None
+    reader: CacheReader | None = None
+    recipe: Recipe | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    files: ModelFiles | None = None
+    choices: TargetChoices = ()
+    saved: SavedPlan | None = None
+    shared: SharedPrefixes | None = None
+    unshared: str | None = None
+    mixture: Mixture | None = None
+    stages: tuple[Inputs, ...] = ()
+    sequence_parallel_size: int = 1
+    notes: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, config: TrainConfig) -> Basis:
-        """Check that tokenizer, caches and options fit.
+    def prepared(self) -> Inputs:
+        """Find shared prefixes, and draw up mixtures, in inputs that have neither."""
+        if self.reader is None:
+            return self
+        assert self.options.cost is not None, "caches are planned with costs"
+        if self.saved is not None:
+            packs, parts = packs_of(self.saved), self.saved.info.parts
+            shared, unshared = shared_of_plan(packs, parts, self.model, self.reader), None
+        else:
+            shared, unshared = shared_in_packs(self.config, self.options, self.model, self.reader)
+        inputs = dataclasses.replace(self, shared=shared, unshared=unshared)
+        if shared is not None:
+            inputs = dataclasses.replace(inputs, towers=shared.towers(self.options.cost, self.targets))
+        return inputs if self.recipe is None else inputs.mixed(self.recipe, self._max_length)
+
+    def mixed(self, recipe: Recipe, max_length: int) -> Inputs:
+        """These inputs with the mixture of a recipe, or those of its stages.
+
+        Args:
+            max_length: samples of a stage have at most as many tokens.
 
         Raises:
-            ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
+            ConfigError, DataError: naming what does not go with the run, or the source of which nothing is left.
         """
-        files = ModelFiles.load(config.model)
-        directories, recipe = named_sources(config)
-        if config.mix is not None:
-            config = dataclasses.replace(config, cached_dataset=directories)
-        reader = open_caches(directories, config, files)
-        config, evaluated = with_evaluation(config, reader)
-        files = with_template_of(reader, files)
-        if recipe is not None:
-            check_sources(reader, recipe, files)
-        choices = choices_of_targets(reader, files, config.loss_scale, recipe)
-        samples: SampleReader = reader
-        targets = reader.index.target_tokens
-        if any(choices):
-            samples = chosen = ChosenTargets(reader, choices)
-            targets = chosen.target_tokens()
-        planner, not_shared = _planner(config, files, reader, targets, recipe)
-        if (mixture := planner.mixture) is not None:
-            samples = MixedSamples(
-                samples,
-                mixture.offsets,
-                mixture.names,
-                mixture.loss_weights,
-                keeps_channels=config.enable_channel_loss,
+        if not recipe.stages:
+            return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
+        if problems := _stage_problems(recipe, self):
+            raise ConfigError.from_problems(problems)
+        stages = []
+        for stage in recipe.stages:
+            room = stage.packing_length or self.options.packing_length
+            options = dataclasses.replace(self.options, packing_length=room, max_length=min(max_length, room))
+            size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
+            mixture = self._mixture_of(stage.recipe, options.max_length)
+            stages.append(
+                dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
             )
-        notes = (*not_shared, *_access_notes(config, reader), *evaluated)
-        return cls(config, files, reader, samples, choices, planner, notes)
+        longest = max((stage.options for stage in stages), key=lambda options: options.packing_length)
+        joined = _joined([stage.mixture for stage in stages if stage.mixture is not None])
+        return dataclasses.replace(self, recipe=recipe, options=longest, mixture=joined, stages=tuple(stages))
 
-    def state(self, assignment: Assignment) -> RunState:
+    def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
+        assert self.reader is not None, "recipes mix caches"
+        index, offsets, seed = self.reader.index, self.reader.offsets, self.config.seed
+        return mixture_of(
+            recipe, offsets, index.length, index.media_tokens, self.targets, max_length=max_length, seed=seed
+        )
+
+    @property
+    def of_run(self) -> tuple[TrainConfig, ModelFiles, CacheReader]:
+        """What a training run has, and ``packtool plan`` may lack."""
+        assert isinstance(self.config, TrainConfig), "the inputs of a training run"
+        assert self.files is not None, "a model is trained"
+        assert self.reader is not None, "checked with the settings"
+        return self.config, self.files, self.reader
+
+    @property
+    def _max_length(self) -> int:
+        """Tokens of the longest sample that is taken, whatever packs hold."""
+        assert self.reader is not None, "a file of lengths has no export"
+        return self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
+
+    @cached_property
+    def samples(self) -> SampleReader:
+        """The samples with their labels as ``--loss-scale``, or that of their source, chooses them."""
+        assert self.reader is not None, "a file of lengths has no samples"
+        samples: SampleReader = ChosenTargets(self.reader, self.choices) if any(self.choices) else self.reader
+        if self.mixture is None:
+            return samples
+        keeps_channels = isinstance(self.config, TrainConfig) and self.config.enable_channel_loss
+        names, weights = self.mixture.names, self.mixture.loss_weights
+        return MixedSamples(samples, self.mixture.offsets, names, weights, keeps_channels=keeps_channels)
+
+    def plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
+        """The plan of a whole epoch; the last ones are remembered, here and nowhere else."""
+        return self._remembered(epoch, assignment)
+
+    @cached_property
+    def _remembered(self) -> Callable[[int, BatchShape], EpochPlan]:
+        return lru_cache(maxsize=_KEPT_PLANS)(self._plan_of)
+
+    def _plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
+        if self.saved is not None:
+            packs = packs_of(self.saved)
+            is_first = epoch == 0 or not self.config.shuffle
+            return self.assign(packs if is_first else reordered(packs, seed=self.config.seed, epoch=epoch), assignment)
+        if self.mixture is not None:
+            return self.plan_mixture(self.mixture, epoch, assignment)
+        return self._plan(epoch, assignment, self.shared)
+
+    def _plan(
+        self, epoch: int, assignment: BatchShape, shared: SharedPrefixes | None, samples: Int64Array | None = None
+    ) -> EpochPlan:
+        """The plan of an epoch without a mixture, or of some samples."""
+        options, towers = self._assigned(assignment), self.towers
+        if shared is not None and samples is not None:
+            assert options.cost is not None, "training knows costs"
+            towers = shared.towers(options.cost, self.targets)
+        return plan_epoch(
+            self.lengths,
+            self.targets,
+            options,
+            seed=self.config.seed,
+            epoch=epoch,
+            media_tokens=self.media_tokens if shared is None else shared.media_tokens,
+            towers=towers,
+            trees=None if shared is None else shared.trees,
+            wanted=samples,
+        )
+
+    def plan_mixture(self, mixture: Mixture, epoch: int, assignment: BatchShape) -> EpochPlan:
+        """The plan of what a mixture draws in an epoch."""
+        options, seed = self._assigned(assignment), self.config.seed
+        return plan_mixture(
+            mixture, options, seed=seed, epoch=epoch, media_tokens=self.media_tokens, towers=self.towers
+        )
+
+    def plan_left(self, change: DataChange, assignment: BatchShape) -> EpochPlan | None:
+        """The plan of what was left of an epoch when the data changed; None if that was nothing."""
+        samples = np.repeat(np.arange(len(self.lengths)), change.samples())
+        if not (self.lengths[samples] <= self.options.max_length).any():
+            return None
+        shared = self.shared
+        if shared is not None:
+            shared = dataclasses.replace(shared, trees=trees_of_some(shared.trees, change.samples() > 0))
+        return self._plan(change.epoch, assignment, shared, samples)
+
+    def assign(self, packs: PackPlan, assignment: BatchShape) -> EpochPlan:
+        """The plan that assigns these packs to ranks."""
+        options, trees = self._assigned(assignment), None if self.shared is None else self.shared.trees
+        media_tokens = self.media_tokens
+        return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers, trees=trees)
+
+    def unshared_summary(self, assignment: BatchShape) -> PlanSummary:
+        """Packs and steps of the first epoch if no prefix were shared; packs it once more, without costs."""
+        options = dataclasses.replace(self._assigned(assignment), cost=None, balance="none")
+        seed, media_tokens = self.config.seed, self.media_tokens
+        return plan_epoch(self.lengths, self.targets, options, seed=seed, media_tokens=media_tokens).summary
+
+    def _assigned(self, assignment: BatchShape) -> PlanOptions:
+        world_size, accumulation, batch_size = assignment
+        return dataclasses.replace(
+            self.options,
+            world_size=world_size,
+            gradient_accumulation_steps=accumulation,
+            per_device_train_batch_size=batch_size,
+        )
+
+    def wanted_of(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
+        """How often an epoch has each sample of the caches, int64 (N,); what is too long for it counts, too.
+
+        Args:
+            trained: how often it has trained each with other data, (N,); None if it has trained none so.
+        """
+        trained = np.zeros(len(self.lengths), np.int64) if trained is None else trained
+        return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.wanted(epoch, trained)
+
+    def state(self, assignment: BatchShape) -> RunState:
         """The state of a run whose packs are assigned so, before its first step."""
-        return _state(self.config, self.planner, assignment, self.reader.fingerprint)
+        config, _, reader = self.of_run
+        plan, steps = self.fingerprints(assignment)
+        return RunState.of(
+            config,
+            plan=plan,
+            steps=steps,
+            cache=reader.fingerprint,
+            max_length=self.options.max_length,
+            packing_length=self.options.packing_length,
+            world_size=assignment[0],
+            loss_scale=config.loss_scale or "",
+            loss_reduction=config.loss_reduction,
+            shares_prefixes=self.shared is not None,
+            schedule=self._step_rule,
+            learning=config.learning_words,
+        )
+
+    @property
+    def _step_rule(self) -> str:
+        """What decides the steps but packs, batch size and accumulation, in one line."""
+        skrull, num_samples = self.options.skrull, self.options.samples_per_step
+        if skrull is None:
+            return "" if num_samples is None else f"{num_samples} samples a step"
+        # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
+        shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
+        return f"{shared}, for {skrull.times.device}"
+
+    def fingerprints(self, assignment: BatchShape) -> tuple[str, str]:
+        """What tells a run's packs from those of others, however many ranks there are, and how steps have them.
+
+        With stages they tell where these end, too: what a stage draws depends on it.
+        """
+        if not self.stages:
+            plan = self.plan_of(0, assignment)
+            return plan.lasting_fingerprint, plan.steps.fingerprint if plan.places is None else plan.fingerprint
+        lasting, steps = self.stages[0].fingerprints(self.scaled(0, assignment))
+        digest = hashlib.sha256(lasting.encode())
+        for number, stage in enumerate(self.stages):
+            assert stage.mixture is not None, "made with one"
+            room, size = stage.options.packing_length, stage.sequence_parallel_size
+            digest.update(f"{stage.mixture.fingerprint} {room} {size} {self.stage_end(number)}\n".encode())
+        return digest.hexdigest(), steps
+
+    def stage_end(self, number: int) -> float:
+        """Steps of the run that are done when a stage ends; without ``--max-steps`` the epochs that it has."""
+        assert self.recipe is not None, "stages are a recipe's"
+        stages, config = self.recipe.stages, self.config
+        if config.max_steps is not None:
+            stage = stages[number]
+            if stage.until is not None or stage.until_share is None:
+                return stage.until or config.max_steps
+            return max(round(stage.until_share * config.max_steps), 1)
+        if all(stage.until_share is None for stage in stages):
+            return config.num_train_epochs
+        before = stages[number - 1].until_share if number else 0.0
+        return ((stages[number].until_share or 1.0) - (before or 0.0)) * config.num_train_epochs
+
+    def stage_share(self, number: int, step: int, assignment: BatchShape) -> tuple[float, int]:
+        """What part of an epoch a stage from a step on begins with, above 0 and at most 1, and all of its epochs."""
+        epochs = self.stage_end(number)
+        if self.config.max_steps is not None:
+            each = self.stages[number].plan_of(0, self.scaled(number, assignment)).steps.num_steps
+            epochs = (epochs - step) / each
+        num = max(math.ceil(epochs - 1e-9), 1)
+        return epochs - (num - 1), num
+
+    def scaled(self, number: int, assignment: BatchShape) -> BatchShape:
+        """An assignment to the data-parallel ranks of a stage, from that of the run."""
+        world_size, accumulation, batch_size = assignment
+        ranks = world_size * self.config.sequence_parallel_ranks // self.stages[number].sequence_parallel_size
+        return ranks, accumulation, batch_size
+
+    def epoch_to_resume(
+        self, ledger: Ledger, assignment: BatchShape
+    ) -> tuple[Callable[[Int64Array, Int64Array], Int64Array], int, tuple[int, int] | None]:
+        """The epoch that a run with other data is in.
+
+        Returns:
+            how often it has each sample, int64 (N,), as a function of how often each was trained before it, and in it;
+            tokens of the longest sample that it takes; and the stage, as ``Ledger`` has it.
+
+        Raises:
+            MismatchError: if nothing tells in which stage that is.
+        """
+        if not self.stages:
+            if ledger.stage is not None and self.config.max_steps is None:
+                raise MismatchError(
+                    "the run had stages, and has none now: nothing says how many epochs are left",
+                    "Say where it ends, --max-steps N; or keep stages in the recipe.",
+                )
+            return lambda _, trained: self.wanted_of(ledger.epoch, trained), self.options.max_length, None
+        number = self._stage_at(ledger)
+        is_same = ledger.stage is not None and ledger.stage[0] == number
+        begun = ledger.stage[1] if ledger.stage is not None and is_same else ledger.epoch
+        stage = self.stages[number]
+
+        def wanted(before: Int64Array, trained: Int64Array) -> Int64Array:
+            mixture = stage.mixture
+            assert mixture is not None, "made with one"
+            if ledger.epoch == begun:
+                start = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
+                share, _ = self.stage_share(number, int(start), assignment)
+                mixture = mixture.part(share, before)
+            # What another stage has trained is no part of what this one is to have.
+            return mixture.wanted(ledger.epoch, trained if is_same else np.zeros_like(trained))
+
+        return wanted, stage.options.max_length, (number, begun)
+
+    def _stage_at(self, ledger: Ledger) -> int:
+        """The stage that a run resumed with other data is in."""
+        if self.config.max_steps is not None:
+            last = len(self.stages) - 1
+            return next((number for number in range(last) if ledger.step < self.stage_end(number)), last)
+        if ledger.stage is None or ledger.stage[0] >= len(self.stages):
+            had = "none" if ledger.stage is None else f"at least {ledger.stage[0] + 1}"
+            assert self.recipe is not None, "stages are a recipe's"
+            raise MismatchError(
+                f"{self.recipe.place} has {len(self.stages)} stages, and the run had {had}: nothing says in which of "
+                "them it is",
+                "Say where stages end in steps, with --max-steps; or keep those that the run has had.",
+            )
+        return ledger.stage[0]
 
 
-def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
-    """Said before the first step, for the one sample with a web address may come after hours."""
-    for manifest in reader.manifests:
-        far = any('"media_access": "any"' in source.settings for source in manifest.sources)
-        kept = manifest.identity.spec["media"] == "reference" and any(s.media_tokens for s in manifest.splits.values())
-        if far and kept and config.media_access != "any":
-            return [
-                "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
-            ]
-    return []
+def _joined(mixtures: list[Mixture]) -> Mixture:
+    """A mixture of all that any stage takes, for names and weights of sources, and for counts of their epochs."""
+    own = zip(*(mixture.candidates for mixture in mixtures), strict=True)
+    candidates = tuple(np.unique(np.concatenate(each)) for each in own)
+    return dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
 
 
-def _planner(
-    config: TrainConfig,
-    files: ModelFiles,
-    reader: CacheReader,
-    targets: npt.NDArray[np.integer[Any]],
-    recipe: Recipe | None,
-) -> tuple[Planner, list[str]]:
-    """The planner of a run, and what is to be said of prefixes that it does not share."""
-    saved = read_plan(config.plan) if config.plan is not None else None
-    if saved is not None:
-        check_plan(saved, config, reader)
-    max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
-    options = plan_options(config, max_length=max_length, world_size=1)
-    options = with_model(options, files.config, config, read_hardware(config.hardware), config.sequence_parallel_type)
-    if saved is not None:
-        options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
-    assert options.cost is not None
-    packs, told = packs_of(saved) if saved is not None else None, None
-    if saved is not None and packs is not None:
-        shared = shared_of_plan(packs, saved.info.parts, files.config, reader)
-    else:
-        shared, told = shared_in_packs(config, options, files.config, reader)
-    towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost, targets)
-    planner = planner_of(config, options, reader, targets, towers, recipe, packs, shared)
-    return planner, [] if told is None else [told]
+def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
+    """What of stages does not go with the run that has them, a line for each."""
+    config, place, problems = inputs.config, recipe.place, []
+    stages, size = recipe.stages, config.sequence_parallel_ranks
+    if inputs.options.skrull is not None:
+        problems.append(f"{place}, stages: --schedule skrull plans one kind of step: leave out one of them")
+    before = 0
+    for number, stage in enumerate(stages):
+        key = f"{place}, stages[{number}]"
+        if stage.packing_length is not None and not config.packing:
+            problems.append(f"{key}.packing_length: --packing false makes no packs: leave out one of them")
+        shared = stage.sequence_parallel_size
+        if shared is not None and size % shared:
+            problems.append(
+                f"{key}.sequence_parallel_size: {shared} is no part of the {size} processes of the run that share a "
+                f"sequence: give --sequence-parallel-size the largest, and stages that need fewer a divisor of it"
+            )
+        if stage.until is not None and config.max_steps is None:
+            problems.append(
+                f"{key}.until: {stage.until:,} steps of how many? Give --max-steps, or a share of the run: until: 30%"
+            )
+        if config.max_steps is not None:
+            problems += _step_problems(key, stage, before, config.max_steps, is_last=number + 1 == len(stages))
+            before = stage.until or round((stage.until_share or 0) * config.max_steps)
+    return problems
 
 
-def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache: str) -> RunState:
-    plan, steps = planner.fingerprints(assignment)
-    world_size, _, _ = assignment
-    return RunState.of(
-        config,
-        plan=plan,
-        steps=steps,
-        cache=cache,
-        max_length=planner.options.max_length,
-        packing_length=planner.options.packing_length,
-        world_size=world_size,
-        loss_scale=config.loss_scale or "",
-        loss_reduction=config.loss_reduction,
-        shares_prefixes=planner.shared is not None,
-        schedule=_schedule_of(planner),
-        learning=config.learning_words,
-    )
-
-
-def _schedule_of(planner: Planner) -> str:
-    """What decides the steps but packs, batch size and accumulation, in one line."""
-    skrull, num_samples = planner.options.skrull, planner.options.samples_per_step
-    if skrull is None:
-        return "" if num_samples is None else f"{num_samples} samples a step"
-    # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
-    shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
-    return f"{shared}, for {skrull.times.device}"
+def _step_problems(key: str, stage: Stage, before: int, max_steps: int, *, is_last: bool) -> Iterator[str]:
+    """What of a stage does not go with ``--max-steps``."""
+    end = stage.until or max(round((stage.until_share or 0) * max_steps), 1)
+    if is_last:
+        if before >= max_steps:
+            yield f"{key}: the run ends with step {max_steps:,} (--max-steps), before this stage begins"
+    elif not stage.end:
+        yield f"{key}.until: it is missing: with --max-steps every stage but the last says where it ends"
+    elif end <= before:
+        yield f"{key}.until: {stage.end} is step {end:,}, not behind step {before:,}, where the stage before ends"

@@ -6,11 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from packtool import storage
-from packtool.cache.reader import CacheReader
 from packtool.config.mixture import (
     MixOptions,
     Recipe,
@@ -24,7 +20,7 @@ from packtool.config.settings import parse_yaml
 from packtool.encode.loss_scale import parse_loss_scale
 from packtool.errors import ConfigError
 from packtool.plan.epoch import EpochPlan
-from packtool.plan.mixture import Mixture, SourceCounts, by_name, counts_of_steps, mixture_of, share_figures
+from packtool.plan.mixture import Mixture, SourceCounts, by_name, counts_of_steps, share_figures
 
 
 def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
@@ -70,38 +66,6 @@ def recipe_of_anywhere(path: str) -> bytes:
             sources = [{"path": each} if isinstance(each, str) else each for each in part["sources"]]
             part["sources"] = [{**each, "path": storage.absolute(each["path"])} for each in sources]
     return bytes(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, encoding="utf-8"))
-
-
-def mixture_in(
-    recipe: Recipe | None,
-    reader: CacheReader | None,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    *,
-    max_length: int,
-    seed: int,
-) -> Mixture | None:
-    """The mixture of caches that are open; None without a recipe, or without caches.
-
-    Args:
-        target_tokens: (N,), of all samples, as a run trains them.
-        max_length: longer samples are left out.
-        seed: of the run.
-
-    Raises:
-        DataError: nothing is left of a source.
-    """
-    if recipe is None or reader is None:
-        return None
-    index = reader.index
-    return mixture_of(
-        recipe,
-        reader.offsets,
-        index.length,
-        index.media_tokens,
-        target_tokens,
-        max_length=max_length,
-        seed=seed,
-    )
 
 
 def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:

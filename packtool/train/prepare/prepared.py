@@ -23,8 +23,8 @@ from packtool.train.prepare.figures import RankTokens, StepFigures
 from packtool.train.prepare.place import checkpoint_of
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult
-from packtool.train.prepare.schedule import Schedule
 from packtool.train.prepare.sequence_parallel import with_shares
+from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ class PreparedRun(ABC):
         world: this process among the others.
         files: of the model.
         media_limits: that pixels and sounds are loaded with.
-        schedule: its steps by number.
+        timeline: its steps by number.
         state: what a checkpoint of this run says of it, and what a run that goes on must agree with.
         beginning: where it begins.
         axes: how sequences are shared.
@@ -161,7 +161,7 @@ class PreparedRun(ABC):
     world: World
     files: ModelFiles
     media_limits: MediaLimits
-    schedule: Schedule
+    timeline: Timeline | OpenTimeline
     state: RunState
     beginning: Beginning
     axes: Axes

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from packtool import storage
-from packtool.cache.local import LocalCopies
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
-from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
-from packtool.encode.model_files import ModelFiles
-from packtool.plan.cost import MODEL_PRESETS
 from packtool.plan.epoch import EpochPlan, plan_epoch, plan_mixture
-from packtool.plan.mixture import Mixture, by_name, counts_of_steps, share_figures
+from packtool.plan.mixture import by_name, counts_of_steps, share_figures
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array
 from packtool.plan.summary import BatchGrowth, PlanSummary, own_steps_line, padded_fill
-from packtool.plan.towers import TowerWork
 from packtool.plan.tree_parts import TreeParts
-from packtool.simulate.run import read_hardware, read_lengths
-from packtool.train.prepare.costs import tower_work, with_model
-from packtool.train.prepare.mixtures import mixture_in, named_sources
-from packtool.train.prepare.planner import plan_options
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs
-from packtool.train.prepare.staged import staged_schedule
-from packtool.train.prepare.staged_schedule import StagedSchedule
-from packtool.train.prepare.targets import planned_targets
+from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.opening import open_to_plan
+from packtool.train.prepare.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -58,44 +45,50 @@ class Preview:
     """A plan and everything around it.
 
     Args:
-        plan: of the first epoch.
-        options: that it was made with.
+        inputs: of the plan.
+        timeline: of the run's steps.
+        plan: of the first epoch; with stages a whole epoch of the first one.
         seconds: that planning took.
-        lengths, target_tokens: of all samples.
-        towers: what their media cost, or what each adds to the prefix that it shares.
-        shared: the prefixes that are computed once; None where all samples are computed whole.
-        unshared: why nothing is shared that could be, or None.
         whole: figures of the plan that shares nothing; ``plan``'s own where it shares nothing.
-        reader: of the caches, None for a file of lengths.
-        cost_source: whose config.json told the costs.
-        num_epochs: times that every sample is seen.
-        sequence_parallel_size: processes that share each pack.
         plain: what the same samples would be without packing, in batches of as many rows as packs of whole ones hold.
-        mixture: what an epoch takes of the caches; None for every sample once. Of a run with stages, the first stage.
-        staged: the steps of all stages; ``plan`` is an epoch of the first. None without stages.
     """
 
+    inputs: Inputs
+    timeline: Timeline
     plan: EpochPlan
-    options: PlanOptions
     seconds: float
-    lengths: npt.NDArray[np.integer[Any]]
-    target_tokens: npt.NDArray[np.integer[Any]]
-    towers: TowerWork | None
-    shared: SharedPrefixes | None
-    unshared: str | None
     whole: PlanSummary
-    reader: CacheReader | None
-    cost_source: str
-    num_epochs: float
-    sequence_parallel_size: int
     plain: PlainBatches
-    mixture: Mixture | None
-    staged: StagedSchedule | None = None
 
     @property
     def first(self) -> EpochPlan:
         """The epoch that is trained first: of a run with stages, its part of the first one."""
-        return self.plan if self.staged is None else self.staged.first
+        return self.timeline.first
+
+    @property
+    def first_inputs(self) -> Inputs:
+        """What ``plan`` is made from: with stages the inputs of the first one."""
+        return self.timeline.stages[0].inputs
+
+    @property
+    def options(self) -> PlanOptions:
+        """What ``plan`` is made with."""
+        return dataclasses.replace(self.first_inputs.options, world_size=self.plan.steps.world_size)
+
+    @property
+    def num_epochs(self) -> float:
+        """Times that every sample is seen."""
+        config = self.inputs.config
+        return config.max_steps / self.plan.steps.num_steps if config.max_steps else config.num_train_epochs
+
+    @property
+    def cost_source(self) -> str:
+        """Whose config.json told the costs."""
+        if self.inputs.files is None:
+            return "a dense model of 8 billion weights (--model names another)"
+        if self.inputs.config.model is not None or self.inputs.reader is None:
+            return str(self.inputs.config.model)
+        return str(self.inputs.reader.manifests[0].identity.spec["model"])
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
@@ -140,33 +133,31 @@ class Preview:
             "skrull": None if summary.skrull is None else summary.skrull.figures(summary.num_tokens),
             "shared_prefixes": self._shared_figures(),
             "sources": self.source_figures,
-            "stages": None if self.staged is None else self.staged.figures(),
+            "stages": self.timeline.figures() or None,
             "flops_per_epoch": balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
-            "cache_fingerprint": self.reader.fingerprint if self.reader is not None else None,
+            "cache_fingerprint": None if self.inputs.reader is None else self.inputs.reader.fingerprint,
         }
         if tflops is not None:
             # Ranks wait for the slowest of each step.
             mean = balance.mean if summary.skrull is None else summary.skrull.mean
-            flops = balance.flops * mean * self.num_epochs if self.staged is None else self.staged.slowest_flops()
-            slowest = flops / self.options.world_size / self.sequence_parallel_size
+            flops = balance.flops * mean * self.num_epochs if not self.inputs.stages else self.timeline.slowest_flops()
+            slowest = flops / self.options.world_size / self.first_inputs.sequence_parallel_size
             found["hours"] = slowest / (tflops * 1e12 * mfu) / 3600
         return found
 
     @cached_property
     def counts_of_steps(self) -> Int64Array | None:
         """Samples, tokens and target tokens of each source in each step, int64 (T, S, 3); None without a mixture."""
-        if self.mixture is None:
-            return None
-        return counts_of_steps(self.plan.packs, self.plan.steps, self.mixture)
+        mixture = self.first_inputs.mixture
+        return None if mixture is None else counts_of_steps(self.plan.packs, self.plan.steps, mixture)
 
     @property
     def source_figures(self) -> dict[str, dict[str, Any]] | None:
         """What the epoch has of each source, by name; None without a mixture."""
-        if self.mixture is None or self.counts_of_steps is None:
-            return None
-        return share_figures(by_name(self.counts_of_steps.sum(axis=0), self.mixture))
+        mixture, counts = self.first_inputs.mixture, self.counts_of_steps
+        return None if mixture is None or counts is None else share_figures(by_name(counts.sum(axis=0), mixture))
 
     @property
     def batch_line(self) -> str | None:
@@ -178,38 +169,40 @@ class Preview:
             return None
         factors = (options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size)
         keeps = "--packing false" if options.skrull is not None else f"--samples-per-step {batch.num_plain}"
-        both = batch.sentence(" x ".join(map(str, factors)), knows_targets=self.reader is not None)
+        both = batch.sentence(" x ".join(map(str, factors)), knows_targets=self.inputs.reader is not None)
         return f"{both}: {keeps} keeps that batch; {batch.advice()}"
 
     @cached_property
     def parts(self) -> TreeParts | None:
         """Those of trees that were cut; None without."""
-        return TreeParts.of(self.plan.packs, None if self.shared is None else self.shared.trees)
+        return TreeParts.of(self.plan.packs, None if self.inputs.shared is None else self.inputs.shared.trees)
 
     @property
     def shared_line(self) -> str | None:
         """A sentence about prefixes that are shared, or that could be; None if there are none."""
-        if self.shared is None:
-            return self.unshared
+        shared = self.inputs.shared
+        if shared is None:
+            return self.inputs.unshared
         assert self.options.cost is not None, "a preview knows costs"
-        return self.shared.line(self.options.cost, self.plan.summary.num_steps, self.whole.num_steps)
+        return shared.line(self.options.cost, self.plan.summary.num_steps, self.whole.num_steps)
 
     def _shared_figures(self) -> dict[str, Any] | None:
         """What shared prefixes save; None if there are none."""
-        if self.shared is None:
+        shared = self.inputs.shared
+        if shared is None:
             return None
         assert self.options.cost is not None, "a preview knows costs"
-        sizes = np.diff(self.shared.trees.offsets)
+        sizes = np.diff(shared.trees.offsets)
         sizes = sizes[sizes > 1]
         return {
             "num_trees": len(sizes),
             "samples_per_tree": float(sizes.mean()),
             "largest_tree": int(sizes.max()),
             **({} if self.parts is None else self.parts.figures(self.plan.steps.places()[:, 0])),
-            "tokens_without": self.shared.num_whole_tokens,
-            "tokens_saved": self.shared.trees.num_shared_tokens,
-            "token_share_saved": self.shared.saved,
-            "tower_work_share_saved": self.shared.tower_work_saved(self.options.cost),
+            "tokens_without": shared.num_whole_tokens,
+            "tokens_saved": shared.trees.num_shared_tokens,
+            "token_share_saved": shared.saved,
+            "tower_work_share_saved": shared.tower_work_saved(self.options.cost),
             "packs_without": self.whole.num_packs,
             "steps_without": self.whole.num_steps,
         }
@@ -224,91 +217,29 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     Raises:
         ConfigError, DataError, MismatchError: as for training.
     """
-    directories, recipe = named_sources(config)
-    reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
-    lengths: npt.NDArray[np.integer[Any]]
-    targets: npt.NDArray[np.integer[Any]]
-    if reader is not None:
-        lengths, targets = reader.index.length, planned_targets(reader, recipe, config.model)
-        media: npt.NDArray[np.integer[Any]] | None = reader.index.media_tokens
-        longest = max(manifest.max_length for manifest in reader.manifests)
-    else:
-        lengths = read_lengths(str(config.lengths))
-        targets, media = lengths, None
-        longest = packing_length or config.packing_length or int(lengths.max(initial=1))
-    model_config, cost_source = _model(config, reader)
-    options = _options(config, packing_length, longest, model_config)
-    assert options.cost is not None
-    towers = tower_work(options.cost, reader.index) if reader is not None else None
-    # mypy knows no calls that give an argument of a partial anew.
-    plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
-    mixture: Mixture | None = None
+    inputs = open_to_plan(config, packing_length)
     begin = time.perf_counter()
-    shared, unshared = shared_in_packs(config, options, model_config, reader) if reader is not None else (None, None)
-    staged = staged_schedule(config, options, reader, targets, towers, recipe)
-    if shared is not None:
-        towers = shared.towers(options.cost, targets)
-        plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
-    elif staged is not None:
-        plan, mixture, options = staged.parts[0].epoch_of_its_own
-    else:
-        mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
-        mixed: Any = partial(plan_mixture, options=options, seed=config.seed, media_tokens=media, towers=towers)
-        plan = plan_with() if mixture is None else mixed(mixture)
+    inputs = inputs.prepared()
+    options = inputs.options
+    assignment = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
+    timeline = Timeline.of(inputs, ((0, *assignment),))
+    plan = timeline.stages[0].sections[0].whole
     seconds = time.perf_counter() - begin
-    whole = plan.summary if shared is None else plan_with().summary
-    return Preview(
-        plan=plan,
-        options=options,
-        seconds=seconds,
-        lengths=lengths,
-        target_tokens=targets,
-        towers=towers,
-        shared=shared,
-        unshared=unshared,
-        whole=whole,
-        reader=reader,
-        cost_source=cost_source,
-        num_epochs=config.max_steps / plan.steps.num_steps if config.max_steps else config.num_train_epochs,
-        sequence_parallel_size=staged.parts[0].sequence_parallel_size if staged else config.sequence_parallel_ranks,
-        plain=_plain_batches(whole, options, lengths, targets, config.seed, mixture),
-        mixture=mixture,
-        staged=staged,
-    )
+    whole = plan.summary if inputs.shared is None else inputs.unshared_summary(assignment)
+    return Preview(inputs, timeline, plan, seconds, whole, _plain_batches(whole, timeline.stages[0].inputs, plan))
 
 
-def _options(config: PlanConfig, packing_length: int | None, longest: int, model: Mapping[str, Any]) -> PlanOptions:
-    """What decides the plan.
-
-    Args:
-        packing_length: of a sweep.
-        longest: samples that there may be.
-        model: its ``config.json``.
-    """
-    room = packing_length or config.packing_length
-    max_length = min(config.max_length or longest, room or longest)
-    if packing_length is None and config.max_length is not None:
-        max_length = config.max_length  # as training has it: what is there and longer than a pack is told
-    options = plan_options(
-        config, max_length=max_length, world_size=config.world_size // config.sequence_parallel_ranks
-    )
-    options = with_model(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
-    return dataclasses.replace(options, packing_length=room or max_length)
-
-
-def _plain_batches(
-    whole: PlanSummary,
-    options: PlanOptions,
-    lengths: npt.NDArray[np.integer[Any]],
-    targets: npt.NDArray[np.integer[Any]],
-    seed: int,
-    mixture: Mixture | None,
-) -> PlainBatches:
-    rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
+def _plain_batches(whole: PlanSummary, inputs: Inputs, plan: EpochPlan) -> PlainBatches:
+    options, lengths, targets, seed = inputs.options, inputs.lengths, inputs.targets, inputs.config.seed
     # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
     each = max(round(whole.samples_per_pack), 1) * options.per_device_train_batch_size
     rows = dataclasses.replace(
-        rows,
+        options,
+        world_size=plan.steps.world_size,
+        packing=False,
+        cost=None,
+        balance="none",
+        packing_algorithm="best_fit",
         max_samples_per_pack=None,
         max_media_tokens_per_pack=None,
         per_device_train_batch_size=each,
@@ -318,10 +249,10 @@ def _plain_batches(
         samples_per_step=None,
         skrull=None,
     )
-    if mixture is None:
+    if inputs.mixture is None:
         padded = plan_epoch(lengths, targets, rows, seed=seed)
     else:
-        padded = plan_mixture(mixture, rows, seed=seed)
+        padded = plan_mixture(inputs.mixture, rows, seed=seed)
     fill = padded_fill(padded.packs, padded.steps)
     return PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill)
 
@@ -333,16 +264,17 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
         StorageError: if the file cannot be written.
     """
     assert config.save is not None, "asked for"
-    assert found.reader is not None, "checked with the settings"
+    reader = found.inputs.reader
+    assert reader is not None, "checked with the settings"
     # A file keeps packs, and not what else epochs of a mixture would draw.
     packs, trained = dataclasses.replace(found.plan.whole_packs, mixture=""), found.plan.packs
     info = PlanInfo(
         capacity=packs.capacity,
         max_length=found.options.max_length,
         seed=config.seed,
-        cache=found.reader.fingerprint,
+        cache=reader.fingerprint,
         plan=packs.fingerprint,
-        num_cached=len(found.reader),
+        num_cached=len(reader),
         parts="" if found.parts is None else found.parts.wanted,
     )
     # Skrull trains a pack's samples one by one, in the packs' order.
@@ -353,15 +285,3 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
 def _trains_packs(summary: PlanSummary) -> bool:
     """Whether packs are trained as they are, with what is free in them."""
     return summary.packing and summary.skrull is None
-
-
-def _model(config: PlanConfig, reader: CacheReader | None) -> tuple[Mapping[str, Any], str]:
-    """The ``config.json`` that tells what packs cost, and whose it is."""
-    model = config.model
-    if model is None and reader is not None:
-        model = str(reader.manifests[0].identity.spec["model"])
-        if not storage.exists(storage.join(model, "config.json")):
-            model = None
-    if model is None:
-        return MODEL_PRESETS["8b"], "a dense model of 8 billion weights (--model names another)"
-    return ModelFiles.load(model).config, model

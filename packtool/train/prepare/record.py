@@ -26,8 +26,7 @@ from packtool.errors import MismatchError
 from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.data_change import HISTORY, history_of, keep_origins
 from packtool.train.prepare.history import Segment, begin_segment
-from packtool.train.prepare.planner import Planner
-from packtool.train.prepare.schedule import PlannedSchedule
+from packtool.train.prepare.timeline import Timeline
 
 LEDGER_NAME = "packtool_ledger.npz"
 _TOTALS = ("num_samples", "tokens", "target_tokens")
@@ -133,8 +132,6 @@ def _found(arrays: Any, name: str) -> tuple[npt.NDArray[np.uint8], ...]:
     return tuple(planes())
 
 
-_Ints = npt.NDArray[np.integer[Any]]
-
 Skipped = Sequence[tuple[int, int]]
 """Samples that were left out: the step, 0-based, and the sample's position in the caches."""
 
@@ -144,7 +141,7 @@ class RunRecord:
 
     Args:
         ledger: at the beginning.
-        schedule, planner: of the run.
+        timeline: of the run.
         reader: of its caches.
         segment: of the history, given how the run is called by now.
         checkpoint: that it goes on from.
@@ -153,14 +150,13 @@ class RunRecord:
     def __init__(
         self,
         ledger: Ledger,
-        schedule: PlannedSchedule,
-        planner: Planner,
+        timeline: Timeline,
         reader: CacheReader,
         segment: Callable[[], Segment],
         checkpoint: str | None,
     ) -> None:
         self.ledger, self._checkpoint = ledger, checkpoint
-        self._schedule, self._planner, self._reader, self._segment = schedule, planner, reader, segment
+        self._timeline, self._reader, self._segment = timeline, reader, segment
 
     def begin(self, output_dir: str) -> None:
         """The first step is next.
@@ -184,8 +180,7 @@ class RunRecord:
             StorageError: if it cannot be written.
         """
         keep_origins(self._reader, history_of(checkpoint))
-        lengths, targets = self._reader.index.length, self._planner.targets
-        ledger = ledger_after(self.ledger, self._schedule, step, lengths, targets, skipped, left_out)
+        ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
         write_ledger(checkpoint, ledger)
         self.ledger = ledger
 
@@ -197,51 +192,45 @@ def ledger_name(step: int) -> str:
 
 def ledger_after(
     ledger: Ledger,
-    schedule: PlannedSchedule,
+    timeline: Timeline,
     step: int,
-    lengths: _Ints,
-    targets: _Ints,
     skipped: Skipped = (),
     left_out: Sequence[int] = (),
 ) -> Ledger:
-    """A ledger with all steps of a schedule up to ``step``; other arguments as for ``RunRecord.save``."""
+    """A ledger with all steps of a timeline up to ``step``; other arguments as for ``RunRecord.save``."""
+    lengths, targets = timeline.inputs.lengths, timeline.inputs.targets
     while True:
-        epoch, first = schedule.locate(ledger.step)
-        while ledger.epoch < epoch:
+        stretch = timeline.stretch(ledger.step)
+        while ledger.epoch < stretch.epoch:
             ledger = ledger.in_next_epoch()
         if ledger.step >= step:
-            return dataclasses.replace(ledger, stage=schedule.stage_of(ledger.step))
-        plan = schedule.plan_of(epoch)
-        stop = first + min(schedule.epoch_end(ledger.step), step) - ledger.step
-        here = range(ledger.step, ledger.step + stop - first)
-        none = [
-            plan.samples_of(each - here.start + first, each - here.start + first + 1)
-            for each in left_out
-            if each in here
-        ]
+            return dataclasses.replace(ledger, stage=timeline.stage_of(ledger.step))
+        plan, first = stretch.plan, stretch.first
+        here = range(ledger.step, min(stretch.stop, step))
+        none = [plan.samples_of(each - first, each - first + 1) for each in left_out if each in here]
         out = [position for at, position in skipped if at in here and at not in left_out]
         rows = np.concatenate([np.array(out, np.int64), *none])
-        ledger = ledger.plus(plan, range(first, stop), lengths, targets, rows)
+        ledger = ledger.plus(plan, range(here.start - first, here.stop - first), lengths, targets, rows)
 
 
-def ledger_of_plan(reader: CacheReader, planner: Planner, schedule: PlannedSchedule, step: int) -> Ledger:
+def ledger_of_plan(reader: CacheReader, timeline: Timeline, step: int) -> Ledger:
     """What the plan has trained after so many steps: for a checkpoint that keeps no ledger, of an older packtool.
 
     It does not know of samples that were skipped.
     """
-    epoch, done = schedule.locate(step)
-    lengths, targets = reader.index.length, planner.targets
-    planned = np.bincount(schedule.first.whole_packs.samples, minlength=len(lengths)) > 0
+    inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
+    lengths, targets = inputs.lengths, inputs.targets
+    planned = np.bincount(timeline.first.whole_packs.samples, minlength=len(lengths)) > 0
 
     def taken(number: int) -> npt.NDArray[np.int64]:
         """How often an epoch has each sample: a mixture takes some twice, and other ones in each epoch."""
-        return np.asarray(planned if planner.mixture is None else planner.wanted_of(number), np.int64)
+        return np.asarray(planned if inputs.mixture is None else inputs.wanted_of(number), np.int64)
 
     before, in_epoch = np.zeros((2, len(lengths)), np.int64)
     for number in range(epoch):
         before += taken(number)
     if done:
-        left = schedule.plan_of(epoch).packs_from(done).samples
+        left = timeline.stretch(step).plan.packs_from(done).samples
         in_epoch = taken(epoch) - np.bincount(left, minlength=len(lengths))
     parts = (np.split(each, reader.offsets[1:-1]) for each in (before, in_epoch, lengths, targets))
     sources = []

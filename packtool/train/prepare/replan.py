@@ -14,52 +14,46 @@ from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
 from packtool.errors import ConfigError, MismatchError, PacktoolError
-from packtool.plan.epoch import EpochPlan
 from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
 from packtool.train.prepare.data_change import HISTORY
 from packtool.train.prepare.history import Segment, read_history
-from packtool.train.prepare.inputs import Basis
+from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.place import METRICS_NAME
-from packtool.train.prepare.planner import Assignment
 from packtool.train.prepare.record import ledger_name, read_ledger
-from packtool.train.prepare.schedule import PlannedSchedule
+from packtool.train.prepare.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedAgain:
+class Replay:
     """A segment of a run, planned anew.
 
     Args:
         segment: of its history.
         stop: the first step that is not of the segment any more, or was not trained yet.
-        reader: of its caches.
-        schedule: of its steps, numbered as in the run.
-        targets: labels of each sample that carry loss, (N,).
+        timeline: its steps, numbered as in the run.
     """
 
     segment: Segment
     stop: int
-    reader: CacheReader
-    schedule: PlannedSchedule
-    targets: np.ndarray[tuple[int], np.dtype[np.integer]]
+    timeline: Timeline
 
-    def place(self, step: int) -> tuple[int, EpochPlan, int]:
-        """Epoch, plan, and number in that plan of a step, 0-based."""
-        epoch, number = self.schedule.locate(step)
-        return epoch, self.schedule.plan_of(epoch), number
+    @property
+    def reader(self) -> CacheReader:
+        """The reader of its caches."""
+        return self.timeline.inputs.of_run[2]
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Where a sample was trained: step, epoch, rank, micro-batch, and the pack in the epoch's plan."""
         step = self.segment.first
         while step < self.stop:
-            epoch, plan, first = self.place(step)
-            last = first + min(self.schedule.epoch_end(step), self.stop) - step
-            for pack in np.flatnonzero(plan.packs.samples == position):
-                number = int(np.searchsorted(plan.packs.offsets, pack, side="right")) - 1
-                at, rank, micro_batch = map(int, plan.steps.places()[number])
-                if first <= at < last:
-                    yield step + at - first, epoch, rank, micro_batch, number
-            step += last - first
+            stretch = self.timeline.stretch(step)
+            plan, stop = stretch.plan, min(stretch.stop, self.stop)
+            for place in np.flatnonzero(plan.packs.samples == position):
+                pack = int(np.searchsorted(plan.packs.offsets, place, side="right")) - 1
+                number, rank, micro_batch = map(int, plan.steps.places()[pack])
+                if step <= stretch.first + number < stop:
+                    yield stretch.first + number, stretch.epoch, rank, micro_batch, pack
+            step = stop
 
 
 def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
@@ -79,7 +73,7 @@ def steps_done(output_dir: str) -> int:
     return max(steps, default=0)
 
 
-def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> PlannedAgain:
+def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
     """Plan a segment of a run anew.
 
     Args:
@@ -96,7 +90,7 @@ def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None =
         _check_plan(config.plan)
     changes = {"resume_from_checkpoint": None, "data_change": "refuse", "cache_dir": None, "output_dir": output_dir}
     try:
-        basis = Basis.of(dataclasses.replace(config, **changes, model=model or config.model))  # type: ignore[arg-type]
+        inputs = open_to_train(dataclasses.replace(config, **changes, model=model or config.model))  # type: ignore[arg-type]
     except ConfigError as error:
         if model is not None:
             raise
@@ -111,10 +105,7 @@ def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None =
             name = ledger_name(segment.changed_at)
             raise MismatchError(f"{output_dir}/{HISTORY} lacks {name}, which says what was left then", "Copy it again.")
         change = found.change
-    _, *assignment = segment.assignments[-1]
-    world_size, accumulation, batch_size = assignment
-    mine: Assignment = (world_size, accumulation, batch_size)
-    state = basis.state(mine)
+    state = inputs.state(segment.assignments[-1][1:])
     if (state.plan, state.steps) != (segment.plan, segment.steps):
         if config.plan is not None:
             raise MismatchError(
@@ -127,8 +118,7 @@ def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None =
             "same options and caches",
             f"Look at them with that version{', on such hardware as it ran on' if state.schedule else ''}.",
         )
-    schedule = basis.planner.schedule(segment.assignments, change)
-    return PlannedAgain(segment, stop, basis.reader, schedule, basis.planner.targets)
+    return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
 
 
 def _check_plan(path: str) -> None:

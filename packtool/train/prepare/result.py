@@ -18,7 +18,7 @@ from packtool.config.train import TrainConfig
 from packtool.plan.summary import BatchGrowth, SkrullFigures, own_steps_line
 from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.place import RESULT_NAME
-from packtool.train.prepare.schedule import PlannedSchedule
+from packtool.train.prepare.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +144,9 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
         yield f'load: transformers.{auto.__name__}.from_pretrained("{result.checkpoint}")'
 
 
-def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+def schedule_lines(config: TrainConfig, timeline: Timeline, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
-    summary = schedule.first.summary
+    summary = timeline.first.summary
     reason = f"longer than {summary.max_length:,} tokens"
     if result.sources:
         reason += ", or outside what their source takes,"
@@ -162,7 +162,7 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
     if summary.skrull is not None:
         yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
         yield f"optimizer steps: {result.steps:,}; {processes}"
-        yield from _batch_lines(config, schedule, result)
+        yield from _batch_lines(config, timeline, result)
         return
     if not summary.packing:
         yield f"packing: no, but {_unpacked(config)}, {summary.fill:.1%} of whose tokens are true; {processes}"
@@ -180,23 +180,23 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
         f"{summary.fill:.2%}{free}"
     )
     if keeps:
-        yield f"optimizer steps: {result.steps:,}, as without packing; {own_steps_line(summary, schedule.first.steps)}"
+        yield f"optimizer steps: {result.steps:,}, as without packing; {own_steps_line(summary, timeline.first.steps)}"
         return
-    if last := last_step_line(schedule):
+    if last := last_step_line(timeline):
         yield last
     saved = 1 - result.steps / result.steps_without_packing
     without = result.steps_without_packing
     yield f"optimizer steps: {result.steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
-    yield from _batch_lines(config, schedule, result)
+    yield from _batch_lines(config, timeline, result)
 
 
-def _batch_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+def _batch_lines(config: TrainConfig, timeline: Timeline, result: TrainResult) -> Iterator[str]:
     """What packs make of the batch, and what that asks of the learning rate and the warm-up."""
-    batch = BatchGrowth.of(schedule.first.summary)
+    batch = BatchGrowth.of(timeline.first.summary)
     if not config.packing:
         return
     keeps = "--packing false" if config.schedule == "skrull" else f"--samples-per-step {batch.num_plain}"
-    factors = (config.per_device_train_batch_size, config.gradient_accumulation_steps, schedule.first.steps.world_size)
+    factors = (config.per_device_train_batch_size, config.gradient_accumulation_steps, timeline.first.steps.world_size)
     yield f"{batch.sentence(' x '.join(map(str, factors)))}: {keeps} keeps that batch"
     if batch.is_large:
         steps, plain = result.steps, result.steps_without_packing
@@ -224,9 +224,9 @@ def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
     )
 
 
-def last_step_line(schedule: PlannedSchedule) -> str | None:
+def last_step_line(timeline: Timeline) -> str | None:
     """A remark on an epoch's last step where it is smaller than the others."""
-    steps = schedule.first.steps
+    steps = timeline.first.steps
     packs_before = steps.cell_offsets[steps.step_offsets]
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
     if last == full and not steps.num_empty_micro_batches:

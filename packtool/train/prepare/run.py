@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from packtool.config.mixture import mixture_problems
@@ -16,7 +15,7 @@ from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
-from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.cached import prepare_cached
 from packtool.train.prepare.checkpoint import (
     ONLY_MODEL,
     find_checkpoint,
@@ -28,7 +27,6 @@ from packtool.train.prepare.checkpoint import (
 from packtool.train.prepare.continued import steps_planned
 from packtool.train.prepare.history import options_kept, read_history
 from packtool.train.prepare.prepared import PreparedRun
-from packtool.train.prepare.staged_schedule import StagedSchedule
 from packtool.train.prepare.streamed import prepare_stream
 
 
@@ -46,46 +44,15 @@ _LENGTH = ("num_train_epochs", "max_steps")
 _NOT_COMPARED = ("output_dir", "dataloader_num_workers", "data_change")
 
 
-@dataclass(frozen=True, eq=False)
-class Resumed:
-    """A run from a checkpoint on, as it would go on with these caches.
-
-    Args:
-        run: prepared.
-        steps_before: how many the run was to have.
-    """
-
-    run: CachedRun
-    steps_before: int
-
-    def figures(self) -> dict[str, Any]:
-        """All figures by name, as JSON has them."""
-        run, changed = self.run, self.run.changed
-        epoch, done = run.schedule.locate(run.start)
-        left = run.schedule.epoch_end(run.start) - run.start
-        stages = run.schedule.figures() if isinstance(run.schedule, StagedSchedule) else None
-        return {
-            "checkpoint": run.beginning.checkpoint,
-            "step": run.start,
-            "epoch": epoch,
-            "steps_left_in_epoch": left,
-            "steps_per_epoch": run.schedule.steps_per_epoch,
-            "steps": run.schedule.num_steps,
-            "steps_before": self.steps_before,
-            "world_size": run.world.data.size,
-            "samples_left_in_epoch": len(run.schedule.plan_of(epoch).samples_of(done, done + left)),
-            "data_changed": changed is not None,
-            "sources": [] if changed is None else [dataclasses.asdict(source) for source in changed.sources],
-            "stages": stages,
-        }
-
-
-def resumed(config: PlanConfig) -> Resumed:
-    """Prepare a run to go on as ``packtool train --resume-from-checkpoint`` would, with its own options.
+def resumed_figures(config: PlanConfig) -> dict[str, Any]:
+    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run, with its own options.
 
     Args:
         config: ``resume`` is the run's directory or one of its checkpoints; caches or their recipe are the run's if
             none are given.
+
+    Returns:
+        all figures by name, as JSON has them.
 
     Raises:
         ConfigError, MismatchError: as training, and where the run keeps no history.
@@ -112,7 +79,22 @@ def resumed(config: PlanConfig) -> Resumed:
         raise ConfigError.from_problems(problems)
     ranks = train.sequence_parallel_ranks
     size = segment.assignments[-1][1] * ranks if config.world_size == 1 else config.world_size
-    return Resumed(prepare_cached(train, World(size=size).shared_by(ranks)), steps_planned(checkpoint))
+    run = prepare_cached(train, World(size=size).shared_by(ranks))
+    stretch = run.timeline.stretch(run.start)
+    return {
+        "checkpoint": run.beginning.checkpoint,
+        "step": run.start,
+        "epoch": stretch.epoch,
+        "steps_left_in_epoch": stretch.stop - run.start,
+        "steps_per_epoch": run.timeline.steps_per_epoch,
+        "steps": run.timeline.num_steps,
+        "steps_before": steps_planned(checkpoint),
+        "world_size": run.world.data.size,
+        "samples_left_in_epoch": len(stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)),
+        "data_changed": run.changed is not None,
+        "sources": [] if run.changed is None else [dataclasses.asdict(source) for source in run.changed.sources],
+        "stages": run.timeline.figures() or None,
+    }
 
 
 def resume_lines(run: PreparedRun) -> Iterator[str]:
@@ -125,7 +107,7 @@ def resume_lines(run: PreparedRun) -> Iterator[str]:
     if checkpoint is None or before is None:
         return
     changes = _changed_settings(run.config, read_options(checkpoint))
-    num_steps, num_planned = run.schedule.num_steps, steps_planned(checkpoint)
+    num_steps, num_planned = run.timeline.num_steps, steps_planned(checkpoint)
     panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
     refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
     is_same_data = run.config.data_change == "refuse" and not run.state.is_assigned_anew_after(before)

@@ -48,9 +48,9 @@ from packtool.train.prepare.heaviest import with_longest
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps
 from packtool.train.prepare.result import TrainResult
-from packtool.train.prepare.schedule import OpenSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import WORTH_SHARING, first_pair, sharing_of_stream
+from packtool.train.prepare.timeline import OpenTimeline
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
 _SUMS = (
@@ -260,7 +260,7 @@ class StreamedRun(PreparedRun):
             packing=True,
             max_length=self.spec.max_length,
             packing_length=self.options.packing_length,
-            steps=self.schedule.num_steps,
+            steps=self.timeline.num_steps,
             steps_without_packing=0,
             num_empty_micro_batches=0,
             num_processes=self.world.size,
@@ -389,7 +389,7 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
         world=world,
         files=files,
         media_limits=encoder.limits,
-        schedule=OpenSchedule(config.max_steps),
+        timeline=OpenTimeline(config.max_steps),
         state=state,
         beginning=beginning,
         axes=axes_of(config, world, files, np.array([max_length]), trained=True),

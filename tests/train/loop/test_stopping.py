@@ -203,7 +203,7 @@ def bad_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bad_rows(config: TrainConfig) -> list[int]:
     """Numbers in the cache of the samples of that micro-batch."""
-    (pack,) = prepare_cached(config, World()).schedule.plan_of(0).samples(2, 0, 1)
+    (pack,) = prepare_cached(config, World()).timeline.plan_of(0).samples(2, 0, 1)
     return [int(position) for position in pack]
 
 

@@ -18,9 +18,9 @@ from tests.train.tiny import TinyWorld, export_rows
 def test_every_epoch_has_its_own_plan_and_every_rank_the_same(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, num_train_epochs=3.0)
     first, second = (prepare_cached(config, World(rank, 2)) for rank in (0, 1))
-    plans = [first.schedule.plan_of(epoch) for epoch in range(3)]
+    plans = [first.timeline.plan_of(epoch) for epoch in range(3)]
     assert len({plan.fingerprint for plan in plans}) == 3
-    assert [second.schedule.plan_of(epoch).fingerprint for epoch in range(3)] == [plan.fingerprint for plan in plans]
+    assert [second.timeline.plan_of(epoch).fingerprint for epoch in range(3)] == [plan.fingerprint for plan in plans]
     for plan in plans:
         assert sorted(plan.packs.samples) == list(range(len(first.reader)))
     assert not np.array_equal(plans[0].packs.samples, plans[1].packs.samples)
@@ -51,7 +51,7 @@ def test_lengths_are_the_exports_unless_given(tiny: TinyWorld, tmp_path: Path) -
 
 def test_the_first_samples_are_the_shortest_of_the_first_pack_in_its_order(tiny: TinyWorld, tmp_path: Path) -> None:
     run = prepare_cached(tiny.config(tmp_path), World())
-    (pack,) = run.schedule.plan_of(0).samples(0, 0, 0)
+    (pack,) = run.timeline.plan_of(0).samples(0, 0, 0)
     lengths = [int(run.reader.index.length[position]) for position in pack]
     shortest = sorted(range(len(pack)), key=lambda number: lengths[number])[:3]
     expected = [run.reader.sample(int(pack[number])).row for number in sorted(shortest)]
@@ -60,7 +60,7 @@ def test_the_first_samples_are_the_shortest_of_the_first_pack_in_its_order(tiny:
 
 def test_plans_are_remembered_in_one_place(tiny: TinyWorld, tmp_path: Path) -> None:
     """The epoch that is trained and the one that is read ahead are planned once, whoever asks."""
-    schedule = prepare_cached(tiny.config(tmp_path, num_train_epochs=4.0), World()).schedule
+    schedule = prepare_cached(tiny.config(tmp_path, num_train_epochs=4.0), World()).timeline
     assert schedule.first is schedule.plan_of(0)
     second, third = schedule.plan_of(1), schedule.plan_of(2)
     assert (schedule.plan_of(1), schedule.plan_of(2)) == (second, third)

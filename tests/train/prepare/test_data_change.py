@@ -21,9 +21,9 @@ from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.plan.options import PlanOptions
 from packtool.train.prepare import data_change
 from packtool.train.prepare.data_change import with_changed_data
-from packtool.train.prepare.planner import Planner
+from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.record import begin_ledger, ledger_after, read_ledger, write_ledger
-from packtool.train.prepare.schedule import PlannedSchedule
+from packtool.train.prepare.timeline import Timeline
 
 Cache = tuple[int, tuple[int, ...]]
 """A file of rows, and which of them were exported, in which order."""
@@ -45,10 +45,10 @@ class Caches:
         lengths = np.array([1 + (7 * file + 3 * row) % 9 for file, row in self.samples], np.int32)
         self.index = SimpleNamespace(length=lengths, media_tokens=np.zeros_like(lengths))
 
-    def planner(self) -> Planner:
+    def inputs(self) -> Inputs:
         options = PlanOptions(max_length=10, packing_length=12, balance="none")
         config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", num_train_epochs=2.0)
-        return Planner(config, options, self.index, self.index.length, None, None)  # type: ignore[arg-type]
+        return Inputs(config=config, options=options, lengths=self.index.length, targets=self.index.length)
 
 
 def origins(caches: Caches, number: int) -> Origins:
@@ -70,12 +70,12 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_change, "_still_there", lambda source: None)
 
 
-def trained(caches: Caches, schedule: PlannedSchedule, steps: range) -> Counter[tuple[int, int]]:
+def trained(caches: Caches, timeline: Timeline, steps: range) -> Counter[tuple[int, int]]:
     """What the ranks see, counted one by one."""
     found: Counter[tuple[int, int]] = Counter()
     for step in steps:
-        epoch, number = schedule.locate(step)
-        plan = schedule.plan_of(epoch)
+        stretch = timeline.stretch(step)
+        plan, number = stretch.plan, step - stretch.first
         for rank in range(plan.steps.world_size):
             for micro_batch in range(plan.steps.num_micro_batches(number)):
                 found.update(caches.samples[at] for pack in plan.samples(number, rank, micro_batch) for at in pack)
@@ -94,29 +94,29 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
     ledger: Ledger | None = None
     for sources, world_size, num_steps in runs:
         caches = Caches(sources)
-        planner, step = caches.planner(), 0 if ledger is None else ledger.step
+        inputs, step = caches.inputs(), 0 if ledger is None else ledger.step
         reader: Any = caches
         if ledger is None:
             ledger = begin_ledger(reader)
         else:
-            wanted = partial(planner.wanted_of, 0)
+            wanted = partial(inputs.wanted_of, 0)
             changed = with_changed_data(ledger, reader, lambda _, found, wanted=wanted: wanted(found), "", 10)
             left = sum(source.left for source in changed.sources)
             assert left == sum(1 for sample in caches.samples if not seen[sample])
             ledger = changed.ledger
-        schedule = planner.schedule(((step, world_size, 1, 1),), ledger.change)
-        ends = next(at for at in range(step, step + 99) if schedule.locate(at)[0] == 1)
+        timeline = Timeline.of(inputs, ((step, world_size, 1, 1),), ledger.change)
+        ends = next(at for at in range(step, step + 99) if timeline.locate(at)[0] == 1)
         stop = min(step + num_steps, ends - 1)  # within the epoch
         if stop > step:
-            seen += trained(caches, schedule, range(step, stop))
-            ledger = ledger_after(ledger, schedule, stop, caches.index.length, caches.index.length)
+            seen += trained(caches, timeline, range(step, stop))
+            ledger = ledger_after(ledger, timeline, stop)
         counts = ledger.in_epoch()
         assert counts.tolist() == [seen[sample] for sample in caches.samples]
-    seen += trained(caches, schedule, range(ledger.step, ends))
+    seen += trained(caches, timeline, range(ledger.step, ends))
     assert all(seen[sample] == 1 for sample in caches.samples)
     assert max(seen.values()) == 1
     # The epoch after it has every sample again, and it is the last.
-    whole = trained(caches, schedule, range(ends, schedule.num_steps))
+    whole = trained(caches, timeline, range(ends, timeline.num_steps))
     assert whole == Counter(caches.samples)
 
 
@@ -124,9 +124,8 @@ def test_what_became_of_each_cache_is_told() -> None:
     before = Caches([(0, (0, 1, 2)), (1, (0, 1)), (2, (5,))])
     after: Any = Caches([(0, (0, 1, 2)), (1, (1, 2, 3)), (3, (9,))])
     reader: Any = before
-    planner, lengths = before.planner(), before.index.length
-    schedule = planner.schedule(((0, 1, 1, 1),))
-    ledger = ledger_after(begin_ledger(reader), schedule, schedule.steps_per_epoch - 1, lengths, lengths)
+    timeline = Timeline.of(before.inputs(), ((0, 1, 1, 1),))
+    ledger = ledger_after(begin_ledger(reader), timeline, timeline.steps_per_epoch - 1)
     seen = {sample for sample, count in zip(before.samples, ledger.in_epoch(), strict=True) if count}
     changed = with_changed_data(ledger, after, lambda *_: np.ones(7, np.int64), "", 10)
     first, again, new, replaced, gone = changed.sources

@@ -17,7 +17,7 @@ from packtool.plan.towers import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.train.prepare.costs import ExpectedTime, RunCosts, sample_costs, with_model
 from packtool.train.prepare.heaviest import seen_media, share_media
-from packtool.train.prepare.planner import plan_options
+from packtool.train.prepare.opening import plan_options
 from tests.train.tiny import TinyWorld
 
 WORLD_SIZE = 4

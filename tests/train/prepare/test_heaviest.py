@@ -24,7 +24,7 @@ from tests.train.tiny import TinyWorld
 
 def samples_of_micro_batches(run: CachedRun) -> list[tuple[list[Any], list[int]]]:
     """Samples of each micro-batch of each data-parallel rank of the first epoch, and their places."""
-    plan, found = run.schedule.first, []
+    plan, found = run.timeline.first, []
     for step in range(plan.steps.num_steps):
         for rank in range(plan.steps.world_size):
             for number in range(plan.steps.num_micro_batches(step)):
@@ -70,7 +70,7 @@ def test_keys_of_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     """Tokens from the root to the end of each node, at most, of every pack as it is collated."""
     world = make_alike_world(tiny, tmp_path / "alike")
     run = prepare_cached(world.config(tmp_path / "out"), World())
-    packs = run.schedule.first.packs
+    packs = run.timeline.first.packs
     assert packs.shared is not None
     spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
     told, found = keys_per_pack(packs), []

@@ -52,19 +52,19 @@ def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path:
     assert run.least_shared == LEAST_SHARED
     assert run.state.shares_prefixes
     assert whole.least_shared is None
-    assert whole.schedule.first.packs.shared is None
-    assert run.schedule.first.summary.num_samples == whole.schedule.first.summary.num_samples
-    assert run.schedule.first.summary.num_target_tokens == whole.schedule.first.summary.num_target_tokens
-    assert run.schedule.first.summary.longest == whole.schedule.first.summary.longest
-    assert run.schedule.num_steps < whole.schedule.num_steps
+    assert whole.timeline.first.packs.shared is None
+    assert run.timeline.first.summary.num_samples == whole.timeline.first.summary.num_samples
+    assert run.timeline.first.summary.num_target_tokens == whole.timeline.first.summary.num_target_tokens
+    assert run.timeline.first.summary.longest == whole.timeline.first.summary.longest
+    assert run.timeline.num_steps < whole.timeline.num_steps
     (line,) = [line for line in run.lines(run.expected()) if line.startswith("shared prefixes: computed once")]
     saved, of = re.search(r"saves ([\d,]+) of ([\d,]+) tokens", line).groups()  # type: ignore[union-attr]
-    assert int(of.replace(",", "")) == whole.schedule.first.summary.num_tokens
-    saved_tokens = whole.schedule.first.summary.num_tokens - run.schedule.first.summary.num_tokens
+    assert int(of.replace(",", "")) == whole.timeline.first.summary.num_tokens
+    saved_tokens = whole.timeline.first.summary.num_tokens - run.timeline.first.summary.num_tokens
     assert int(saved.replace(",", "")) == saved_tokens
     assert "80% of the work of the towers" in line
-    steps = whole.schedule.first.summary.num_steps
-    assert f" {steps - run.schedule.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
+    steps = whole.timeline.first.summary.num_steps
+    assert f" {steps - run.timeline.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
     assert preview(planned(alike)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
@@ -89,16 +89,16 @@ def test_copies_of_pictures_are_shared_like_one(alike: TinyWorld, tmp_path: Path
     world = dataclasses.replace(alike, rows=str(file), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=160, split_dataset_ratio=0.0)
     run, expected = prepared(world, tmp_path), prepared(alike, tmp_path)
-    packs = run.schedule.first.packs
-    assert packs.fingerprint == expected.schedule.first.packs.fingerprint
+    packs = run.timeline.first.packs
+    assert packs.fingerprint == expected.timeline.first.packs.fingerprint
     spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
     for number, tokens in enumerate(packs.tokens_per_pack().tolist()):
         batch = collate_tree([run.reader.sample(int(at)) for at in packs.pack(number)], spec)
         assert batch.input_ids.shape[1] <= tokens
         assert isinstance(batch, TreeBatch)
     both = prepared(world, tmp_path, cached_dataset=(alike.cache, world.cache))
-    assert both.shared is not None
-    assert both.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
+    assert both.inputs.shared is not None
+    assert both.inputs.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
 
 
 def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -
     assert run.figures.flops is not None
     assert whole.figures.flops is not None
     assert (run.figures.flops <= whole.figures.flops).all()
-    costs = run.schedule.first.summary.balance
+    costs = run.timeline.first.summary.balance
     assert costs is not None
     assert run.figures.flops.sum() == pytest.approx(costs.flops)
 
@@ -129,9 +129,9 @@ def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> Non
     world = dataclasses.replace(alike, rows=str(file), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=500, split_dataset_ratio=0.0)
     run = prepared(world, tmp_path, gradient_checkpointing=False, packing_length=1024)
-    assert run.shared is not None
+    assert run.inputs.shared is not None
     assert run.figures.flops is not None
-    mine = run.shared.trees.samples
+    mine = run.inputs.shared.trees.samples
     samples = [run.reader.sample(int(position)) for position in mine]
     spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
     loaded = load_model(world.model, spec.config, dtype=torch.float32, packing=True, attn_impl="sdpa")
@@ -146,17 +146,20 @@ def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> Non
     unseen = cost.per_square * float((2 * own * keys - (keys**2 - (keys - own) ** 2)).sum())
     assert run.figures.flops[mine].sum() == pytest.approx(counter.get_total_flops() - unseen, rel=0.02)
     # Answers of the longest row are targets of the prefix that it shares, and logits are made of them once.
-    targets, logits = run.reader.index.target_tokens[mine], run.shared.logits(run.reader.index.target_tokens)[mine]
+    targets, logits = (
+        run.reader.index.target_tokens[mine],
+        run.inputs.shared.logits(run.reader.index.target_tokens)[mine],
+    )
     assert logits.sum() == len(batch.target_positions) < targets.sum()
     # Prefixes do not tell of targets that were chosen among turns: as many as there is room for.
-    chosen = run.shared.logits(run.reader.index.length)[mine]
-    assert chosen.tolist() == run.shared.trees.new_tokens(run.reader.index.length).tolist()
+    chosen = run.inputs.shared.logits(run.reader.index.length)[mine]
+    assert chosen.tolist() == run.inputs.shared.trees.new_tokens(run.reader.index.length).tolist()
 
 
 def test_a_tree_has_no_more_rows_than_asked(alike: TinyWorld, tmp_path: Path) -> None:
     run = prepared(alike, tmp_path, max_rows_per_tree=2)
-    assert run.shared is not None
-    assert np.diff(run.shared.trees.offsets).max() == 2
+    assert run.inputs.shared is not None
+    assert np.diff(run.inputs.shared.trees.offsets).max() == 2
 
 
 @pytest.mark.parametrize(
@@ -266,8 +269,8 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
     assert saved.shared is not None
     assert saved.info.format == "packtool plan 2"
     direct, run = prepared(alike, tmp_path), prepared(alike, tmp_path, plan=path, packing_length=None)
-    assert run.schedule.first.packs.fingerprint == direct.schedule.first.packs.fingerprint
-    assert run.schedule.first.fingerprint == direct.schedule.first.fingerprint
+    assert run.timeline.first.packs.fingerprint == direct.timeline.first.packs.fingerprint
+    assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint
     assert run.state == direct.state
     assert (run.figures.media_tokens == direct.figures.media_tokens).all()
     assert run.figures.flops == pytest.approx(direct.figures.flops)
@@ -299,7 +302,7 @@ def test_the_parts_of_a_tree_are_placed_and_told(alike: TinyWorld, tmp_path: Pat
         direct = prepared(alike, tmp_path, **cut)
         # What a plan was made with is not asked for again.
         run = prepared(alike, tmp_path, plan=path, gradient_accumulation_steps=4, packing_length=None)
-        assert run.schedule.first.fingerprint == direct.schedule.first.fingerprint == found.plan.fingerprint
+        assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint == found.plan.fingerprint
 
 
 def test_a_plan_without_cut_trees_says_nothing_of_parts(alike: TinyWorld, tmp_path: Path) -> None:
@@ -387,4 +390,4 @@ def test_words_of_the_option(alike: TinyWorld) -> None:
 def test_older_exports_have_the_same_plans(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "again")
     run = prepared(tiny, tmp_path, cached_dataset=(str(tmp_path / "again"),))
-    assert run.schedule.first.packs.fingerprint == prepared(tiny, tmp_path).schedule.first.packs.fingerprint
+    assert run.timeline.first.packs.fingerprint == prepared(tiny, tmp_path).timeline.first.packs.fingerprint

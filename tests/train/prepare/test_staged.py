@@ -20,12 +20,10 @@ from packtool.plan.ledger import Ledger, joined_counts
 from packtool.plan.mixture import counts_of_samples
 from packtool.plan.options import PlanOptions
 from packtool.train.prepare.data_change import with_changed_data
+from packtool.train.prepare.inputs import BatchShape, Inputs
 from packtool.train.prepare.mixtures import _with_amounts
-from packtool.train.prepare.planner import Assignment
 from packtool.train.prepare.record import begin_ledger, ledger_after
-from packtool.train.prepare.schedule import PlannedSchedule
-from packtool.train.prepare.staged import StagedPlanner, planner_of
-from packtool.train.prepare.staged_schedule import StagePart
+from packtool.train.prepare.timeline import Timeline, TrainedStage
 
 SHORT, LONG = 256, 1024
 
@@ -45,25 +43,24 @@ def reader(*sizes: int, seed: int = 0) -> Any:
     return SimpleNamespace(index=index, offsets=np.cumsum([0, *sizes]), directories=names, manifests=manifests)
 
 
-def planner(of: Any, recipe: Recipe, **given: Any) -> StagedPlanner:
+def inputs(of: Any, recipe: Recipe, **given: Any) -> Inputs:
     config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **given)
     options = PlanOptions(max_length=LONG, packing_length=LONG, balance="none")
     targets = np.maximum(of.index.length // 2, 1)
-    found = planner_of(config, options, of, targets, None, recipe)  # type: ignore[arg-type]
-    assert isinstance(found, StagedPlanner)
-    return found
+    plain = Inputs(config=config, options=options, lengths=of.index.length, targets=targets, reader=of)
+    return plain.mixed(recipe, LONG)
 
 
 def weights(**each: float) -> list[dict[str, Any]]:
     return [{"path": path, "samples": weight} for path, weight in each.items()]
 
 
-def samples_of(schedule: PlannedSchedule, start: int, stop: int) -> np.ndarray[Any, Any]:
+def samples_of(timeline: Timeline, start: int, stop: int) -> np.ndarray[Any, Any]:
     """What the steps train, one by one."""
     found = []
     for step in range(start, stop):
-        epoch, number = schedule.locate(step)
-        found.append(schedule.plan_of(epoch).samples_of(number, number + 1))
+        stretch = timeline.stretch(step)
+        found.append(stretch.plan.samples_of(step - stretch.first, step - stretch.first + 1))
     return np.concatenate([np.zeros(0, np.int64), *found])
 
 
@@ -75,11 +72,11 @@ TWO = (
 
 def test_shares_lengths_and_steps_of_every_stage() -> None:
     of = reader(9000, 6000, 6000)
-    found = planner(of, recipe(*TWO), max_steps=700).schedule(((0, 1, 1, 4),))
+    found = Timeline.of(inputs(of, recipe(*TWO), max_steps=700), ((0, 1, 1, 4),))
     assert found.num_steps == 700
-    assert [(part.first, part.stop) for part in found.parts] == [(0, 420), (420, 700)]
-    for part, shares in zip(found.parts, ([0.75, 0.25, 0], [0.25, 0.25, 0.5]), strict=True):
-        room = part.planner.options.packing_length
+    assert [(part.first, part.stop) for part in found.stages] == [(0, 420), (420, 700)]
+    for part, shares in zip(found.stages, ([0.75, 0.25, 0], [0.25, 0.25, 0.5]), strict=True):
+        room = part.inputs.options.packing_length
         for first in range(part.first, part.stop - 99, 40):
             drawn = samples_of(found, first, first + 100)
             counts = counts_of_samples(drawn, part.mixture)[:, 0]
@@ -105,7 +102,7 @@ def test_shares_lengths_and_steps_of_every_stage() -> None:
 )
 def test_what_does_not_go_with_the_run_is_refused(change: dict[str, Any], given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        planner(reader(9, 9, 9), recipe({**TWO[0], **change}, TWO[1]), **given)
+        inputs(reader(9, 9, 9), recipe({**TWO[0], **change}, TWO[1]), **given)
 
 
 @st.composite
@@ -143,9 +140,9 @@ def named(stages: list[dict[str, Any]]) -> Recipe:
     return with_joined_sources(replace(found, stages=tuple(parts)))
 
 
-def mixture_of(part: StagePart, epoch: int) -> np.ndarray[Any, Any]:
+def mixture_of(stage: TrainedStage, epoch: int) -> np.ndarray[Any, Any]:
     """How often an epoch draws each sample."""
-    return np.bincount(part.schedule.plan_of(epoch).packs.samples, minlength=len(part.planner.index.length))
+    return np.bincount(stage.sections[-1].plan_of(epoch).packs.samples, minlength=len(stage.inputs.lengths))
 
 
 @settings(max_examples=12)
@@ -154,12 +151,12 @@ def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
     run: tuple[Any, Recipe, dict[str, Any]],
 ) -> None:
     of, recipe, length = run
-    found = planner(of, recipe, **length).schedule(((0, 2, 1, 1),))
-    again = planner(of, recipe, **length).schedule(((0, 2, 1, 1),))
+    found = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
+    again = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
     assert found.num_steps == again.num_steps == length.get("max_steps", found.num_steps)
     trained = np.zeros(len(of.index.length), np.int64)
     step = 0
-    for number, part in enumerate(found.parts):
+    for number, part in enumerate(found.stages):
         assert (part.number, part.first) == (number, step)
         assert part.stop > step
         epoch, done = found.locate(step)
@@ -173,7 +170,7 @@ def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
         assert np.array_equal(np.sort(samples_of(found, step, part.stop)), np.sort(samples_of(again, step, part.stop)))
         counts = np.bincount(samples_of(found, step, part.stop), minlength=len(trained))
         assert np.array_equal(counts, part.trained())
-        assert found.sum_of_target_tokens(step) >= int((counts * np.maximum(of.index.length // 2, 1)).sum())
+        assert found.target_tokens_from(step) >= int((counts * np.maximum(of.index.length // 2, 1)).sum())
         trained += counts
         step = part.stop
     assert step == found.num_steps
@@ -188,38 +185,38 @@ def test_a_run_goes_on_anywhere(
 ) -> None:
     """Killed after any step, or exactly where a stage ends, and resumed by any number of processes."""
     of, recipe, length = run
-    made = planner(of, recipe, **length)
-    lengths, targets = of.index.length, made.targets
+    made = inputs(of, recipe, **length)
+    lengths = of.index.length
     assignments: list[tuple[int, int, int, int]] = [(0, 2, 1, 1)]
-    schedule = made.schedule(assignments)
+    timeline = Timeline.of(made, assignments)
     ledger, counted = begin_of(of), np.zeros(len(lengths), np.int64)
     for ahead, world_size in kills:
-        stop = min(ledger.step + ahead, schedule.num_steps)
+        stop = min(ledger.step + ahead, timeline.num_steps)
         if at_ends:
-            stop = schedule.part_of(ledger.step).stop
-        counted += np.bincount(samples_of(schedule, ledger.step, stop), minlength=len(lengths))
-        ledger = ledger_after(ledger, schedule, stop, lengths, targets)
-        assert ledger.stage == schedule.stage_of(stop)
-        before = schedule
-        if stop == schedule.num_steps:
+            stop = timeline.stage(ledger.step).stop
+        counted += np.bincount(samples_of(timeline, ledger.step, stop), minlength=len(lengths))
+        ledger = ledger_after(ledger, timeline, stop)
+        assert ledger.stage == timeline.stage_of(stop)
+        before = timeline
+        if stop == timeline.num_steps:
             break
         if world_size != assignments[-1][1]:
             assignments.append((stop, world_size, 1, 1))
-        schedule = planner(of, recipe, **length).schedule(assignments)
+        timeline = Timeline.of(inputs(of, recipe, **length), assignments)
         if len(assignments) == 1:
-            assert np.array_equal(samples_of(schedule, 0, stop), samples_of(before, 0, stop))
-        epoch, _ = schedule.locate(stop)
+            assert np.array_equal(samples_of(timeline, 0, stop), samples_of(before, 0, stop))
+        epoch, _ = timeline.locate(stop)
         assert epoch == before.locate(stop)[0]
     total = joined_counts([source.trained for source in ledger.sources])
     assert np.array_equal(total, counted)
-    rest = samples_of(schedule, ledger.step, schedule.num_steps)
+    rest = samples_of(timeline, ledger.step, timeline.num_steps)
     counted += np.bincount(rest, minlength=len(lengths))
     if "max_steps" in length:
-        assert schedule.num_steps == 20
+        assert timeline.num_steps == 20
         return
     # Other processes pack nothing anew: what a stage has to train, it trains.
-    whole = made.schedule(((0, 1, 1, 1),))
-    assert np.array_equal(counted, sum(part.trained() for part in whole.parts))
+    whole = Timeline.of(made, ((0, 1, 1, 1),))
+    assert np.array_equal(counted, sum(part.trained() for part in whole.stages))
 
 
 @settings(max_examples=12)
@@ -229,10 +226,10 @@ def test_the_data_change_in_any_stage(
 ) -> None:
     """A cache comes, or other weights: of what was trained in the epoch nothing comes again in it."""
     of, recipe, length = run
-    made = planner(of, recipe, **length)
-    schedule = made.schedule(((0, 2, 1, 1),))
-    step = min(schedule.part_of(step).stop if is_end else step, schedule.num_steps - 1)
-    ledger = ledger_after(begin_of(of), schedule, step, of.index.length, made.targets)
+    made = inputs(of, recipe, **length)
+    timeline = Timeline.of(made, ((0, 2, 1, 1),))
+    step = min(timeline.stage(step).stop if is_end else step, timeline.num_steps - 1)
+    ledger = ledger_after(begin_of(of), timeline, step)
     more = replace(
         recipe,
         stages=tuple(
@@ -245,26 +242,26 @@ def test_the_data_change_in_any_stage(
             for stage in recipe.stages
         ),
     )
-    other = planner(of, more, **length)
-    mine: Assignment = (world_size, 1, 1)
-    coming = other.coming(ledger, mine)
-    changed = with_changed_data(ledger, of, coming.wanted, "", coming.max_length, coming.stage)
+    other = inputs(of, more, **length)
+    mine: BatchShape = (world_size, 1, 1)
+    wanted_of, max_length, stage = other.epoch_to_resume(ledger, mine)
+    changed = with_changed_data(ledger, of, wanted_of, "", max_length, stage)
     change = changed.ledger.change
     assert change is not None
-    after = other.schedule(((step, *mine),), change)
-    assert after.stage_of(step)[0] == ledger.stage[0] or after.part_of(step).first == step
+    after = Timeline.of(other, ((step, *mine),), change)
+    assert after.stage_of(step)[0] == ledger.stage[0] or after.stage(step).first == step
     epoch = after.locate(step)[0]
     if epoch == ledger.epoch:
         trained = ledger.in_epoch()
         drawn = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
-        wanted = coming.wanted(joined_counts([source.before for source in ledger.sources]), trained)
+        wanted = wanted_of(joined_counts([source.before for source in ledger.sources]), trained)
         assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     whole = samples_of(after, step, after.num_steps)
-    later = ledger_after(changed.ledger, after, min(step + 3, after.num_steps), of.index.length, made.targets)
-    again = planner(of, more, **length).schedule(((step, *mine),), later.change)
+    later = ledger_after(changed.ledger, after, min(step + 3, after.num_steps))
+    again = Timeline.of(inputs(of, more, **length), ((step, *mine),), later.change)
     assert np.array_equal(samples_of(again, step, again.num_steps), whole)
-    assert [part.stop for part in again.parts] == [part.stop for part in after.parts]
+    assert [part.stop for part in again.stages] == [part.stop for part in after.stages]
     if "max_steps" in length:
         assert after.num_steps == 20
 

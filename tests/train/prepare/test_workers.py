@@ -35,7 +35,7 @@ def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyP
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=None))
     monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
     assert workers_of(run) == 1
-    packed = int(run.figures.media_tokens.sum()) / run.schedule.plan_of(0).packs.num_packs
+    packed = int(run.figures.media_tokens.sum()) / run.timeline.plan_of(0).packs.num_packs
     monkeypatch.setattr("packtool.train.prepare.workers._TOKENS_OF_A_WORKER", packed / 3.5)
     assert workers_of(run) == 4
 

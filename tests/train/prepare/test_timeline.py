@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,15 @@ from packtool.attention.parallel.axes import Axes
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.epoch import plan_epoch
 from packtool.plan.options import PlanOptions, SkrullOptions
 from packtool.train.loop.callbacks import ends_epoch
 from packtool.train.loop.loader import StepLoader
 from packtool.train.prepare.cached import CachedRun
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
+from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.prepared import Beginning
-from packtool.train.prepare.schedule import PlannedSchedule, rest_of
+from packtool.train.prepare.timeline import Timeline
 from tests.batch.reduced import reduced_spec
 from tests.batch.test_dataset import Samples, documents
 
@@ -30,23 +32,24 @@ CONFIG = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", packing=T
 TARGETS = np.array([(sample.labels[1:] != -100).sum() for sample in READER.samples], np.int32)
 
 
-def make_schedule(num_epochs: float = 3.0, max_steps: int | None = None, world_size: int = 1) -> PlannedSchedule:
-    options = PlanOptions(
-        balance="none",
-        max_length=64,
-        packing_length=64,
-        world_size=world_size,
-        gradient_accumulation_steps=2,
-        per_device_train_batch_size=1,
-    )
+def make_timeline(
+    num_epochs: float = 3.0,
+    max_steps: int | None = None,
+    world_size: int = 1,
+    *,
+    later: Sequence[tuple[int, int]] = (),
+    options: PlanOptions | None = None,
+) -> Timeline:
+    """A run on ``world_size`` ranks; ``later``: (step, ranks that resume it there)."""
+    options = options or PlanOptions(balance="none", max_length=64, packing_length=64)
+    config = dataclasses.replace(CONFIG, num_train_epochs=num_epochs, max_steps=max_steps, seed=0)
+    reader: Any = READER
+    inputs = Inputs(config=config, options=options, lengths=np.array(LENGTHS, np.int32), targets=TARGETS, reader=reader)
+    accumulation = 1 if options.skrull else 2
+    return Timeline.of(inputs, [(step, ranks, accumulation, 1) for step, ranks in ((0, world_size), *later)])
 
-    def plan_of(epoch: int) -> EpochPlan:
-        return plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0, epoch=epoch)
 
-    return PlannedSchedule(plan_of, num_epochs=num_epochs, max_steps=max_steps)
-
-
-def load(schedule: PlannedSchedule, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
+def load(timeline: Timeline, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
     """(target tokens, documents of each micro-batch) of every step."""
     nothing: Any = None
     before: Any = SimpleNamespace(step=start)
@@ -55,18 +58,16 @@ def load(schedule: PlannedSchedule, start: int, world: World | None = None) -> l
         world=world or World(),
         files=nothing,
         media_limits=nothing,
-        schedule=schedule,
+        timeline=timeline,
         state=nothing,
         beginning=Beginning(None, before, None, ()),
         axes=Axes(),
-        reader=nothing,
-        samples=READER,
-        planner=nothing,
+        inputs=timeline.inputs,
         ledger=nothing,
         figures=SampleFigures(TARGETS, np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, None),
     )
     loader = StepLoader(run, reduced_spec("qwen3"))
-    assert len(loader) == schedule.num_steps
+    assert len(loader) == timeline.num_steps
     steps = []
     for step in loader:
         batches = list(step.micro_batches)
@@ -76,18 +77,18 @@ def load(schedule: PlannedSchedule, start: int, world: World | None = None) -> l
 
 
 def test_the_last_step_of_an_epoch_is_smaller() -> None:
-    schedule = make_schedule()
-    num_packs = schedule.plan_of(0).packs.num_packs
+    timeline = make_timeline()
+    num_packs = timeline.plan_of(0).packs.num_packs
     assert num_packs % 2 == 1
-    sizes = [len(batches) for _, batches in load(schedule, 0)]
+    sizes = [len(batches) for _, batches in load(timeline, 0)]
     assert sizes == ([2] * (num_packs // 2) + [1]) * 3
 
 
 @pytest.mark.smoke
 def test_every_epoch_has_every_sample_in_new_company() -> None:
-    schedule = make_schedule()
-    steps = load(schedule, 0)
-    epochs = [steps[n * schedule.steps_per_epoch : (n + 1) * schedule.steps_per_epoch] for n in range(3)]
+    timeline = make_timeline()
+    steps = load(timeline, 0)
+    epochs = [steps[n * timeline.steps_per_epoch : (n + 1) * timeline.steps_per_epoch] for n in range(3)]
     everything = sorted(sample.input_ids.tolist() for sample in READER.samples)
     packs = []
     for epoch in epochs:
@@ -99,63 +100,50 @@ def test_every_epoch_has_every_sample_in_new_company() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_from_any_step_the_rest_is_the_same(world_size: int) -> None:
-    schedule = make_schedule(world_size=world_size)
+    timeline = make_timeline(world_size=world_size)
     for rank in range(world_size):
         world = World(rank, world_size)
-        whole = load(schedule, 0, world)
-        assert len(whole) == schedule.num_steps
-        for start in range(schedule.num_steps + 1):
-            assert load(schedule, start, world) == whole[start:]
+        whole = load(timeline, 0, world)
+        assert len(whole) == timeline.num_steps
+        for start in range(timeline.num_steps + 1):
+            assert load(timeline, start, world) == whole[start:]
 
 
 def test_epochs_may_end_in_the_middle() -> None:
-    whole = load(make_schedule(), 0)
-    assert load(make_schedule(max_steps=7), 0) == whole[:7]
-    per_epoch = make_schedule().steps_per_epoch
-    assert make_schedule(num_epochs=0.5).num_steps == -(-per_epoch // 2)
-    assert make_schedule(num_epochs=1.0, max_steps=100).num_steps == 100
+    whole = load(make_timeline(), 0)
+    assert load(make_timeline(max_steps=7), 0) == whole[:7]
+    per_epoch = make_timeline().steps_per_epoch
+    assert make_timeline(num_epochs=0.5).num_steps == -(-per_epoch // 2)
+    assert make_timeline(num_epochs=1.0, max_steps=100).num_steps == 100
 
 
 def test_target_tokens_are_summed_without_reading() -> None:
-    schedule = make_schedule(max_steps=11)
-    steps = load(schedule, 0)
+    timeline = make_timeline(max_steps=11)
+    steps = load(timeline, 0)
     for start in range(12):
-        assert schedule.sum_of_target_tokens(start) == sum(targets for targets, _ in steps[start:])
-    assert [schedule.target_tokens(step) for step in range(11)] == [targets for targets, _ in steps]
+        assert timeline.target_tokens_from(start) == sum(targets for targets, _ in steps[start:])
 
 
 def test_empty_micro_batches_are_counted_by_epoch() -> None:
-    per_epoch = make_schedule(world_size=2).plan_of(0).steps.num_empty_micro_batches
+    per_epoch = make_timeline(world_size=2).plan_of(0).steps.num_empty_micro_batches
     assert per_epoch > 0
-    assert make_schedule(world_size=2).num_empty_micro_batches() == 3 * per_epoch
-    assert make_schedule(num_epochs=0.5, world_size=2).num_empty_micro_batches() == 0
+    assert make_timeline(world_size=2).num_empty_micro_batches() == 3 * per_epoch
+    assert make_timeline(num_epochs=0.5, world_size=2).num_empty_micro_batches() == 0
 
 
 def test_locating() -> None:
-    schedule = make_schedule()
-    per_epoch = schedule.steps_per_epoch
-    assert schedule.locate(0) == (0, 0)
-    assert schedule.locate(2 * per_epoch + 1) == (2, 1)
+    timeline = make_timeline()
+    per_epoch = timeline.steps_per_epoch
+    assert timeline.locate(0) == (0, 0)
+    assert timeline.locate(2 * per_epoch + 1) == (2, 1)
 
 
-def assigned(world_size: int) -> Any:
-    options = PlanOptions(
-        balance="none",
-        max_length=64,
-        packing_length=64,
-        world_size=world_size,
-        gradient_accumulation_steps=2,
-        per_device_train_batch_size=1,
-    )
-    return lambda packs: assign_packs(packs, TARGETS, options)
-
-
-def packs_trained(schedule: PlannedSchedule, first: int, last: int) -> list[tuple[int, tuple[int, ...]]]:
+def packs_trained(timeline: Timeline, first: int, last: int) -> list[tuple[int, tuple[int, ...]]]:
     """(epoch, samples of a pack) of steps [first, last)."""
     found = []
     for step in range(first, last):
-        epoch, at = schedule.locate(step)
-        plan = schedule.plan_of(epoch)
+        stretch = timeline.stretch(step)
+        epoch, at, plan = stretch.epoch, step - stretch.first, stretch.plan
         for rank in range(plan.steps.world_size):
             for micro in range(plan.steps.num_micro_batches(at)):
                 found += [(epoch, tuple(pack.tolist())) for pack in plan.samples(at, rank, micro)]
@@ -167,20 +155,21 @@ def packs_trained(schedule: PlannedSchedule, first: int, last: int) -> list[tupl
 def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_sizes: tuple[int, int]) -> None:
     """In each of three epochs, also when the number of processes changes a second time."""
     before, after = world_sizes
-    whole = make_schedule(world_size=before)
+    whole = make_timeline(world_size=before)
     step = min(step, whole.num_steps - 1)
-    rest = rest_of(whole, step, assigned(after))
-    resumed = PlannedSchedule(make_schedule(world_size=after).plan_of, num_epochs=3.0, max_steps=None, rest=rest)
+    resumed = make_timeline(world_size=before, later=[(step, after)])
     expected = sorted(packs_trained(whole, 0, whole.num_steps))
     done = packs_trained(whole, 0, step)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
-    targets = sum(resumed.target_tokens(number) for number in range(step, resumed.num_steps))
-    assert resumed.sum_of_target_tokens(step) == targets
+    targets = sum(int(TARGETS[list(pack)].sum()) for _, pack in packs_trained(resumed, step, resumed.num_steps))
+    assert resumed.target_tokens_from(step) == targets
     again = min(step + 1, resumed.num_steps - 1)
-    last = rest_of(resumed, again, assigned(before))
-    third = PlannedSchedule(whole.plan_of, num_epochs=3.0, max_steps=None, rest=last)
+    third = make_timeline(world_size=before, later=[(step, after), (again, before)])
     middle = packs_trained(resumed, step, again)
     assert sorted(done + middle + packs_trained(third, again, third.num_steps)) == expected
+    # Steps that were trained before are where they were.
+    assert sorted(packs_trained(third, 0, third.num_steps)) == expected
+    assert third.target_tokens_from(0) == whole.target_tokens_from(0)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -188,33 +177,23 @@ def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_size
 def test_what_skrull_took_apart_is_assigned_anew_in_whole_packs(step: int, packing: bool) -> None:
     """Every sample once, in steps as large as without Skrull, whatever the processes and when they change again."""
 
-    def options(world_size: int) -> PlanOptions:
-        return PlanOptions(
-            balance="none",
-            max_length=64,
-            packing_length=64,
-            packing=packing,
-            world_size=world_size,
-            cost=CostModel.of_8b(),
-            skrull=SkrullOptions(bucket_size=24, sequence_parallel_size=2, alignment=4),
-        )
-
-    def schedule(world_size: int) -> PlannedSchedule:
-        lengths = np.array(LENGTHS, np.int32)
-        plan_of = partial(plan_epoch, lengths, TARGETS, options(world_size), seed=0)
-        return PlannedSchedule(lambda epoch: plan_of(epoch=epoch), num_epochs=2.0, max_steps=None)
-
-    whole = schedule(1)
+    options = PlanOptions(
+        balance="none",
+        max_length=64,
+        packing_length=64,
+        packing=packing,
+        cost=CostModel.of_8b(),
+        skrull=SkrullOptions(bucket_size=24, sequence_parallel_size=2, alignment=4),
+    )
+    whole = make_timeline(2.0, options=options)
     expected = sorted(packs_trained(whole, 0, whole.num_steps))
     assert len(expected) == 2 * len(LENGTHS)
     done = packs_trained(whole, 0, step)
-    rest = rest_of(whole, step, lambda packs: assign_packs(packs, TARGETS, options(3)))
+    resumed = make_timeline(2.0, later=[(step, 3)], options=options)
     num_left = whole.plan_of(0).whole_packs.num_packs - step
-    assert rest.plan.steps.num_steps == -(-num_left // 3)
-    resumed = PlannedSchedule(schedule(3).plan_of, num_epochs=2.0, max_steps=None, rest=rest)
+    assert resumed.stretch(step).stop - step == -(-num_left // 3)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
-    last = rest_of(resumed, step + 1, lambda packs: assign_packs(packs, TARGETS, options(2)))
-    third = PlannedSchedule(schedule(2).plan_of, num_epochs=2.0, max_steps=None, rest=last)
+    third = make_timeline(2.0, later=[(step, 3), (step + 1, 2)], options=options)
     middle = packs_trained(resumed, step, step + 1)
     assert sorted(done + middle + packs_trained(third, step + 1, third.num_steps)) == expected
 
@@ -241,13 +220,12 @@ def test_figures_count_the_padding_of_what_is_sharded() -> None:
 
 def test_epochs_end_where_they_do_also_behind_a_rest() -> None:
     """Evaluation and checkpoints by epochs follow it: after a rest of other size the ends are no multiples."""
-    whole = make_schedule()
+    whole = make_timeline()
     assert [step for step in range(1, whole.num_steps + 1) if ends_epoch(whole, step)] == [
         number * whole.steps_per_epoch for number in (1, 2, 3)
     ]
-    rest = rest_of(whole, 3, assigned(2))
-    resumed = PlannedSchedule(make_schedule(world_size=2).plan_of, num_epochs=3.0, max_steps=None, rest=rest)
-    first = 3 + rest.num_steps
+    resumed = make_timeline(later=[(3, 2)])
+    first = resumed.stretch(3).stop
     assert first % resumed.steps_per_epoch
     ends = [step for step in range(4, resumed.num_steps + 1) if ends_epoch(resumed, step)]
     assert ends == [first + number * resumed.steps_per_epoch for number in range(3)]

@@ -1,0 +1,171 @@
+"""Inputs of commands: caches opened, their targets counted, and the options of their plan decided."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.cache.local import LocalCopies
+from packtool.cache.plan_file import read_plan
+from packtool.cache.reader import CacheReader
+from packtool.cache.views import ChosenTargets
+from packtool.config.plan import PlanConfig
+from packtool.config.settings import part_of
+from packtool.config.train import TrainConfig
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError
+from packtool.plan.cost import MODEL_PRESETS
+from packtool.plan.options import PlanOptions, SkrullOptions
+from packtool.simulate.run import read_hardware, read_lengths
+from packtool.train.prepare.check import check_plan, check_sources, open_caches, with_template_of
+from packtool.train.prepare.costs import tower_work, with_model
+from packtool.train.prepare.evaluation import with_evaluation
+from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.mixtures import named_sources
+from packtool.train.prepare.targets import choices_of_targets, planned_targets
+
+
+def open_to_train(config: TrainConfig) -> Inputs:
+    """Open the caches of a training run, check that they fit its model and options, and prepare for planning.
+
+    Raises:
+        ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
+    """
+    files = ModelFiles.load(config.model)
+    directories, recipe = named_sources(config)
+    if config.mix is not None:
+        config = dataclasses.replace(config, cached_dataset=directories)
+    reader = open_caches(directories, config, files)
+    config, notes = with_evaluation(config, reader)
+    files = with_template_of(reader, files)
+    if recipe is not None:
+        check_sources(reader, recipe, files)
+    choices = choices_of_targets(reader, files, config.loss_scale, recipe)
+    targets = ChosenTargets(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
+    saved = read_plan(config.plan) if config.plan is not None else None
+    if saved is not None:
+        check_plan(saved, config, reader)
+    max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
+    options = plan_options(config, max_length=max_length, world_size=1)
+    options = with_model(options, files.config, config, read_hardware(config.hardware), config.sequence_parallel_type)
+    if saved is not None:
+        options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
+    assert options.cost is not None, "the model tells them"
+    return Inputs(
+        config=config,
+        options=options,
+        lengths=reader.index.length,
+        targets=targets,
+        media_tokens=reader.index.media_tokens,
+        towers=tower_work(options.cost, reader.index),
+        reader=reader,
+        recipe=recipe,
+        model=files.config,
+        files=files,
+        choices=choices,
+        saved=saved,
+        sequence_parallel_size=config.sequence_parallel_ranks,
+        notes=(*_access_notes(config, reader), *notes),
+    ).prepared()
+
+
+def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Inputs:
+    """Open what ``packtool plan`` plans, caches or a file of lengths; the inputs are not yet ``prepared``.
+
+    Samples that are longer than a pack are left out; with ``--max-length`` they are refused, as training refuses them.
+
+    Args:
+        packing_length: instead of ``config.packing_length``, for a sweep.
+
+    Raises:
+        ConfigError, DataError, MismatchError: as for training.
+    """
+    directories, recipe = named_sources(config)
+    reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
+    room = packing_length or config.packing_length
+    if reader is not None:
+        lengths: npt.NDArray[np.integer[Any]] = reader.index.length
+        targets = planned_targets(reader, recipe, config.model)
+        longest = max(manifest.max_length for manifest in reader.manifests)
+    else:
+        lengths = targets = read_lengths(str(config.lengths))
+        longest = room or int(lengths.max(initial=1))
+    files = _files_to_plan(config, reader)
+    model = MODEL_PRESETS["8b"] if files is None else files.config
+    max_length = min(config.max_length or longest, room or longest)
+    if packing_length is None and config.max_length is not None:
+        max_length = config.max_length
+    ranks = config.world_size // config.sequence_parallel_ranks
+    options = plan_options(config, max_length=max_length, world_size=ranks)
+    options = with_model(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
+    options = dataclasses.replace(options, packing_length=room or max_length)
+    assert options.cost is not None, "the model tells them"
+    if recipe is not None and recipe.stages and config.sweep is not None:
+        raise ConfigError(f"--sweep compares packing lengths, and {recipe.place} has stages", "Plan without it.")
+    return Inputs(
+        config=config,
+        options=options,
+        lengths=lengths,
+        targets=targets,
+        media_tokens=None if reader is None else reader.index.media_tokens,
+        towers=None if reader is None else tower_work(options.cost, reader.index),
+        reader=reader,
+        recipe=recipe,
+        model=model,
+        files=files,
+        sequence_parallel_size=config.sequence_parallel_ranks,
+    )
+
+
+def _files_to_plan(config: PlanConfig, reader: CacheReader | None) -> ModelFiles | None:
+    """The model that tells what packs cost: ``--model``, or the caches' if it is still there."""
+    model = config.model
+    if model is None and reader is not None:
+        model = str(reader.manifests[0].identity.spec["model"])
+        model = model if storage.exists(storage.join(model, "config.json")) else None
+    return None if model is None else ModelFiles.load(model)
+
+
+def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_size: int) -> PlanOptions:
+    """What the planner needs to know of a run.
+
+    Args:
+        max_length: longer samples are left out.
+        world_size: data-parallel ranks.
+
+    Raises:
+        ConfigError: if the size of Skrull's buckets is not known.
+    """
+    return part_of(
+        PlanOptions,
+        options,
+        max_length=max_length,
+        packing_length=options.packing_length or max_length,
+        world_size=world_size,
+        skrull=_skrull_options(options) if options.schedule == "skrull" else None,
+    )
+
+
+def _skrull_options(options: PlanConfig | TrainConfig) -> SkrullOptions:
+    bucket_size = options.bucket_tokens
+    if bucket_size is None:
+        raise ConfigError("--bucket-size auto is not known here.", "Give a number of tokens, as in --bucket-size 8192.")
+    num = options.sequence_parallel_ranks
+    # Zigzag splits a sharded sequence into 2 P parts, a pair for each process, so that all have equal work.
+    return SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num, alignment=2 * num)
+
+
+def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
+    """Said before the first step, for the one sample with a web address may come after hours."""
+    for manifest in reader.manifests:
+        far = any('"media_access": "any"' in source.settings for source in manifest.sources)
+        kept = manifest.identity.spec["media"] == "reference" and any(s.media_tokens for s in manifest.splits.values())
+        if far and kept and config.media_access != "any":
+            return [
+                "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
+            ]
+    return []
