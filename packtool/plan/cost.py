@@ -8,7 +8,7 @@ A pack costs
     + per_vision_token * vision tokens + per_patch_square * sum(patches of a frame ^2)               vision tower
     + per_audio_token * audio tokens                                                                 audio tower
 
-with two operations for each multiply-add of the steps in ``stacks``; layers whose attention sees a window of w tokens
+with two operations for each multiply-add of the steps in ``layers``; layers whose attention sees a window of w tokens
 have min(len, w) * (2 len - min(len, w)) in place of len^2, and those that see no further than their chunk of w tokens
 have w^2 for each whole chunk and the square of the rest. Forward counts once. Backward counts once more for the
 gradients of what a product takes, where anything before it learns, and once more for the gradients of its weights,
@@ -16,7 +16,7 @@ where these learn. So nothing goes backward below the first weight that learns, 
 and a module with an adapter has gradients of the adapter's weights alone. Attention's backward is 2.5 times its
 forward: flash kernels make the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 
-Which weights a run trains is decided by the names of modules, see ``stacks``, and by the rules of ``LearningOptions``
+Which weights a run trains is decided by the names of modules, see ``layers``, and by the rules of ``LearningOptions``
 that ``train.model.frozen`` and ``train.model.adapters`` apply to real parameters. ``ModelSizes`` has the bytes beside.
 """
 
@@ -32,13 +32,13 @@ import numpy.typing as npt
 
 from packtool.config.model import LearningOptions
 from packtool.encode.families import text_config_of, thinker_of
-from packtool.plan.stacks import Stacks, Step, attention_widths, expert_widths
+from packtool.plan.layers import ModelLayers, Step, attention_widths, expert_widths
 
 _ADAPTABLE = ("linear", "convolution", "lookup")  # by a regular expression; names and all-linear mean linear modules
 
 
 @dataclass(frozen=True)
-class Learned:
+class Trainable:
     """What of a step learns.
 
     Args:
@@ -50,53 +50,53 @@ class Learned:
     any: bool = False
 
 
-def learned(stacks: Stacks, options: LearningOptions) -> dict[str, Learned]:
+def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
     """What learns, by the steps' names; what is not named does not.
 
     A family that packtool knows nothing of may have other names: where options mean nothing of a model, they count as
     if no names had been given.
     """
-    found = _learned(stacks, options)
+    found = _trainable(layers, options)
     if not any(each.any for each in found.values()):
         parts = ("train_type", "lora_rank", "freeze_vit", "freeze_aligner", "freeze_llm")
-        found = _learned(stacks, LearningOptions(**{name: getattr(options, name) for name in parts}))
+        found = _trainable(layers, LearningOptions(**{name: getattr(options, name) for name in parts}))
     return found
 
 
-def _learned(stacks: Stacks, options: LearningOptions) -> dict[str, Learned]:
-    steps = [step for step in stacks.steps if step.kind != "attention"]
+def _trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
+    steps = [step for step in layers.steps if step.kind != "attention"]
     if options.train_type == "lora":
-        found = {step.name: _adapted(step, options, is_head=step is stacks.head) for step in steps}
+        found = {step.name: _adapted(step, options, is_head=step is layers.head) for step in steps}
     else:
-        found = _unfrozen(steps[:-1] if stacks.is_tied else steps, options)
-    if stacks.is_tied:
-        found[stacks.head.name] = dataclasses.replace(found[stacks.language[0].name])
+        found = _unfrozen(steps[:-1] if layers.is_tied else steps, options)
+    if layers.is_tied:
+        found[layers.head.name] = dataclasses.replace(found[layers.language[0].name])
     return found
 
 
-def _adapted(step: Step, options: LearningOptions, *, is_head: bool) -> Learned:
+def _adapted(step: Step, options: LearningOptions, *, is_head: bool) -> Trainable:
     """What ``--train-type lora`` does."""
     if options.is_saved(step.name):
-        return Learned("full", True)
+        return Trainable("full", True)
     if options.target_regex is not None:
         is_target = step.kind in _ADAPTABLE
     else:
         is_target = step.kind == "linear" and not is_head and step.part not in options.frozen_parts
     if is_target and options.is_target(step.name):
-        return Learned("lora", True)
-    return Learned("frozen", options.lora_bias == "all" and step.has_bias)
+        return Trainable("lora", True)
+    return Trainable("frozen", options.lora_bias == "all" and step.has_bias)
 
 
-def _unfrozen(steps: Sequence[Step], options: LearningOptions) -> dict[str, Learned]:
+def _unfrozen(steps: Sequence[Step], options: LearningOptions) -> dict[str, Trainable]:
     """What ``--train-type full`` does."""
-    found: dict[str, Learned] = {}
+    found: dict[str, Trainable] = {}
     budget = int(sum(step.num_weights for step in steps) * options.freeze_parameters_ratio)
     for step in steps:
         budget -= step.num_weights
         is_kept = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
         names = (step.weight, f"{step.name}.bias") if step.has_bias else (step.weight,)
         learns = [options.is_wanted(name) or not (is_kept or options.is_kept(name)) for name in names]
-        found[step.name] = Learned("full" if learns[0] else "frozen", any(learns))
+        found[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
     return found
 
 
@@ -255,7 +255,7 @@ class CostModel:
         recomputes_towers: bool = False,
         recomputes_head: bool = False,
     ) -> CostModel:
-        """Read the widths off a ``config.json``, see ``stacks``.
+        """Read the widths off a ``config.json``, see ``layers``.
 
         Args:
             learning: which weights learn.
@@ -265,18 +265,18 @@ class CostModel:
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
         """
-        stacks = Stacks.of_config(config)
-        learns, rank = learned(stacks, learning), learning.lora_rank
+        layers = ModelLayers.of_config(config)
+        learns, rank = trainable(layers, learning), learning.lora_rank
 
         def sums(steps: Sequence[Step], *behind: _Sums, recomputes: bool = False) -> _Sums:
             return _summed(steps, learns, rank, behind=any(sums.learns for sums in behind), recomputes=recomputes)
 
-        vision = sums(stacks.vision, recomputes=recomputes_towers)
-        audio = sums(stacks.audio, recomputes=recomputes_towers)
-        mergers = [sums(merger, vision) for merger in stacks.mergers]
-        joined = sums(stacks.audio_aligner, audio)
-        language = sums(stacks.language, *mergers, audio, joined, recomputes=recomputes_language)
-        head = dataclasses.replace(stacks.head, layer=0)  # a part that is computed again at once, as a layer is
+        vision = sums(layers.vision, recomputes=recomputes_towers)
+        audio = sums(layers.audio, recomputes=recomputes_towers)
+        mergers = [sums(merger, vision) for merger in layers.mergers]
+        joined = sums(layers.audio_aligner, audio)
+        language = sums(layers.language, *mergers, audio, joined, recomputes=recomputes_language)
+        head = dataclasses.replace(layers.head, layer=0)  # a part that is computed again at once, as a layer is
         return cls(
             per_token=language.flops,
             per_square=language.per_square,
@@ -285,8 +285,8 @@ class CostModel:
             per_patch_square=vision.per_square,
             per_audio_token=audio.flops + joined.flops,
             per_window=language.per_window,
-            window=stacks.window,
-            in_chunks=stacks.in_chunks,
+            window=layers.window,
+            in_chunks=layers.in_chunks,
         )
 
 
@@ -301,7 +301,7 @@ class _Sums:
 
 
 def _summed(
-    steps: Sequence[Step], learns: Mapping[str, Learned], rank: int, *, behind: bool, recomputes: bool
+    steps: Sequence[Step], learns: Mapping[str, Trainable], rank: int, *, behind: bool, recomputes: bool
 ) -> _Sums:
     """The work of a part.
 
@@ -310,7 +310,7 @@ def _summed(
     """
     after = [behind]
     for step in steps:
-        after.append(after[-1] or learns.get(step.name, Learned()).any)
+        after.append(after[-1] or learns.get(step.name, Trainable()).any)
     goes_back = {step.layer: does for step, does in zip(steps, after[1:], strict=True)}
     flops = per_square = per_window = 0.0
     before = behind

@@ -104,18 +104,22 @@ class StepTime:
     launch_seconds: float = 0.0
     device: str = "H100"
 
-    def loads(self, lengths: Lengths, flops: Costs, num_ranks: int = 1) -> list[Load]:
-        """What sequences (n,) come to, with what makes up for attention's being slower.
+    def work(self, lengths: Lengths, flops: Costs, num_ranks: int = 1) -> tuple[Costs, Costs]:
+        """Work of sequences (n,), and attention's part of it, with what makes up for attention's being slower.
 
         Args:
             lengths: (n,), tokens.
             flops: (n,), that they need.
-            num_ranks: that share them: the sum over all of these ranks is what is returned.
+            num_ranks: that share each; the result is the sum over all of these ranks.
         """
         sizes = np.asarray(lengths, dtype=np.float64)
         slower = sizes * (self.square_flops * sizes + self.query_flops * num_ranks)
-        attention = self.attention_flops * sizes**2 + slower
-        return [Load(*one) for one in zip((flops + slower).tolist(), attention.tolist(), strict=True)]
+        return flops + slower, self.attention_flops * sizes**2 + slower
+
+    def loads(self, lengths: Lengths, flops: Costs, num_ranks: int = 1) -> list[Load]:
+        """``work`` of each sequence."""
+        work, attention = self.work(lengths, flops, num_ranks)
+        return [Load(*one) for one in zip(work.tolist(), attention.tolist(), strict=True)]
 
     def computation(self, flops: float) -> float:
         """Seconds of so many FLOPs on one device."""

@@ -95,9 +95,9 @@ def _seconds(
 ) -> npt.NDArray[np.float64]:
     """Times (n,) of each sequence alone on a group of this size, without what every micro-batch costs besides."""
     times = machine.step_time(size)
-    loads = times.loads(tokens, machine.sizes.cost(tokens, machine.sizes.cost.attention(tokens), targets), size)
-    busy = np.array([load.flops for load in loads]) / size / times.flops_per_second
-    attention = np.array([load.attention for load in loads]) / size / times.flops_per_second
+    cost = machine.sizes.cost
+    busy, attention = times.work(tokens, cost(tokens, cost.attention(tokens), targets), size)
+    busy, attention = busy / size / times.flops_per_second, attention / size / times.flops_per_second
     return busy + times.waited(tokens.astype(np.float64), np.zeros(len(tokens)), attention)
 
 

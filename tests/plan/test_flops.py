@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from packtool.config.train import TrainConfig
 from packtool.plan.cost import CostModel
-from packtool.plan.stacks import Stacks
+from packtool.plan.layers import ModelLayers
 from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
 from scripts._flop_counter import flop_counter
@@ -232,12 +232,12 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
         # one of single channels for one of all with all, and does not know triangular systems.
         left_out = aten.bmm, aten.convolution, aten.convolution_backward
         counted -= sum(counter.get_flop_counts()["Global"].get(op, 0) for op in left_out)
-        stacks = Stacks.of_config(_config(family))
+        layers = ModelLayers.of_config(_config(family))
         trained = run.train_type == "full"
-        found -= 3.5 * tokens * sum(step.local for step in stacks.language)
-        narrow = sum(step.num_products for step in stacks.language if step.kind == "convolution")
+        found -= 3.5 * tokens * sum(step.local for step in layers.language)
+        narrow = sum(step.num_products for step in layers.language if step.kind == "convolution")
         found -= 2 * tokens * narrow * (3 if trained and not run.freeze_llm else 2)
-        patches = sum(step.num_products for step in stacks.vision if step.kind == "convolution")
+        patches = sum(step.num_products for step in layers.vision if step.kind == "convolution")
         found -= 2 * seen * patches * (2 if trained and not run.freeze_vit else 1)
     return found, counted
 
@@ -249,14 +249,14 @@ def test_a_layer_with_a_state_costs_its_products_and_two_triangular_systems() ->
         _model("qwen3_5_text")(**inputs, use_cache=False)
     counted = counter.get_flop_counts()["Global"][aten.bmm]
     solved = 2 * 4 * tokens * 64 * (16 + 16)  # layers, heads, half a square of each chunk, twice: multiply and add
-    steps = Stacks.of_config(FAMILIES["qwen3_5_text"]).language
+    steps = ModelLayers.of_config(FAMILIES["qwen3_5_text"]).language
     assert sum(step.local for step in steps) * tokens == counted + solved
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_have_the_names_and_sizes_of_the_modules(family: str) -> None:
     model = _model(family)
-    steps = {step.name: step for step in Stacks.of_config(_config(family)).steps if step.kind != "attention"}
+    steps = {step.name: step for step in ModelLayers.of_config(_config(family)).steps if step.kind != "attention"}
     towers = towers_of(model, family)
     # What no layer of the reduced tower feeds has no work.
     unused = re.compile(r".*(merger_list\.2\..*|dt_bias|A_log|(pre|post)_feedforward_layernorm\.weight)")

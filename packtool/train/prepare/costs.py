@@ -265,21 +265,21 @@ class ExpectedTime:
         times = dataclasses.replace(
             own.step_time(sequence_parallel_size), exchanges=again.exchanges, launch_seconds=again.launch_seconds
         )
-        lengths = index.length.astype(np.float64)
-        slower = lengths * (times.square_flops * lengths + times.query_flops * sequence_parallel_size)
+        own_flops = sample_costs(cost, index, index.target_tokens)
+        work, attention_work = times.work(index.length, own_flops, sequence_parallel_size)
         packs, steps = plan.packs, plan.steps
 
         def cells(per_sample: Seconds) -> Seconds:
             return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
 
-        flops = cells(sample_costs(cost, index, index.target_tokens) + slower)
+        flops = cells(work)
         looked = towers = cells(tower_work(cost, index).flops.astype(np.float64))
         if sequence_parallel_size > 1:
             towers = shares.most(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
         speed = times.flops_per_second
-        attention = cells(times.attention_flops * lengths**2 + slower) / sequence_parallel_size / speed
+        attention = cells(attention_work) / sequence_parallel_size / speed
         busy = (
             (flops - looked) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
         ) / speed
-        busy += times.waited(cells(lengths), np.zeros(len(flops)), attention)
+        busy += times.waited(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
         return np.maximum(busy, max(times.launch_seconds, self.collectives(config).each))

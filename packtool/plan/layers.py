@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from packtool.config.model import ModelPart
@@ -81,7 +82,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Stacks:
+class ModelLayers:
     """All parts of a model, each as its steps in the order of the forward pass.
 
     Args:
@@ -106,7 +107,7 @@ class Stacks:
     audio_aligner: tuple[Step, ...] = ()
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> Stacks:
+    def of_config(cls, config: Mapping[str, Any]) -> ModelLayers:
         """Read the widths; of an Omni model those of its thinker.
 
         Raises:
@@ -135,6 +136,10 @@ class Stacks:
         return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
 
 
+def _step(prefix: str, name: str, inputs: int = 0, outputs: int = 0, **rest: Any) -> Step:
+    return Step(name=prefix + name, inputs=inputs, outputs=outputs, **rest)
+
+
 def _place_of_parameters(step: Step) -> tuple[int, int]:
     if step.layer is None:
         return (-1 if step.name.endswith("embed_tokens") else sys.maxsize, 0)
@@ -145,9 +150,7 @@ def _place_of_parameters(step: Step) -> tuple[int, int]:
 def _language(text: Mapping[str, Any], prefix: str) -> Iterator[Step]:
     hidden = int(text["hidden_size"])
 
-    def step(name: str, inputs: int = 0, outputs: int = 0, **rest: Any) -> Step:
-        return Step(name=f"{prefix}.{name}", part="language model", inputs=inputs, outputs=outputs, **rest)
-
+    step = partial(_step, f"{prefix}.", part="language model")
     yield step("embed_tokens", int(text.get("vocab_size") or 0), hidden, kind="lookup")
     for i, kind in enumerate(_layer_types(text)):
         yield step(f"layers.{i}.input_layernorm", 1, hidden, kind="lookup", layer=i)
@@ -279,12 +282,7 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
     pixels *= int(vision.get("temporal_patch_size") or 1)
     patches, window, whole = _patches(config, vision, depth)
 
-    def step(name: str, inputs: int, outputs: int, **rest: Any) -> Step:
-        name = f"model.visual.{name}"
-        return Step(
-            name=name, part="vision tower", inputs=inputs, outputs=outputs, times=patches, has_bias=True, **rest
-        )
-
+    step = partial(_step, "model.visual.", part="vision tower", times=patches, has_bias=True)
     yield step("patch_embed.proj", pixels, hidden, kind="convolution")
     if positions := int(vision.get("num_position_embeddings") or 0):
         yield step("pos_embed", positions, hidden, kind="lookup")
@@ -330,10 +328,7 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, .
     if of_omni or "num_position_embeddings" not in vision:
         first, second, norm = "mlp.0", "mlp.2", "ln_q"
 
-    def step(name: str, inputs: int, outputs: int, kind: StepKind = "linear") -> Step:
-        name = f"model.visual.{name}"
-        return Step(name=name, part="aligner", kind=kind, inputs=inputs, outputs=outputs, has_bias=True)
-
+    step = partial(_step, "model.visual.", part="aligner", has_bias=True)
     return tuple(
         (
             step(f"{name}.{norm}", 1, hidden, kind="lookup"),
@@ -371,20 +366,17 @@ def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
     # Qwen2.5-Omni: four frames make two positions, and these one token.
     positions = 1.0 if channels else 2.0
 
-    def step(name: str, inputs: int, outputs: int, times: float = positions, **rest: Any) -> Step:
-        name = f"model.audio_tower.{name}"
-        return Step(name=name, part="vision tower", inputs=inputs, outputs=outputs, times=times, has_bias=True, **rest)
-
+    step = partial(_step, "model.audio_tower.", part="vision tower", times=positions, has_bias=True)
     if channels:
         rows, inputs = bins, 1
         for number, columns in enumerate(_STRIDES, start=1):
             rows = (rows - 1) // 2 + 1
-            yield step(f"conv2d{number}", 9 * inputs, channels, rows * columns / _STRIDES[-1], kind="convolution")
+            yield step(f"conv2d{number}", 9 * inputs, channels, times=rows * columns / _STRIDES[-1], kind="convolution")
             inputs = channels
         yield step("conv_out", channels * rows, hidden)
         window = int(audio.get("n_window_infer") or 8 * window) // (2 * window) * _STRIDES[-1]
     else:
-        yield step("conv1", 3 * bins, hidden, 4.0, kind="convolution")
+        yield step("conv1", 3 * bins, hidden, times=4.0, kind="convolution")
         yield step("conv2", 3 * hidden, hidden, kind="convolution")
     width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
     for i in range(depth):
@@ -399,7 +391,7 @@ def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
         yield step(f"layers.{i}.fc2", width, hidden, layer=i)
     yield step("ln_post", 1, hidden, kind="lookup")
     if not channels:
-        yield step("proj", hidden, int(audio.get("output_dim") or hidden), 1.0)
+        yield step("proj", hidden, int(audio.get("output_dim") or hidden), times=1.0)
 
 
 def _audio_aligner(audio: Mapping[str, Any]) -> Iterator[Step]:
