@@ -128,8 +128,7 @@ class PlanSummary:
         num_tokens: tokens of the samples in the plan; those of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
         longest: tokens of the longest sample in the plan, with what it shares.
-        packing: as in ``PlanOptions``.
-        max_length, packing_length, packing_num_proc: as in ``PlanOptions``.
+        options: that the plan was made with.
         num_packs: packs; without packing, padded rows; with Skrull those whose samples were assigned anew.
         lower_bound: packs of ``packing_length`` that the tokens need at least.
         fill: true tokens over all tokens computed, 0 to 1. With packing over ``num_packs * packing_length``; without,
@@ -137,7 +136,6 @@ class PlanSummary:
             sharded samples have some.
         num_steps: optimizer steps.
         num_steps_without_packing: steps if each pack were one sample.
-        samples_per_plain_step: samples of a full one of these: B * G * W, or ``samples_per_step``.
         num_empty_micro_batches: micro-batches that carry no sample: of the last step, or with Skrull or
             ``samples_per_step`` of any.
         efficient_attn_ratio: attention that packed samples need over what the packs would need as one text each:
@@ -153,16 +151,12 @@ class PlanSummary:
     num_tokens: int
     num_target_tokens: int
     longest: int
-    packing: bool
-    max_length: int
-    packing_length: int
-    packing_num_proc: int
+    options: PlanOptions
     num_packs: int
     lower_bound: int
     fill: float
     num_steps: int
     num_steps_without_packing: int
-    samples_per_plain_step: int
     num_empty_micro_batches: int
     efficient_attn_ratio: float
     balance: BalanceFigures | None
@@ -261,15 +255,11 @@ def summarize(
         num_tokens=packs.num_tokens,
         num_target_tokens=int(steps.target_tokens_per_step.sum()),
         longest=int(packs.whole_lengths.max()),
-        packing=options.packing,
-        max_length=options.max_length,
-        packing_length=options.packing_length,
-        packing_num_proc=options.packing_num_proc,
+        options=options,
         num_packs=packs.num_packs,
         lower_bound=packs.lower_bound,
         fill=fill,
         num_steps=steps.num_steps,
-        samples_per_plain_step=options.samples_per_plain_step,
         num_steps_without_packing=-(-packs.num_samples // options.samples_per_plain_step),
         num_empty_micro_batches=steps.num_empty_micro_batches,
         efficient_attn_ratio=float(packs.sum_squares_per_pack().sum()) / float(np.square(tokens).sum()),
@@ -301,7 +291,7 @@ class BatchGrowth:
     def of(cls, summary: PlanSummary) -> BatchGrowth:
         """The growth in a plan."""
         per_sample = summary.num_target_tokens / summary.num_samples
-        num_samples, plain = summary.num_samples / summary.num_steps, summary.samples_per_plain_step
+        num_samples, plain = summary.num_samples / summary.num_steps, summary.options.samples_per_plain_step
         return cls(num_samples, num_samples * per_sample, plain, plain * per_sample)
 
     @property
@@ -352,6 +342,6 @@ def own_steps_line(summary: PlanSummary, steps: StepPlan) -> str:
     fewest, most = int(each.min()), int(each.max())
     number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
     return (
-        f"each has the {summary.samples_per_plain_step:,} samples that it has unpacked (--samples-per-step), in "
-        f"{number} micro-batch{'es' if most > 1 else ''} a rank"
+        f"each has the {summary.options.samples_per_plain_step:,} samples that it has unpacked (--samples-per-step), "
+        f"in {number} micro-batch{'es' if most > 1 else ''} a rank"
     )

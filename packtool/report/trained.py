@@ -285,7 +285,7 @@ def _time_trained(
     stretch = again.timeline.stretch(step)
     plan, number = stretch.plan, step - stretch.first
     companions = [each for each in plan.packs.pack(pack).tolist() if each != position]
-    if plan.places is not None or not plan.summary.packing:
+    if plan.places is not None or not plan.summary.options.packing:
         # Taken apart, or never packed: those of the micro-batch.
         companions = [each for pack in plan.samples(number, rank, micro_batch) for each in pack if each != position]
     return {

@@ -64,7 +64,7 @@ def test_summary() -> None:
     assert summary.num_tokens == num_tokens == 16_400
     assert summary.num_target_tokens == TARGETS[LENGTHS <= 40].sum()
     assert summary.longest == 40
-    assert (summary.max_length, summary.packing_length, summary.packing_num_proc) == (40, 64, 4)
+    assert (summary.options.max_length, summary.options.packing_length, summary.options.packing_num_proc) == (40, 64, 4)
     assert summary.lower_bound == 257
     assert summary.num_packs == 257  # these lengths fit together without a gap
     assert summary.fill == pytest.approx(num_tokens / (257 * 64))

@@ -83,9 +83,9 @@ class CachedRun(PreparedRun):
             num_packs=summary.num_packs,
             samples_per_pack=summary.samples_per_pack,
             fill=summary.fill,
-            packing=summary.packing,
-            max_length=summary.max_length,
-            packing_length=summary.packing_length,
+            packing=summary.options.packing,
+            max_length=summary.options.max_length,
+            packing_length=summary.options.packing_length,
             steps=timeline.num_steps,
             steps_without_packing=timeline.num_steps_without_packing(),
             num_empty_micro_batches=timeline.num_empty_micro_batches(),
@@ -226,7 +226,7 @@ class _PlannedSteps(Steps):
     def drawn(self) -> Iterator[RankStep]:
         """See ``Steps``."""
         run = self._run
-        is_dynamic = run.config.removes_padding and not run.timeline.first.summary.packing
+        is_dynamic = run.config.removes_padding and not run.timeline.first.summary.options.packing
         for stretch in run.timeline.stretches(run.start):
             plan, first = stretch.plan, max(run.start - stretch.first, 0)
             figures = islice(figures_of_steps(plan, run.figures, is_dynamic=is_dynamic), first, None)

@@ -104,7 +104,7 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     if plan.places is not None and plan.summary.skrull is not None:
         alignment = plan.summary.skrull.options.alignment
         computed = steps.sums_per_step(computed_tokens(packs, steps, plan.places, alignment))
-    elif plan.summary.packing:
+    elif plan.summary.options.packing:
         computed = steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
     elif is_dynamic:
         computed = steps.sums_per_step(tokens)

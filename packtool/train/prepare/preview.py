@@ -284,4 +284,4 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
 
 def _trains_packs(summary: PlanSummary) -> bool:
     """Whether packs are trained as they are, with what is free in them."""
-    return summary.packing and summary.skrull is None
+    return summary.options.packing and summary.skrull is None

@@ -147,7 +147,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
 def schedule_lines(config: TrainConfig, timeline: Timeline, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
     summary = timeline.first.summary
-    reason = f"longer than {summary.max_length:,} tokens"
+    reason = f"longer than {summary.options.max_length:,} tokens"
     if result.sources:
         reason += ", or outside what their source takes,"
     if config.plan is not None:
@@ -164,13 +164,13 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, result: TrainResult)
         yield f"optimizer steps: {result.steps:,}; {processes}"
         yield from _batch_lines(config, timeline, result)
         return
-    if not summary.packing:
+    if not summary.options.packing:
         yield f"packing: no, but {_unpacked(config)}, {summary.fill:.1%} of whose tokens are true; {processes}"
         yield f"optimizer steps: {result.steps:,}"
         return
     yield (
-        f"packing: yes (--packing false pads); packing length: {summary.packing_length:,}, packing processes: "
-        f"{summary.packing_num_proc}, {processes}"
+        f"packing: yes (--packing false pads); packing length: {summary.options.packing_length:,}, packing processes: "
+        f"{summary.options.packing_num_proc}, {processes}"
     )
     keeps = config.samples_per_step is not None
     least = "" if keeps else f" (at least {summary.lower_bound:,} are needed)"
