@@ -23,10 +23,9 @@ from packtool.batch.spec import model_config
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
-from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, UnsupportedModelError
 from packtool.launch.world import World
-from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.epoch import EpochPlan
 from packtool.plan.towers import MediaShares
 from packtool.progress import Progress
 from packtool.simulate.cost import Constants
@@ -40,11 +39,10 @@ from packtool.train.model.memory import (
     model_without_weights,
     parameter_sizes,
 )
-from packtool.train.prepare.check import open_caches
-from packtool.train.prepare.costs import ExpectedTime, tower_work, with_model
+from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
-from packtool.train.prepare.opening import plan_options
+from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.result import option_words
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
@@ -227,9 +225,9 @@ class Search:
         model = config.model or str(CacheReader.open(config.cached_dataset).manifests[0].identity.spec["model"])
         self.config, self.hardware = config, read_hardware(config.hardware)
         self.base = part_of(TrainConfig, config, model=model, output_dir="output", share_prefix="false")
-        self.files = ModelFiles.load(model)
-        self.reader = open_caches(config.cached_dataset, self.base, self.files)
-        self.max_length = config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
+        self.inputs = open_to_train(self.base)
+        _, self.files, self.reader = self.inputs.of_run
+        self.max_length = self.inputs.options.max_length
         self._first_plans: dict[int, EpochPlan] = {}
         self._plans: dict[tuple[int, int], EpochPlan] = {}
         self._shares: dict[tuple[int, int], MediaShares] = {}
@@ -264,18 +262,14 @@ class Search:
         ranks = self.config.world_size // run.sequence_parallel_ranks
         key = run.packing_length, ranks
         if key not in self._plans:
-            options = plan_options(run, max_length=self.max_length, world_size=ranks)
-            options = with_model(options, self.files.config, run, self.hardware)
-            index = self.reader.index
-            assert options.cost is not None
-            towers = tower_work(options.cost, index)
-            rest: dict[str, Any] = {"media_tokens": index.media_tokens, "towers": towers}
+            options = dataclasses.replace(self.inputs.options, packing_length=run.packing_length)
+            inputs = dataclasses.replace(self.inputs, options=options)
+            shape = ranks, run.gradient_accumulation_steps, run.per_device_train_batch_size
             first = self._first_plans.get(run.packing_length)
             if first is None:
-                first = plan_epoch(index.length, index.target_tokens, options, seed=run.seed, **rest)
-                self._first_plans[run.packing_length] = self._plans[key] = first
+                first = self._first_plans[run.packing_length] = self._plans[key] = inputs.plan_of(0, shape)
             else:
-                self._plans[key] = assign_packs(first.packs, index.target_tokens, options, **rest)
+                self._plans[key] = inputs.assign(first.packs, shape)
         return self._plans[key]
 
     def expected(self, run: TrainConfig) -> Proposal:
