@@ -111,7 +111,8 @@ class Batches(Dataset[dict[str, Any]]):
         """Go through the plan, or through what a run with that state has left of it."""
         self._before = before
         beginning = Beginning(None, before, None, ())
-        self._run: CachedRun = prepare_cached(self._config, World(size=self.plan.world_size), beginning)
+        world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
+        self._run: CachedRun = prepare_cached(self._config, world, beginning, planned)
         self._tensors = micro_batches(self._run, input_spec(self._run))
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to as many ranks as there are; numbers count from there.

@@ -17,6 +17,7 @@ import packtool
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
 from packtool.train.loop.loader import StepLoader, input_spec
+from packtool.train.prepare import inputs
 from packtool.train.prepare.cached import prepare_cached
 from tests.library.conftest import HERE, PLAN
 from tests.train.tiny import TinyWorld, export_rows
@@ -52,6 +53,22 @@ def test_they_are_those_of_a_training(batches: packtool.Batches, tiny: TinyWorld
             assert targets.ends_step == (place == step.num_micro_batches)
     assert next(found, None) is None
     assert batches.num_steps == len(steps) == number + 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_plan_is_not_made_again(mixed: bool, tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches take the steps of the plan that they are given; other targets need other steps."""
+    plan = packtool.plan(f"{tiny.cache}#8" if mixed else tiny.cache, **PLAN)
+    calls: list[str] = []
+    for name in ("plan_epoch", "plan_mixture", "assign_packs", "shared_in_packs", "mixture_of"):
+        planning = getattr(inputs, name)
+        monkeypatch.setattr(inputs, name, lambda *a, _n=name, _f=planning, **k: (calls.append(_n), _f(*a, **k))[1])
+    batches = packtool.Batches(plan, **HERE)
+    assert [targets.num_targets for targets in (batch["targets"] for batch in batches)]
+    assert len(packtool.Batches(plan, max_steps=1, **HERE)) == 2
+    assert calls == []
+    packtool.Batches(plan, loss_scale="all", **HERE)
+    assert calls
 
 
 def test_by_number_and_in_turn(batches: packtool.Batches) -> None:
@@ -177,8 +194,8 @@ def test_moved_batches_are_whole(batches: packtool.Batches, plan: packtool.Plan)
     batch = next(batch for batch in batches if batch["towers"])
     for moved in (send_to_device(batch, "meta"), next(iter(packtool.Batches(plan, device="meta", **HERE)))):
         parts = [moved, vars(moved["targets"])]
-        for inputs in moved["towers"].values():
-            parts += [inputs.arguments, inputs.positions]
+        for tower in moved["towers"].values():
+            parts += [tower.arguments, tower.positions]
         tensors = [value for part in parts for value in part.values() if isinstance(value, Tensor)]
         assert len(tensors) > 12
         assert {tensor.device.type for tensor in tensors} == {"meta"}

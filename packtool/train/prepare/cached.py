@@ -240,16 +240,19 @@ def _unchanged(figures: StepFigures) -> StepFigures:
     return figures
 
 
-def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | None = None) -> CachedRun:
+def prepare_cached(
+    config: TrainConfig, world: World, beginning: Beginning | None = None, planned: Inputs | None = None
+) -> CachedRun:
     """Check that tokenizer, caches, options and checkpoint fit, and plan; takes a second.
 
     Args:
         beginning: where the run begins; by default where the options and the output directory say.
+        planned: as for ``open_to_train``.
 
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
     """
-    inputs = open_to_train(with_resumed_version(config))
+    inputs = open_to_train(with_resumed_version(config), planned)
     config, files, reader = inputs.of_run
     beginning = beginning or Beginning.of(config)
     mine: BatchShape = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)

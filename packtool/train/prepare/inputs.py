@@ -63,6 +63,7 @@ class Inputs:
         mixture: what an epoch takes of the samples; None for each once. With stages what any of them takes.
         stages: inputs of each stage of the recipe; empty without stages.
         sequence_parallel_size: processes that share a sequence.
+        planner: equal inputs, whose plans are taken; None where these plan for themselves.
         notes: for the user.
     """
 
@@ -83,6 +84,7 @@ class Inputs:
     mixture: Mixture | None = None
     stages: tuple[Inputs, ...] = ()
     sequence_parallel_size: int = 1
+    planner: Inputs | None = None
     notes: tuple[str, ...] = ()
 
     def prepared(self) -> Inputs:
@@ -99,6 +101,38 @@ class Inputs:
         if shared is not None:
             inputs = dataclasses.replace(inputs, towers=shared.towers(self.options.cost, self.targets))
         return inputs if self.recipe is None else inputs.mixed(self.recipe, self._max_length)
+
+    def prepared_as(self, planned: Inputs) -> Inputs:
+        """These inputs with what was prepared and planned from others; prepared anew if a plan would not be the same.
+
+        Args:
+            planned: prepared, for the same settings of packs and steps.
+        """
+        options = planned.options
+        lengths = {"max_length": options.max_length, "packing_length": options.packing_length}
+        same = dataclasses.replace(self.options, **lengths, world_size=options.world_size)
+        # Training refuses samples that are longer than a pack, which a plan leaves out.
+        refused = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
+        if (
+            self.reader is None
+            or planned.reader is None
+            or self.reader.fingerprint != planned.reader.fingerprint
+            or same != options
+            or self.recipe != planned.recipe
+            or not np.array_equal(self.targets, planned.targets)
+            or (refused.any() and not planned.stages)
+        ):
+            return self.prepared()
+        return dataclasses.replace(
+            self,
+            options=options if planned.stages else self.options,
+            towers=planned.towers,
+            shared=planned.shared,
+            unshared=planned.unshared,
+            mixture=planned.mixture,
+            stages=planned.stages,
+            planner=planned,
+        )
 
     def mixed(self, recipe: Recipe, max_length: int) -> Inputs:
         """These inputs with the mixture of a recipe, or those of its stages.
@@ -160,7 +194,7 @@ class Inputs:
 
     def plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
         """The plan of a whole epoch; the last ones are remembered, here and nowhere else."""
-        return self._remembered(epoch, assignment)
+        return (self.planner or self)._remembered(epoch, assignment)
 
     @cached_property
     def _remembered(self) -> Callable[[int, BatchShape], EpochPlan]:

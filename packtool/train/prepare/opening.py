@@ -29,8 +29,11 @@ from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.targets import choices_of_targets, planned_targets
 
 
-def open_to_train(config: TrainConfig) -> Inputs:
+def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
     """Open the caches of a training run, check that they fit its model and options, and prepare for planning.
+
+    Args:
+        planned: inputs of ``packtool plan`` for this run, whose plans are taken where they would be the same.
 
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
@@ -55,7 +58,7 @@ def open_to_train(config: TrainConfig) -> Inputs:
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
     assert options.cost is not None, "the model tells them"
-    return Inputs(
+    inputs = Inputs(
         config=config,
         options=options,
         lengths=reader.index.length,
@@ -70,7 +73,8 @@ def open_to_train(config: TrainConfig) -> Inputs:
         saved=saved,
         sequence_parallel_size=config.sequence_parallel_ranks,
         notes=(*_access_notes(config, reader), *notes),
-    ).prepared()
+    )
+    return inputs.prepared() if planned is None else inputs.prepared_as(planned)
 
 
 def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Inputs:
