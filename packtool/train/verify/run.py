@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.launch.world import World
-from packtool.plan.epoch import plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
@@ -52,7 +50,7 @@ from packtool.train.verify.checks import (
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
-from packtool.train.verify.trajectory import StepSamples, TrainedStep, compare_trajectories
+from packtool.train.verify.trajectory import TrainedStep, compare_trajectories, plan_steps
 
 _FEW_TOKENS = 4096
 _SAMPLES_PER_STEP = 16
@@ -182,7 +180,10 @@ def _verify_trajectory(
 ) -> VerifyReport:
     """What ``verify`` returns with ``--trajectory``."""
     begin = time.perf_counter()
-    steps = _steps(config, reader)
+    assert config.trajectory is not None, "asked for"
+    capacity, num_samples = _capacity(config, reader), config.samples_per_step or _SAMPLES_PER_STEP
+    options = PlanOptions(max_length=capacity, packing_length=capacity, samples_per_step=num_samples)
+    steps = plan_steps(dataclasses.replace(_as_training(config), max_steps=config.trajectory), options, reader)
     kernel = choose(config.attn_impl, device, torch.float32).name
 
     def load() -> PreTrainedModel:
@@ -205,36 +206,6 @@ def _verify_trajectory(
         seconds=time.perf_counter() - begin,
         trajectory=trained,
     )
-
-
-def _steps(config: VerifyConfig, reader: CacheReader) -> list[StepSamples]:
-    """The first steps that training would plan on one process, through as many epochs as it takes.
-
-    Raises:
-        ConfigError: if no two samples of them share a pack.
-        DataError: if no sample fits into one.
-    """
-    assert config.trajectory is not None, "asked for"
-    capacity, index = _capacity(config, reader), reader.index
-    options = PlanOptions(
-        max_length=capacity, packing_length=capacity, samples_per_step=config.samples_per_step or _SAMPLES_PER_STEP
-    )
-    found: list[StepSamples] = []
-    for epoch in count():
-        plan = plan_epoch(index.length, index.target_tokens, options, seed=config.seed, epoch=epoch)
-        steps = plan.steps
-        for step in range(min(steps.num_steps, config.trajectory - len(found))):
-            batches = range(steps.num_micro_batches(step))
-            packs = [pack.tolist() for number in batches for pack in plan.samples(step, 0, number)]
-            found.append(StepSamples(packs, steps.target_tokens(step)))
-        if len(found) == config.trajectory:
-            break
-    if all(len(pack) == 1 for step in found for pack in step.packs):
-        raise ConfigError(
-            f"--packing-length {capacity}: no two samples of these steps share a pack, so there is nothing to compare",
-            "Raise it, or --samples-per-step.",
-        )
-    return found
 
 
 def verify_cheaply(

@@ -24,9 +24,15 @@ from packtool.attention.support import refuse_leaky_inputs
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
+from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
+from packtool.errors import ConfigError
+from packtool.plan.options import PlanOptions
 from packtool.progress import Progress
 from packtool.train.model.loss import takes_logits_to_keep
+from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.timeline import Timeline
 from packtool.train.verify.checks import Check, without_dropout
 from packtool.train.verify.pack_under_test import Tolerances, as_transformers_has_it, batch_loss
 
@@ -62,6 +68,34 @@ class StepSamples:
 
     packs: Sequence[Sequence[int]]
     num_targets: int
+
+
+def plan_steps(config: TrainConfig, options: PlanOptions, reader: CacheReader) -> list[StepSamples]:
+    """The steps that training would plan on one process, through as many epochs as it takes.
+
+    Args:
+        config: with ``max_steps``.
+
+    Raises:
+        ConfigError: if no two samples of them share a pack.
+        DataError: if no sample fits into one.
+    """
+    lengths, targets = reader.index.length, reader.index.target_tokens
+    inputs = Inputs(config=config, options=options, lengths=lengths, targets=targets)
+    steps: list[StepSamples] = []
+    for stretch in Timeline.of(inputs, ((0, 1, 1, 1),)).stretches():
+        plan = stretch.plan
+        for step in range(stretch.stop - stretch.first):
+            batches = range(plan.steps.num_micro_batches(step))
+            packs = [pack.tolist() for number in batches for pack in plan.samples(step, 0, number)]
+            steps.append(StepSamples(packs, plan.steps.target_tokens(step)))
+    if all(len(pack) == 1 for step in steps for pack in step.packs):
+        raise ConfigError(
+            f"--packing-length {options.packing_length}: no two samples of these steps share a pack, so there is "
+            "nothing to compare",
+            "Raise it, or --samples-per-step.",
+        )
+    return steps
 
 
 def compare_trajectories(
