@@ -124,7 +124,7 @@ class Ranks:
 
     def __init__(self, options: SimulateOptions, in_turn: bool) -> None:
         self.num, self.in_turn, self.turn = options.sequence_parallel_size, in_turn, 0
-        self.alignment = options.alignment
+        self.alignment = options.skrull.alignment
         self.room = [float(options.bucket_size)] * self.num
         self.load = [0.0] * self.num
         self.places: dict[int, int] = {}

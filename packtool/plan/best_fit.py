@@ -121,7 +121,7 @@ def fill_slots(by_length: Int64Array, placements: Placements, starts: Int64Array
     return samples, pack_lengths
 
 
-_LENGTH_BITS = 14
+_LENGTH_BITS = 10
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
 
@@ -129,7 +129,7 @@ class LengthSet:
     """Whole numbers, as words of bits: finds the next number above or below another.
 
     A set bit in ``_words`` is a number, one in ``_top`` a word that is not empty: at any capacity a search takes two
-    shifts, and up to 16384 tokens there is one word.
+    shifts.
 
     Args:
         lengths: in the set at first.

@@ -200,14 +200,19 @@ class SimulateOptions(StrategyOptions):
         return self.num_groups * self.sequences_per_rank
 
     @property
-    def alignment(self) -> int:
-        """Tokens that a sharded sequence is padded to a multiple of, where N devices share it."""
-        return alignment_of(self.sequence_parallel_size)
+    def skrull(self) -> SkrullOptions:
+        """The options of Skrull on these devices."""
+        return SkrullOptions(
+            bucket_size=self.bucket_size,
+            sequence_parallel_size=self.sequence_parallel_size,
+            alignment=alignment_of(self.sequence_parallel_size),
+            times=self.machine.step_time(self.sequence_parallel_size),
+        )
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that any strategy could train."""
-        return max(self.bucket_size * self.sequence_parallel_size // self.alignment * self.alignment, self.bucket_size)
+        return self.skrull.max_length
 
     @property
     def way(self) -> str:
@@ -306,15 +311,9 @@ def _equal_work(part: Sequences, options: SimulateOptions, num_groups: int) -> I
 
 def _skrull(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     size, cost = options.sequence_parallel_size, options.machine.sizes.cost
-    skrull = SkrullOptions(
-        bucket_size=options.bucket_size,
-        sequence_parallel_size=size,
-        alignment=options.alignment,
-        times=options.machine.step_time(size),
-    )
     lengths = part.lengths.astype(np.int64)
     flops = cost(lengths, cost.attention(lengths), target_tokens=part.targets)
-    for group, micro_batches in enumerate(schedule_step(lengths, flops, skrull, num_ranks=num_groups)):
+    for group, micro_batches in enumerate(schedule_step(lengths, flops, options.skrull, num_ranks=num_groups)):
         for batch in micro_batches:
             yield PlacedBatch(group * size, size, batch.samples, batch.places)
 
