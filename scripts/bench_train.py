@@ -155,7 +155,7 @@ def _exported(
     )
     begin = time.perf_counter()
     summary = export(config, SilentProgress())
-    figures = {"rows": summary.rows, "kept": summary.kept, "seconds": time.perf_counter() - begin}
+    figures = {"rows": summary.num_rows, "kept": summary.num_samples, "seconds": time.perf_counter() - begin}
     return Setting(model, work / "cache", work, length, vocabulary), figures
 
 

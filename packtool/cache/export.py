@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,11 +22,10 @@ from packtool.cache.finish import (
     nothing_left,
     percentiles,
     publish_cache,
-    summary_of,
 )
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
-from packtool.cache.manifest import Identity, Manifest, SourceInfo
+from packtool.cache.manifest import Identity, InputCounts, Manifest, SampleCounts, SourceInfo
 from packtool.cache.repair import damaged_files, repair
 from packtool.cache.restart import (
     Claim,
@@ -149,7 +147,10 @@ def _part_name(config: ExportConfig) -> str:
 
 
 def _finished(directory: str, manifest: Manifest) -> ExportSummary:
-    return summary_of(manifest, _lengths_of(directory, manifest), 0.0, directory, already_finished=True)
+    lengths = np.concatenate([read_index(directory, manifest, split)["length"] for split in manifest.splits])
+    values, counts = np.unique(lengths, return_counts=True)
+    length = percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    return ExportSummary.of_manifest(manifest, length=length, seconds=0.0, output_dir=directory, already_finished=True)
 
 
 def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
@@ -282,13 +283,13 @@ class _Job:
     def _summary(
         self, manifest: Manifest, results: Sequence[TaskResult], started: float, done: Mapping[int, TaskResult]
     ) -> ExportSummary:
-        return summary_of(
+        return ExportSummary.of_manifest(
             manifest,
-            percentiles(dict(length_counts(results))),
-            time.perf_counter() - started,
-            self.config.output_dir,
+            length=percentiles(length_counts(results)),
+            seconds=time.perf_counter() - started,
+            output_dir=self.config.output_dir,
             num_reused=len(done),
-            rows_made=sum(result.rows for result in results if result.number not in done),
+            rows_made=sum(result.counts.rows for result in results if result.number not in done),
         )
 
     def _run(self, done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]) -> dict[int, TaskResult]:
@@ -351,32 +352,14 @@ def _part(
             "Run the parts that are missing: task n of --num-tasks N makes the shards whose number leaves n over N.",
         )
     mine = [result for number, result in results.items() if _is_mine(number, config)]
-    splits = [split for result in mine for split in result.splits.values()]
-    dropped, left_out = Counter[str](), Counter[str]()
-    for result in mine:
-        dropped.update(result.dropped)
-        left_out.update(result.parts_left_out)
-    return ExportSummary(
-        rows=sum(result.rows for result in mine),
-        kept=sum(split.rows for split in splits),
-        kept_by_split={},
-        truncated=sum(split.truncated for split in splits),
-        dropped=dict(sorted(dropped.items())),
-        marks_added=sum(result.marks_added for result in mine),
-        tokens=sum(split.tokens for split in splits),
-        target_tokens=sum(split.target_tokens for split in splits),
-        media_tokens=sum(split.media_tokens for split in splits),
-        lengths=percentiles(dict(length_counts(mine))),
+    rows = InputCounts.total(result.counts for result in mine)
+    return ExportSummary.of(
+        rows,
+        SampleCounts.total(split.counts for result in mine for split in result.splits.values()),
+        num_samples_by_split={},
+        length=percentiles(length_counts(mine)),
         seconds=seconds,
         output_dir=config.output_dir,
-        num_missing=len(missing),
-        pieces_added=sum(split.pieces_added for split in splits),
-        parts_left_out=dict(sorted(left_out.items())),
-        rows_made=sum(result.rows for result in mine),
+        num_missing_shards=len(missing),
+        rows_made=rows.rows,
     )
-
-
-def _lengths_of(directory: str, manifest: Manifest) -> dict[str, int]:
-    lengths = np.concatenate([read_index(directory, manifest, split)["length"] for split in manifest.splits])
-    values, counts = np.unique(lengths, return_counts=True)
-    return percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))

@@ -11,7 +11,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +20,18 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.index import with_fields
 from packtool.cache.local import sha256_of
-from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
+from packtool.cache.manifest import (
+    Identity,
+    InputCounts,
+    Manifest,
+    SampleCounts,
+    ShardInfo,
+    SourceInfo,
+    SplitInfo,
+    fingerprint_of,
+)
 from packtool.cache.shard import INDEX, PREFIX, PREFIXES, HashingSink, dataset_info, dataset_state, with_added_columns
-from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path, prefixes_path
+from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, dropped_path, index_path, prefixes_path
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MEDIA_MARKS, PREFIXES_NAME, VERSION
 from packtool.errors import DataError, MismatchError, PacktoolError, StorageError
 from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
@@ -41,27 +51,20 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
     """
     channels = list(dict.fromkeys(name for result in results for name in result.channels))
     names = sorted({name for result in results for name in result.splits})
-    dropped, left_out = Counter[str](), Counter[str]()
-    for result in results:
-        dropped.update(result.dropped)
-        left_out.update(result.parts_left_out)
     manifest = Manifest(
+        **vars(InputCounts.total(result.counts for result in results)),
         packtool_version=VERSION,
         identity=identity,
         sources=sources,
-        rows=sum(result.rows for result in results),
-        dropped=dict(sorted(dropped.items())),
-        marks_added=sum(result.marks_added for result in results),
         channels=tuple(channels),
         splits={name: _split_info(name, results, int(identity.spec["max_length"])) for name in names},
         fingerprint=fingerprint_of(identity, sources),
-        parts_left_out=dict(sorted(left_out.items())),
     )
     kept = sum(split.rows - split.pieces_added for split in manifest.splits.values())
-    if manifest.rows != kept + sum(dropped.values()):
+    dropped = sum(manifest.dropped.values())
+    if manifest.rows != kept + dropped:
         raise PacktoolError(
-            f"the numbers do not add up: {manifest.rows:,} rows went in, {kept:,} are kept and "
-            f"{sum(dropped.values()):,} dropped",
+            f"the numbers do not add up: {manifest.rows:,} rows went in, {kept:,} are kept and {dropped:,} dropped",
             "This is a bug: the cache is not finished, do not train on it.",
         )
     return manifest
@@ -73,15 +76,9 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
     for length, count in length_counts(results, name).items():
         histogram[min((length - 1) * _HISTOGRAM_BINS // max_length, _HISTOGRAM_BINS - 1)] += count
     return SplitInfo(
-        rows=sum(part.rows for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        target_tokens=sum(part.target_tokens for part in parts),
-        media_tokens=sum(part.media_tokens for part in parts),
-        truncated=sum(part.truncated for part in parts),
-        truncated_tokens=sum(part.truncated_tokens for part in parts),
-        pieces_added=sum(part.pieces_added for part in parts),
+        **vars(SampleCounts.total(part.counts for part in parts)),
         length_histogram=tuple(int(count) for count in histogram),
-        shards=tuple(ShardInfo(part.file, part.rows, part.bytes, part.sha256) for part in parts),
+        shards=tuple(ShardInfo(part.file, part.counts.rows, part.bytes, part.sha256) for part in parts),
         index_sha256="",  # known when it is written, like the other
     )
 
@@ -178,7 +175,7 @@ def check_written(directory: str, results: Sequence[TaskResult]) -> None:
         )
 
 
-def is_shard(path: str, state: storage.FileState | None, part: SplitCounts) -> bool:
+def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> bool:
     """Whether a file is the shard that a task wrote.
 
     Args:
@@ -238,7 +235,7 @@ def has_parts(directory: str, result: TaskResult) -> bool:
     """
     if storage.is_remote(directory):
         return True
-    parts = [(dropped_path(directory, result.number), result.dropped_sha256)] if result.dropped else []
+    parts = [(dropped_path(directory, result.number), result.dropped_sha256)] if result.dropped_sha256 else []
     for split, counts in result.splits.items():
         parts.append((index_path(directory, result.number, split), counts.index_sha256))
         if counts.prefixes_sha256:
@@ -407,38 +404,55 @@ def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str]
     return DataError(f"{what}: {told or 'there were none'}{first}", f"{remedy} {where}".strip())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportSummary:
-    """What an export did.
+    """What an export did, under the names of ``packtool export --json``.
 
     Args:
-        lengths: p50, p90, p99 and max of the kept samples' tokens.
-        num_reused: shards that an earlier, interrupted run had finished.
+        truncated: samples that truncation changed.
+        dropped: rows left out by reason.
+        marks_added: rows whose missing picture marks were added.
+        length: p50, p90, p99 and max of the kept samples' tokens.
         already_finished: nothing was done, because the cache was there.
-        num_missing: shards that other parts of a job array have not finished; the counts are this part's then.
         pieces_added: samples beyond one a row: pieces of texts, turns, responses.
         parts_left_out: turns and responses by reason, of rows of which others are kept.
+        num_missing_shards: shards that other parts of a job array have not finished; the counts are this part's then.
+        num_reused: shards that an earlier, interrupted run had finished.
         rows_made: rows that this run encoded, without those of an earlier one's shards.
     """
 
-    rows: int
-    kept: int
-    kept_by_split: Mapping[str, int]
+    num_rows: int
+    num_samples: int
+    num_samples_by_split: Mapping[str, int]
     truncated: int
     dropped: Mapping[str, int]
     marks_added: int
     tokens: int
     target_tokens: int
     media_tokens: int
-    lengths: Mapping[str, int]
+    length: Mapping[str, int]
     seconds: float
+    already_finished: bool = False
+    pieces_added: int
+    parts_left_out: Mapping[str, int]
+    num_missing_shards: int = 0
     output_dir: str
     num_reused: int = 0
-    already_finished: bool = False
-    num_missing: int = 0
-    pieces_added: int = 0
-    parts_left_out: Mapping[str, int] = field(default_factory=dict)
     rows_made: int = 0
+
+    @classmethod
+    def of(cls, rows: InputCounts, samples: SampleCounts, **figures: Any) -> ExportSummary:
+        """The summary of these counts and further ``figures``; counters that have a field here are taken over."""
+        names = {member.name for member in fields(cls)}
+        counts = {name: value for name, value in (vars(rows) | vars(samples)).items() if name in names}
+        return cls(num_rows=rows.rows, num_samples=samples.rows, **counts, **figures)
+
+    @classmethod
+    def of_manifest(cls, manifest: Manifest, **figures: Any) -> ExportSummary:
+        """The summary of a finished cache."""
+        by_split = {name: split.rows for name, split in manifest.splits.items()}
+        rows, samples = InputCounts.total([manifest]), SampleCounts.total(manifest.splits.values())
+        return cls.of(rows, samples, num_samples_by_split=by_split, **figures)
 
 
 def percentiles(counts: Mapping[int, int]) -> dict[str, int]:
@@ -447,35 +461,3 @@ def percentiles(counts: Mapping[int, int]) -> dict[str, int]:
     below = np.cumsum([counts[int(length)] for length in lengths])
     found = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}
     return {**found, "max": int(lengths[-1])}
-
-
-def summary_of(
-    manifest: Manifest,
-    lengths: Mapping[str, int],
-    seconds: float,
-    output_dir: str,
-    num_reused: int = 0,
-    already_finished: bool = False,
-    rows_made: int = 0,
-) -> ExportSummary:
-    """The figures of a manifest, and of the run that made it."""
-    splits = manifest.splits
-    return ExportSummary(
-        rows=manifest.rows,
-        kept=sum(split.rows for split in splits.values()),
-        kept_by_split={name: split.rows for name, split in splits.items()},
-        truncated=sum(split.truncated for split in splits.values()),
-        dropped=manifest.dropped,
-        marks_added=manifest.marks_added,
-        tokens=sum(split.tokens for split in splits.values()),
-        target_tokens=sum(split.target_tokens for split in splits.values()),
-        media_tokens=sum(split.media_tokens for split in splits.values()),
-        lengths=lengths,
-        seconds=seconds,
-        output_dir=output_dir,
-        num_reused=num_reused,
-        already_finished=already_finished,
-        rows_made=rows_made,
-        pieces_added=sum(split.pieces_added for split in splits.values()),
-        parts_left_out=manifest.parts_left_out,
-    )

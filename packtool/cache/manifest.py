@@ -1,7 +1,6 @@
-"""``packtool.json``: what a cache is, written last, so that a directory without it is unfinished.
+"""``packtool.json``: what a cache is, written last, so that a directory without it is unfinished; and all its counters.
 
-JSON that somebody else may have written, as the dataclasses that the code works with: every value is what its
-field's type says, or an error names it.
+Reading checks every value against its field's type, because somebody else may have written the file.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_type_hints
 
 from packtool import storage
 from packtool.config.data import EncodeSpec
@@ -25,6 +25,7 @@ from packtool.config.settings import load_json
 from packtool.constants import FORMAT_VERSION, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.errors import MismatchError
+from packtool.rows.sample import Dropped
 
 T = TypeVar("T")
 
@@ -158,16 +159,61 @@ class ShardInfo:
     sha256: str
 
 
-@dataclass(frozen=True)
-class SplitInfo:
-    """Counts of one split.
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Counters that add up field by field: numbers, and mappings of names to numbers."""
+
+    @classmethod
+    def total(cls, parts: Iterable[Counts]) -> Self:
+        """The sum of several; names of mappings in ascending order."""
+        counts = list(parts)
+        sums: dict[str, Any] = {}
+        for member in dataclasses.fields(cls):
+            values = [getattr(each, member.name) for each in counts]
+            if member.type == "int":
+                sums[member.name] = sum(values)
+            else:
+                by_name = Counter[str]()
+                for value in values:
+                    by_name.update(value)
+                sums[member.name] = dict(sorted(by_name.items()))
+        return cls(**sums)
+
+    def __add__(self, other: Counts) -> Self:
+        return self.total((self, other))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputCounts(Counts):
+    """What became of rows: each is dropped, or kept as one or several samples.
+
+    Args:
+        rows: that went in.
+        dropped: rows left out by reason.
+        marks_added: rows whose missing picture marks were added.
+        parts_left_out: turns and responses by reason, of rows of which others are kept.
+    """
+
+    rows: int
+    dropped: Mapping[str, int]
+    marks_added: int
+    parts_left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_dropped(cls, item: Dropped) -> InputCounts:
+        """The counts of one row, or part of a row, that is left out; ``rows`` is 0, for the row counts elsewhere."""
+        dropped, left_out = ({item.reason: 1}, {}) if item.part is None else ({}, {item.reason: 1})
+        return cls(rows=0, dropped=dropped, marks_added=0, parts_left_out=left_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts(Counts):
+    """What the samples of a split add up to.
 
     Args:
         rows: samples.
+        truncated, truncated_tokens: samples that truncation changed, and the tokens it removed.
         pieces_added: samples beyond one a row: pieces of texts, turns, responses.
-        length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
-        index_sha256: of the index; empty in caches that were made before it was kept.
-        prefixes_sha256: of ``prefixes.arrow``; empty in caches that were made before there was one.
     """
 
     rows: int
@@ -177,6 +223,18 @@ class SplitInfo:
     truncated: int
     truncated_tokens: int
     pieces_added: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitInfo(SampleCounts):
+    """One split: its counts and files.
+
+    Args:
+        length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
+        index_sha256: of the index; empty in caches that were made before it was kept.
+        prefixes_sha256: of ``prefixes.arrow``; empty in caches that were made before there was one.
+    """
+
     length_histogram: tuple[int, ...]
     shards: tuple[ShardInfo, ...]
     index_sha256: str = ""
@@ -210,30 +268,22 @@ class Identity:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True)
-class Manifest:
+@dataclass(frozen=True, kw_only=True)
+class Manifest(InputCounts):
     """Everything that stage two asks about a cache.
 
     Args:
         packtool_version: that wrote it.
-        rows: that went in.
-        dropped: rows left out by reason.
-        marks_added: rows whose missing picture marks were added.
         channels: names in the order of the index's codes.
         splits: ``train`` and perhaps ``val``.
-        parts_left_out: turns and responses by reason, of rows of which others are kept.
     """
 
     packtool_version: str
     identity: Identity
     sources: tuple[SourceInfo, ...]
-    rows: int
-    dropped: Mapping[str, int]
-    marks_added: int
     channels: tuple[str, ...]
     splits: Mapping[str, SplitInfo]
     fingerprint: str
-    parts_left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def max_length(self) -> int:
@@ -251,8 +301,10 @@ class Manifest:
     def to_json(self) -> bytes:
         """The file's content: the same for the same export."""
         plain = dataclasses.asdict(dataclasses.replace(self, sources=()))
-        if not self.parts_left_out:
-            del plain["parts_left_out"]
+        plain = {name: plain.pop(name) for name in ("packtool_version", "identity", "sources")} | plain
+        # Counts that older caches lack come last, and only where there are any: others have the bytes they had.
+        if left_out := plain.pop("parts_left_out"):
+            plain["parts_left_out"] = left_out
         text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
         if self.sources:
             # Of which there may be many thousand: without an indent, json is a few times faster.

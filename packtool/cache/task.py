@@ -22,6 +22,7 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.index import joined_batches, prefix_batch
 from packtool.cache.lock import LockStamp, lost
+from packtool.cache.manifest import InputCounts, SampleCounts
 from packtool.cache.shard import INDEX, PREFIXES, IndexPart, ShardWriter, embedded, index_batch, index_part
 from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.config.settings import load_json
@@ -82,43 +83,39 @@ class Work:
 
 
 @dataclass
-class SplitCounts:
+class SplitResult:
     """What a task put into one split.
 
     Args:
-        rows: samples.
         bytes, sha256, modified: of the shard; the last is what the place said of the file that was written.
         index_sha256: of its part of the index.
         prefixes_sha256: of its part of the prefixes; empty where an older packtool wrote it.
-        pieces_added: samples beyond one a row: pieces of texts, turns, responses.
         lengths: samples by tokens.
     """
 
     shard: int = 0
     file: str = ""
-    rows: int = 0
     bytes: int = 0
     sha256: str = ""
     modified: str = ""
     index_sha256: str = ""
     prefixes_sha256: str = ""
-    tokens: int = 0
-    target_tokens: int = 0
-    media_tokens: int = 0
-    truncated: int = 0
-    truncated_tokens: int = 0
-    pieces_added: int = 0
+    counts: SampleCounts = field(default_factory=lambda: SampleCounts.total(()))
     lengths: dict[int, int] = field(default_factory=dict)
 
-    def add(self, samples: Sequence[EncodedSample], index: IndexPart) -> None:
-        """Count samples with their part of the index."""
-        self.rows += len(samples)
-        self.tokens += int(index["length"].sum())
-        self.target_tokens += int(index["target_tokens"].sum())
-        self.media_tokens += int(index["media_tokens"].sum())
-        for length, removed in zip(index["length"].tolist(), [each.num_truncated for each in samples], strict=True):
-            self.truncated += removed > 0
-            self.truncated_tokens += removed
+    def add(self, rows: Sequence[Sequence[EncodedSample]], index: IndexPart) -> None:
+        """Count the samples of rows, with their part of the index."""
+        removed = [sample.num_truncated for row in rows for sample in row]
+        self.counts += SampleCounts(
+            rows=len(removed),
+            tokens=int(index["length"].sum()),
+            target_tokens=int(index["target_tokens"].sum()),
+            media_tokens=int(index["media_tokens"].sum()),
+            truncated=sum(num > 0 for num in removed),
+            truncated_tokens=sum(removed),
+            pieces_added=len(removed) - len(rows),
+        )
+        for length in index["length"].tolist():
             self.lengths[length] = self.lengths.get(length, 0) + 1
 
 
@@ -130,18 +127,14 @@ class TaskResult:
         export: that it belongs to.
         dropped_sha256: of its part of ``dropped.jsonl``.
         first_dropped: by reason, which row was the first and what is wrong with it.
-        parts_left_out: turns and responses by reason, of rows of which others are kept.
     """
 
     number: int
     export: str = ""
     dropped_sha256: str = ""
-    rows: int = 0
-    marks_added: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    counts: InputCounts = field(default_factory=lambda: InputCounts.total(()))
     first_dropped: dict[str, str] = field(default_factory=dict)
-    parts_left_out: dict[str, int] = field(default_factory=dict)
-    splits: dict[str, SplitCounts] = field(default_factory=dict)
+    splits: dict[str, SplitResult] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
@@ -152,11 +145,11 @@ class TaskResult:
     def from_json(cls, data: bytes) -> TaskResult:
         """The result that a marker file holds."""
         raw = load_json(data)
-        splits = {
-            name: SplitCounts(**{**split, "lengths": {int(k): v for k, v in split["lengths"].items()}})
-            for name, split in raw.pop("splits").items()
-        }
-        return cls(splits=splits, **raw)
+        for split in raw["splits"].values():
+            split["counts"] = SampleCounts(**split["counts"])
+            split["lengths"] = {int(length): count for length, count in split["lengths"].items()}
+        splits = {name: SplitResult(**split) for name, split in raw.pop("splits").items()}
+        return cls(counts=InputCounts(**raw.pop("counts")), splits=splits, **raw)
 
 
 def marker_path(directory: str, number: int) -> str:
@@ -215,12 +208,13 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobo
                     continue
                 kept[split].append(item)
                 for part in left_out_of(item):
-                    outputs.leave_out(part)
-            outputs.result.marks_added += sum(isinstance(s, Sample) and s.num_marks_added > 0 for s in group)
+                    outputs.drop(part)
+            num_marked = sum(isinstance(item, Sample) and item.num_marks_added > 0 for item in group)
+            outputs.result.counts += InputCounts(rows=len(group), dropped={}, marks_added=num_marked)
             outputs.write(kept)
             tokens = sum(sample.length for of_split in kept.values() for row in of_split for sample in row)
             report(len(group), outputs.num_dropped - before, tokens)
-        return outputs.commit(position)
+        return outputs.commit()
     except BaseException:
         outputs.discard()
         raise
@@ -245,55 +239,43 @@ class _Outputs:
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
-            self.result.splits[split] = SplitCounts(shard=shard, file=name)
+            self.result.splits[split] = SplitResult(shard=shard, file=name)
             if work.directory is not None:
                 self._writers[split] = ShardWriter(storage.join(work.directory, split, name), work.has_parts)
 
     @property
     def num_dropped(self) -> int:
         """Rows that were dropped so far."""
-        return sum(self.result.dropped.values())
+        return sum(self.result.counts.dropped.values())
 
     def drop(self, item: Dropped) -> None:
-        """Count and write down a row that is left out.
+        """Count and write down a row that is left out, or a turn or a response of a row that is kept without it.
 
         Raises:
             RowError: in strict mode.
         """
-        self.result.first_dropped.setdefault(item.reason, item.shown)
-        self._note(item, self.result.dropped)
-
-    def leave_out(self, item: Dropped) -> None:
-        """Count and write down a turn or a response of a row that is kept without it.
-
-        Raises:
-            RowError: in strict mode.
-        """
-        self._note(item, self.result.parts_left_out)
-
-    def _note(self, item: Dropped, counts: dict[str, int]) -> None:
         if self._strict:
             raise item.as_error()
-        counts[item.reason] = counts.get(item.reason, 0) + 1
+        if item.part is None:
+            self.result.first_dropped.setdefault(item.reason, item.shown)
+        self.result.counts += InputCounts.of_dropped(item)
         self._drops.append(item.to_json())
 
     def write(self, kept: Mapping[str, list[list[EncodedSample]]]) -> None:
         for split, of_split in kept.items():
-            counts = self.result.splits[split]
+            result = self.result.splits[split]
             embeds = self._embed and self._directory is not None
             for rows in embedded(of_split, self._rights, self.drop) if embeds else (of_split,):
-                counts.pieces_added += sum(len(row) - 1 for row in rows)
                 part = [sample for row in rows for sample in row]
-                index = index_part(part, counts.shard, counts.rows, self._codes)
-                counts.add(part, index)
+                index = index_part(part, result.shard, result.counts.rows, self._codes)
+                result.add(rows, index)
                 if self._directory is not None:
                     self._index[split].append(index)
                     found = prefix_hashes(part, self._media_tokens, longer_than=LEAST_SHARED)
                     self._prefixes[split].append(prefix_batch(*found))
                     self._writers[split].write(part)
 
-    def commit(self, num_rows: int) -> TaskResult:
-        self.result.rows = num_rows
+    def commit(self) -> TaskResult:
         self.result.channels = list(self._codes)
         if self._directory is None:
             return self.result
@@ -301,14 +283,14 @@ class _Outputs:
             raise lost(self._directory)
         number = self._task.number
         for split, writer in self._writers.items():
-            counts = self.result.splits[split]
-            counts.sha256, state = writer.close()
-            counts.bytes, counts.modified = state.size, state.modified
+            result = self.result.splits[split]
+            result.sha256, state = writer.close()
+            result.bytes, result.modified = state.size, state.modified
             index = _index_bytes(self._index[split])
-            counts.index_sha256 = hashlib.sha256(index).hexdigest()
+            result.index_sha256 = hashlib.sha256(index).hexdigest()
             storage.publish(index_path(self._directory, number, split), index, to_stay=False)
             prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
-            counts.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
+            result.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
             storage.publish(prefixes_path(self._directory, number, split), prefixes, to_stay=False)
         if self._drops:
             drops = "".join(self._drops).encode()

@@ -22,7 +22,7 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
     from packtool.cache.finish import drop_notes
-    from packtool.report.statistics import export_json, export_lines, named
+    from packtool.report.statistics import export_json, export_lines
     from packtool.report.tables import TerminalProgress, print_table
     from packtool.rows.sources import with_local_copies
 
@@ -37,16 +37,16 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
         except _Terminated:
             progress.note("ended by SIGTERM; the same command again goes on after the finished shards")
             raise typer.Exit(128 + signal.SIGTERM) from None
-    if summary.num_missing:
+    if summary.num_missing_shards:
         progress.note(
-            f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing} shards of other parts are "
-            "missing, and the last part to finish publishes the cache (or the same command with --finalize)"
+            f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing_shards} shards of other "
+            "parts are missing, and the last part to finish publishes the cache (or the same command with --finalize)"
         )
     if invocation.as_json:
-        show_json(named(export_json(summary)))
+        show_json(export_json(summary))
     else:
         print_table(_title(config, summary.already_finished), export_lines(summary))
-    for note in drop_notes(summary.dropped, summary.rows):
+    for note in drop_notes(summary.dropped, summary.num_rows):
         progress.note(note)
 
 

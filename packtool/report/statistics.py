@@ -7,6 +7,7 @@ Tokens are the exception, as in log lines: ``tokens``, ``target_tokens``, ``medi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,29 +28,13 @@ def percent(share: float) -> str:
 
 def export_json(summary: ExportSummary) -> dict[str, Any]:
     """What ``packtool export --json`` prints."""
-    return {
-        "rows": summary.rows,
-        "kept": summary.kept,
-        "kept_by_split": dict(summary.kept_by_split),
-        "truncated": summary.truncated,
-        "dropped": dict(summary.dropped),
-        "marks_added": summary.marks_added,
-        "tokens": summary.tokens,
-        "target_tokens": summary.target_tokens,
-        "media_tokens": summary.media_tokens,
-        "length": dict(summary.lengths),
-        "seconds": round(summary.seconds, 3),
-        "already_finished": summary.already_finished,
-        "pieces_added": summary.pieces_added,
-        "parts_left_out": dict(summary.parts_left_out),
-        "missing_shards": summary.num_missing,
-        "output_dir": summary.output_dir,
-    }
+    figures = dataclasses.asdict(summary) | {"seconds": round(summary.seconds, 3)}
+    return {name: value for name, value in figures.items() if name not in ("num_reused", "rows_made")}
 
 
 def export_lines(summary: ExportSummary) -> list[Line]:
     """What ``packtool export`` prints."""
-    lines = [("rows in", f"{summary.rows:,}"), ("kept", _kept(summary))]
+    lines = [("rows in", f"{summary.num_rows:,}"), ("kept", _kept(summary))]
     if summary.marks_added:
         lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
     if summary.pieces_added:
@@ -65,7 +50,7 @@ def export_lines(summary: ExportSummary) -> list[Line]:
         ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / summary.tokens:.1%})"),
         (
             "length in tokens, p50 / p90 / p99 / max",
-            " / ".join(f"{summary.lengths[k]:,}" for k in ("p50", "p90", "p99", "max")),
+            " / ".join(f"{summary.length[k]:,}" for k in ("p50", "p90", "p99", "max")),
         ),
     ]
     if not summary.already_finished:
@@ -138,13 +123,13 @@ def _counted(name: str, counts: Mapping[str, int]) -> list[Line]:
 
 
 def _kept(summary: ExportSummary) -> str:
-    kept = f"{summary.kept:,}"
-    if len(summary.kept_by_split) > 1:
-        parts = ", ".join(f"{name} {count:,}" for name, count in summary.kept_by_split.items())
+    kept = f"{summary.num_samples:,}"
+    if len(summary.num_samples_by_split) > 1:
+        parts = ", ".join(f"{name} {count:,}" for name, count in summary.num_samples_by_split.items())
         kept = f"{kept} ({parts})"
     if not summary.pieces_added:
         return kept
-    return f"{kept} samples of {summary.kept - summary.pieces_added:,} rows"
+    return f"{kept} samples of {summary.num_samples - summary.pieces_added:,} rows"
 
 
 _NAMES = {

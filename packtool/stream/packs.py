@@ -10,7 +10,6 @@ What the samples of an interval begin with in common: found by hashes, as in a c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from packtool.cache.manifest import InputCounts
 from packtool.cache.shard import num_targets
 from packtool.config.data import EncodeSpec
 from packtool.config.packing import IntervalOptions, PackOptions
@@ -200,8 +200,7 @@ class _Held:
     interval: int = 0
     carried: list[EncodedSample] = field(default_factory=list)
     shuffled: list[EncodedSample] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    parts_left_out: Counter[str] = field(default_factory=Counter)
+    counts: InputCounts = field(default_factory=lambda: InputCounts.total(()))
 
 
 class PackStream:
@@ -240,8 +239,7 @@ class PackStream:
             self._start.interval,
             list(self._start.carried),
             list(self._start.shuffled),
-            Counter(self._start.dropped),
-            Counter(self._start.parts_left_out),
+            self._start.counts,
         )
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if self._start.random is not None:
@@ -250,14 +248,9 @@ class PackStream:
         self._place, self._num_taken, self._ended = self._start.place, self._start.num_taken, self._start.ended
 
     @property
-    def dropped(self) -> Counter[str]:
-        """Rows that were dropped so far, by reason."""
-        return self._held.dropped
-
-    @property
-    def parts_left_out(self) -> Counter[str]:
-        """Turns and responses that were left out so far, by reason, of rows of which others are kept."""
-        return self._held.parts_left_out
+    def counts(self) -> InputCounts:
+        """What was left out so far."""
+        return self._held.counts
 
     def __iter__(self) -> Iterator[StreamedPack]:
         samples = self._shuffled(self._samples())
@@ -305,8 +298,7 @@ class PackStream:
             random=dict(self._random.bit_generator.state),
             carried=tuple(held.carried),
             shuffled=tuple(held.shuffled),
-            dropped=dict(held.dropped),
-            parts_left_out=dict(held.parts_left_out),
+            counts=held.counts,
         )
 
     def _shuffled(self, samples: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
@@ -367,7 +359,7 @@ class PackStream:
         for item in dropped:
             if self._options.strict:
                 raise item.as_error()
-            (self._held.dropped if item.part is None else self._held.parts_left_out)[item.reason] += 1
+            self._held.counts += InputCounts.of_dropped(item)
             self._log(item)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from packtool import storage
+from packtool.cache.manifest import InputCounts
 from packtool.cache.reader import ShardFile
 from packtool.cache.shard import ShardWriter
 from packtool.config.settings import load_json
@@ -165,6 +166,7 @@ class _OpenFiles:
 
 
 _HELD = ("carried", "shuffled")
+_COUNTS = ("dropped", "parts_left_out")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -180,8 +182,7 @@ class StreamState:
         random: state of the generator that draws from the shuffle buffer; None before the first draw.
         carried: samples that were held back from the interval before.
         shuffled: the shuffle buffer.
-        dropped: rows, by reason.
-        parts_left_out: turns and responses by reason, of rows of which others are kept.
+        counts: what was left out so far; rows that were read are not counted.
     """
 
     place: Place | None = None
@@ -192,8 +193,7 @@ class StreamState:
     random: dict[str, Any] | None = None
     carried: Sequence[EncodedSample] = ()
     shuffled: Sequence[EncodedSample] = ()
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    parts_left_out: Mapping[str, int] = field(default_factory=dict)
+    counts: InputCounts = field(default_factory=lambda: InputCounts.total(()))
 
 
 def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
@@ -212,6 +212,8 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
         writer.discard()
         raise
     values = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _HELD}
+    del values["counts"]
+    values |= {name: getattr(state.counts, name) for name in _COUNTS}
     values |= {f"num_{name}": len(getattr(state, name)) for name in _HELD}
     values["place"] = dataclasses.asdict(state.place) if state.place is not None else None
     storage.publish(plain, json.dumps(values).encode())
@@ -228,12 +230,13 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
         with open(plain, encoding="utf-8") as file:
             values = load_json(file.read())
         counts = [values.pop(f"num_{name}") for name in _HELD]
+        rows = InputCounts(rows=0, marks_added=0, **{name: values.pop(name) for name in _COUNTS})
         place = Place(**values.pop("place")) if values["place"] is not None else values.pop("place")
         kept = ShardFile(samples)
         if len(kept) != sum(counts):
             raise ValueError(f"{len(kept)} samples, not {sum(counts)}")
         held = [kept.sample(i) for i in range(len(kept))]
-        return StreamState(**values, place=place, carried=held[: counts[0]], shuffled=held[counts[0] :])
+        return StreamState(**values, place=place, carried=held[: counts[0]], shuffled=held[counts[0] :], counts=rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(
             f"{directory} does not tell where the stream of rank {rank} stood: {error}",

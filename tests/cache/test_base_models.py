@@ -56,7 +56,7 @@ def conversations_of(folder: Path) -> str:
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_texts_need_no_template(base: Path, num_proc: int) -> None:
     found = exported(base, "texts", dataset=texts_of(base.parent), dataset_num_proc=num_proc)
-    assert (found.kept, sum(found.dropped.values())) == (11, 0)
+    assert (found.num_samples, sum(found.dropped.values())) == (11, 0)
     sample = CacheReader.open([str(base.parent / "texts")]).sample(0)
     assert sample.labels.tolist() == sample.input_ids.tolist()
 
@@ -68,7 +68,7 @@ def test_conversations_ask_for_one(base: Path, template: Path) -> None:
     ):
         exported(base, "talk", dataset=(talk,))
     assert not (base.parent / "talk").exists()
-    assert exported(base, "talk", dataset=(talk, *texts_of(base.parent)), chat_template=str(template)).kept == 16
+    assert exported(base, "talk", dataset=(talk, *texts_of(base.parent)), chat_template=str(template)).num_samples == 16
     # The same as the model that has the template itself; the path is only told.
     (base / "chat_template.jinja").write_text(CHATML)
     exported(base, "own", dataset=(talk, *texts_of(base.parent)))
@@ -83,7 +83,7 @@ def test_later_conversations_are_dropped_and_told(base: Path) -> None:
     talk = Path(conversations_of(base.parent))
     talk.write_text("{broken\n" * 64 + talk.read_text())
     found = exported(base, "mixed", dataset=(*texts_of(base.parent), str(talk)))
-    assert found.kept == 11
+    assert found.num_samples == 11
     assert found.dropped == {"invalid_json": 64, "no_chat_template": 5}
 
 

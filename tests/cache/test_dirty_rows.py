@@ -65,7 +65,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dirty_rows_cost_themselves(model: Path, tmp_path: Path) -> None:
     progress = Notes()
     summary = export(config(model, tmp_path), progress)
-    assert (summary.rows, summary.kept) == (len(DIRTY) + 2, 2)
+    assert (summary.num_rows, summary.num_samples) == (len(DIRTY) + 2, 2)
     assert summary.dropped == Counter(DIRTY.values())
     lines = [json.loads(line) for line in (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()]
     assert [line["reason"] for line in lines] == list(DIRTY.values())

@@ -50,7 +50,7 @@ def test_a_medium_that_is_gone_when_it_is_read_costs_its_rows(
     take_away(monkeypatch, tmp_path / "2.png")
     progress = Counted()
     summary = run_export(media="embed", split_dataset_ratio=ratio, progress=progress)
-    assert summary.rows == 600 == summary.kept + sum(summary.dropped.values())
+    assert summary.num_rows == 600 == summary.num_samples + sum(summary.dropped.values())
     dropped = [json.loads(line) for line in (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()]
     gone = [line["row"] for line in dropped if "2.png" in line["detail"]]
     assert sorted(gone) == lost

@@ -41,7 +41,7 @@ Export = Callable[..., ExportSummary]
 def test_every_row_is_kept_or_has_its_line(run_export: Export, tmp_path: Path) -> None:
     summary = run_export(split_dataset_ratio=0.1)
     lines = [json.loads(line) for line in (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()]
-    assert summary.rows == 600 == summary.kept + len(lines)
+    assert summary.num_rows == 600 == summary.num_samples + len(lines)
     assert Counter(line["reason"] for line in lines) == Counter(summary.dropped)
     assert set(summary.dropped) == {"invalid_json", "media_missing", "over_max_length"}
     assert all(set(line) == {"source", "row", "reason", "detail"} for line in lines)
@@ -98,7 +98,7 @@ def test_a_finished_cache_is_not_made_again(run_export: Export, tmp_path: Path, 
     again = run_export()
     assert again.already_finished
     assert not made.already_finished
-    assert (again.kept, again.lengths, again.dropped) == (made.kept, made.lengths, made.dropped)
+    assert (again.num_samples, again.length, again.dropped) == (made.num_samples, made.length, made.dropped)
     with pytest.raises(MismatchError, match=r"spec\.max_length: 200 there, 150 here"):
         run_export(max_length=150)
     os.utime(rows)  # touched but the same
@@ -107,7 +107,7 @@ def test_a_finished_cache_is_not_made_again(run_export: Export, tmp_path: Path, 
     with pytest.raises(MismatchError, match="has changed"):
         run_export()
     assert tree(tmp_path / "cache") == before
-    assert run_export(overwrite=True).rows == 601
+    assert run_export(overwrite=True).num_rows == 601
 
 
 def test_a_foreign_folder_is_never_touched(run_export: Export, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_strict_names_file_and_row_and_leaves_no_cache(run_export: Export, tmp_p
     with pytest.raises(MismatchError, match="no finished cache"):
         CacheReader.open([str(tmp_path / "cache")])
     # A start that finished nothing does not stand in the way of another one.
-    assert run_export(strict=False).rows == 600
+    assert run_export(strict=False).num_rows == 600
 
 
 def test_nothing_left_names_the_remedy_and_stands_in_nobodys_way(
@@ -143,7 +143,7 @@ def test_nothing_left_names_the_remedy_and_stands_in_nobodys_way(
     with pytest.raises(DataError, match=r"none of 3 rows is left: 3 media_missing(.|\n)*--media-root"):
         run_export(dataset=(str(elsewhere),))
     assert "media_missing" in (tmp_path / "cache" / "dropped.jsonl").read_text()
-    assert run_export(dataset=(str(elsewhere),), media_root=str(tmp_path / "pictures")).kept == 3
+    assert run_export(dataset=(str(elsewhere),), media_root=str(tmp_path / "pictures")).num_samples == 3
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["dropped.jsonl", "packtool.json", "train"]
 
 
@@ -157,7 +157,7 @@ def test_small_files_share_shards(run_export: Export, rows: Path, tmp_path: Path
         shutil.copy(tmp_path / f"{i}.png", tmp_path / "small")
     summary = run_export("many", dataset=(str(tmp_path / "small" / "*.jsonl"),), split_dataset_ratio=0.1)
     run_export("one", split_dataset_ratio=0.1)
-    assert summary.rows == 600
+    assert summary.num_rows == 600
     many, one = (CacheReader.open([str(tmp_path / name)]) for name in ("many", "one"))
     assert len(many.manifests[0].sources) == 200
     assert len(many.manifests[0].splits["train"].shards) == 12  # 600 rows, no less than 50 each
@@ -217,7 +217,7 @@ def test_scripts_need_no_guard_around_an_export(model: Path, rows: Path, tmp_pat
         "from packtool.progress import SilentProgress; print('begins');"
         "given = dict(zip(('model', 'dataset', 'output_dir'), (sys.argv[1], (sys.argv[2],), sys.argv[3])));"
         "config = ExportConfig(max_length=200, rows_per_shard=300, dataset_num_proc=2, **given);"
-        "print(export(config, SilentProgress()).rows)"
+        "print(export(config, SilentProgress()).num_rows)"
     )
     command = [sys.executable, str(script), str(model), str(rows), str(tmp_path / "cache")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "begins\n600\n"
@@ -257,7 +257,7 @@ def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) 
             run_export()
     (tmp_path / "cache" / ".tasks" / "00003.json").unlink()
     summary = run_export()
-    assert (summary.num_reused, summary.rows, summary.rows_made) == (9, 600, 64)
+    assert (summary.num_reused, summary.num_rows, summary.rows_made) == (9, 600, 64)
 
 
 def test_what_a_power_failure_took_is_made_again(
@@ -315,7 +315,7 @@ def test_workers_hold_nothing_that_outlives_them(run_export: Export, monkeypatch
         raise AssertionError("a semaphore was made")
 
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", made)
-    assert run_export(dataset_num_proc=2).rows == 600
+    assert run_export(dataset_num_proc=2).num_rows == 600
 
 
 def test_rows_that_reach_too_far_are_told_before_and_after(run_export: Export, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_rows_that_reach_too_far_are_told_before_and_after(run_export: Export, t
     assert "--media-root DIR" in str(caught.value.remedy)
     assert ["the first 64 rows with media will be dropped" in line for line in told.notes] == [False, True]
     for name, allowed in {"a": {"media_root": str(tmp_path)}, "b": {"media_access": "local"}}.items():
-        assert run_export(name, dataset=dataset, **allowed).kept == 100
+        assert run_export(name, dataset=dataset, **allowed).num_samples == 100
     # What the rows could reach is told to whoever asks how the cache was made, and decides which cache it is.
     (source,) = Manifest.read(str(tmp_path / "b")).sources
     assert json.loads(source.settings) == {"media_access": "local"}
@@ -342,8 +342,8 @@ def test_a_dry_run_counts_and_writes_nothing(run_export: Export, tmp_path: Path)
     counted = run_export(dry_run=True)
     assert not (tmp_path / "cache").exists()
     made = run_export()
-    assert (counted.kept, counted.tokens, counted.dropped) == (made.kept, made.tokens, made.dropped)
-    assert counted.lengths == made.lengths
+    assert (counted.num_samples, counted.tokens, counted.dropped) == (made.num_samples, made.tokens, made.dropped)
+    assert counted.length == made.length
 
 
 def test_truncated_rows_are_counted_with_their_tokens(run_export: Export, tmp_path: Path) -> None:
@@ -534,16 +534,16 @@ def test_a_broken_manifest_is_told_of(run_export: Export, tmp_path: Path) -> Non
 def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
     first = run_export(task_index=0, num_tasks=3)
-    assert first.num_missing
+    assert first.num_missing_shards
     assert not (tmp_path / "cache" / "packtool.json").exists()
     with pytest.raises(DataError, match=r"cannot be finished: \d+ of 10 shards are missing \(1, 2, 4"):
         run_export(finalize=True)
     again = run_export(task_index=0, num_tasks=3)
-    assert (again.rows, again.num_missing) == (first.rows, first.num_missing)
-    assert run_export(task_index=2, num_tasks=3).num_missing == 3
+    assert (again.num_rows, again.num_missing_shards) == (first.num_rows, first.num_missing_shards)
+    assert run_export(task_index=2, num_tasks=3).num_missing_shards == 3
     last = run_export(task_index=1, num_tasks=3)
-    assert last.num_missing == 0
-    assert last.rows == 600
+    assert last.num_missing_shards == 0
+    assert last.num_rows == 600
     assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
     with pytest.raises(MismatchError):
         run_export(task_index=1, num_tasks=3, max_length=100)
@@ -556,7 +556,7 @@ def test_what_parts_have_exported_can_be_published_later(run_export: Export, tmp
         run_export(task_index=0, num_tasks=2)
         with pytest.raises(KeyboardInterrupt):
             run_export(task_index=1, num_tasks=2)
-    assert run_export(finalize=True).rows == 600
+    assert run_export(finalize=True).num_rows == 600
     assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
 
 
@@ -579,10 +579,10 @@ def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path
         json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}) + "\n"
     )
     summary = run_export("val", val_dataset=(str(tmp_path / "more.jsonl"),))
-    assert summary.kept_by_split["val"] == 1
+    assert summary.num_samples_by_split["val"] == 1
     (tmp_path / "long.txt").write_text("word " * 100 + "\n" + "short\n")
     split = run_export("split", dataset=(str(tmp_path / "long.txt"),), truncation_strategy="split", max_length=150)
-    assert (split.rows, split.kept, split.pieces_added) == (2, 5, 3)
+    assert (split.num_rows, split.num_samples, split.pieces_added) == (2, 5, 3)
 
 
 def test_workers_import_only_what_rows_of_text_need(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from packtool.cache import repair as repair_module
 from packtool.cache import task as task_module
 from packtool.cache.finish import ExportSummary
-from packtool.cache.manifest import Manifest
+from packtool.cache.manifest import InputCounts, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError
@@ -93,7 +93,7 @@ def test_rows_are_counted_and_turns_told(talk: Export, tmp_path: Path) -> None:
         if not (row % 10 == 2 and turn == 3)
     ]
     assert places(found) == expected
-    assert (summary.rows, summary.kept, summary.pieces_added, summary.dropped) == (30, 59, 29, {})
+    assert (summary.num_rows, summary.num_samples, summary.pieces_added, summary.dropped) == (30, 59, 29, {})
     assert summary.parts_left_out == {"over_max_length": 1} == Manifest.read(str(tmp_path / "cache")).parts_left_out
     (line,) = (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()
     assert json.loads(line)["part"] == "turn 3 of 3"
@@ -121,7 +121,7 @@ def test_splits_and_samples_of_rows_keep_their_turns_together(talk: Export, rows
     drawn = Counter(sample.row for sample in samples_of(tmp_path / "drawn"))
     assert len(drawn) == 7
     assert all(drawn[row] == per_row[row] for row in drawn)
-    assert summary.rows == 30
+    assert summary.num_rows == 30
 
 
 def test_prefixes_meet_where_turns_part(talk: Export, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_picture_that_is_gone_costs_the_row(talk: Export, tmp_path: Path, monk
     assert summary.dropped == {"media_missing": len(lost)}
     found = samples_of(tmp_path / "cache")
     assert {sample.row for sample in found} == set(range(NUM_ROWS)) - lost
-    assert (summary.rows, summary.kept - summary.pieces_added) == (30, 30 - len(lost))
+    assert (summary.num_rows, summary.num_samples - summary.pieces_added) == (30, 30 - len(lost))
 
 
 def test_strict_names_the_turn(talk: Export) -> None:
@@ -191,7 +191,7 @@ def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = run_export()
-    assert (summary.rows, summary.kept) == (9, 15)
+    assert (summary.num_rows, summary.num_samples) == (9, 15)
     found = samples_of(tmp_path / "cache")
     assert places(found)[:3] == [(0, ""), (1, "response 1 of 2"), (1, "response 2 of 2")]
     assert found[2].loss_scale is not None
@@ -202,11 +202,12 @@ def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path
 def test_a_stream_that_goes_on_knows_what_its_samples_are(talk: Export, tmp_path: Path) -> None:
     talk()
     held = samples_of(tmp_path / "cache")[:4]
-    state = StreamState(carried=held[:1], shuffled=held[1:], parts_left_out={"over_max_length": 2})
+    counts = InputCounts(rows=0, dropped={}, marks_added=0, parts_left_out={"over_max_length": 2})
+    state = StreamState(carried=held[:1], shuffled=held[1:], counts=counts)
     write_stream_state(str(tmp_path), 0, state)
     again = read_stream_state(str(tmp_path), 0)
     assert places([*again.carried, *again.shuffled]) == places(held)
-    assert again.parts_left_out == {"over_max_length": 2}
+    assert again.counts == counts
     for one, other in zip(held, (*again.carried, *again.shuffled), strict=True):
         assert (one.borders is None) == (other.borders is None)
         if one.borders is not None and other.borders is not None:

@@ -40,7 +40,7 @@ def mixed(tmp_path: Path) -> dict[str, Any]:
 
 def test_the_same_bytes_for_any_number_of_processes(run_export: Export, tmp_path: Path, mixed: dict[str, Any]) -> None:
     summary = run_export("one", **mixed)
-    assert summary.kept_by_split == {"train": 270, "val": 37}
+    assert summary.num_samples_by_split == {"train": 270, "val": 37}
     run_export("two", dataset_num_proc=2, **mixed)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
     assert run_export("one", **mixed).already_finished
@@ -62,7 +62,7 @@ def test_what_is_not_read_of_a_saved_dataset_dict_is_said(run_export: Export, tm
     folder = str(tmp_path / "saved")
     datasets.DatasetDict(train=data, validation=data, extra=data).save_to_disk(folder)
     told = Told()
-    assert run_export(dataset=(folder,), progress=told).rows == 2
+    assert run_export(dataset=(folder,), progress=told).num_rows == 2
     assert [note for note in told.notes if "is not" in note] == [
         f"{folder}: its split train is read, and validation, extra is not; --val-dataset {folder}/validation would "
         "read it"

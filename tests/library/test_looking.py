@@ -103,7 +103,7 @@ def test_options_are_checked_as_those_of_the_command(tiny: TinyWorld, tmp_path: 
 def test_exporting_verifying_and_evaluating(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_PIXELS", str(80 * 80))  # as the command has it
     summary = packtool.export(model=tiny.model, dataset=tiny.rows, output_dir=tmp_path / "c", max_length=MAX_LENGTH)
-    assert (summary.rows, summary.kept) == (40, 40)
+    assert (summary.num_rows, summary.num_samples) == (40, 40)
     cache = packtool.Cache(tmp_path / "c")
     assert cache.statistics["media_limits"]["image"]["max_pixels"] == 80 * 80
     monkeypatch.delenv("MAX_PIXELS")

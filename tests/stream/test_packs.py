@@ -108,7 +108,7 @@ def test_the_rest_is_the_same_from_any_pack_on(
     at = min(int(share * len(packs)), len(packs) - 1)
     write_stream_state(str(tmp_path), 3, packs[at].state)
     state = read_stream_state(str(tmp_path), 3)
-    before = sum(state.dropped.values())
+    before = sum(state.counts.dropped.values())
     again: list[Dropped] = []
     rest = list(stream(specs, model, chosen, start=state, log=again.append))
     assert contents(rest) == contents(packs[at + 1 :])

@@ -77,12 +77,14 @@ def _make_cache(asked: ExportConfig, progress: Progress) -> None:
     os.makedirs(os.path.dirname(directory), exist_ok=True)
     with locked(directory + ".lock"):
         summary = export(asked, progress)
-    for note in drop_notes(summary.dropped, summary.rows):
+    for note in drop_notes(summary.dropped, summary.num_rows):
         progress.note(note)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items(), key=_commonest))
     dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
     found = "found" if summary.already_finished else "made"
-    progress.note(f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped})")
+    progress.note(
+        f"cache {found}: {directory} ({summary.num_samples:,} samples of {summary.num_rows:,} rows, {dropped})"
+    )
 
 
 def _commonest(item: tuple[str, int]) -> int:

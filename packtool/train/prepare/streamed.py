@@ -133,7 +133,7 @@ class StreamedSteps(Steps):
         sums = dict(zip(_SUMS, self._exchange.sums(counts), strict=True))
         if not sums["packs"]:
             where = f"Rows that were dropped are listed in {self._log.path}."
-            raise all_dropped("no sample is left of the rows", self._stream.dropped, self._log.firsts, where)
+            raise all_dropped("no sample is left of the rows", self._stream.counts.dropped, self._log.firsts, where)
         self.ended = not sums.pop("more")
         self.totals.update(sums)
         self._after = {self._step: self._after[self._step], self._step + 1: after}
@@ -158,10 +158,7 @@ class StreamedSteps(Steps):
 
     def counted(self, result: TrainResult) -> TrainResult:
         """See ``Steps``; with what was read, over all ranks."""
-        dropped, left_out = Counter[str](), Counter[str]()
-        for rows, parts in self._exchange.gathered((dict(self._stream.dropped), dict(self._stream.parts_left_out))):
-            dropped.update(rows)
-            left_out.update(parts)
+        counts = self._stream.counts.total(self._exchange.gathered(self._stream.counts))
         totals, config = self.totals, self._run.config
         each = self._run.world.data.size * config.gradient_accumulation_steps * config.per_device_train_batch_size
         return dataclasses.replace(
@@ -173,8 +170,8 @@ class StreamedSteps(Steps):
             target_tokens=totals["target_tokens"],
             num_shared_tokens=totals["whole_tokens"] - totals["tokens"],
             steps_without_packing=-(-totals["samples"] // each),
-            dropped=dict(sorted(dropped.items())),
-            parts_left_out=dict(sorted(left_out.items())),
+            dropped=counts.dropped,
+            parts_left_out=counts.parts_left_out,
         )
 
 
@@ -200,7 +197,7 @@ class DropLog:
         self.path = os.path.join(output_dir, f"dropped-{world.data.rank:05d}.jsonl")
         self.firsts: dict[str, str] = {}
         self._writes = world.share_rank == 0
-        noted = () if start is None else (start.dropped, start.parts_left_out)
+        noted = () if start is None else (start.counts.dropped, start.counts.parts_left_out)
         self._kept = sum(sum(counts.values()) for counts in noted)
 
     def __call__(self, item: Dropped) -> None:
