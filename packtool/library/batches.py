@@ -29,7 +29,7 @@ from packtool.train.model.loss import label_positions
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import units_per_step
-from packtool.train.prepare.prepared import Beginning
+from packtool.train.prepare.prepared import ResumePoint
 from packtool.train.prepare.workers import workers_of
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class Batches(Dataset[dict[str, Any]]):
     def _prepare(self, before: RunState | None) -> None:
         """Go through the plan, or through what a run with that state has left of it."""
         self._before = before
-        beginning = Beginning(None, before, None, ())
+        resume_point = ResumePoint(None, before, None, ())
         world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
-        self._run: CachedRun = prepare_cached(self._config, world, beginning, planned)
+        self._run: CachedRun = prepare_cached(self._config, world, resume_point, planned)
         self._tensors = micro_batches(self._run, input_spec(self._run))
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to as many ranks as there are; numbers count from there.

@@ -276,7 +276,7 @@ def execute(
         verify_packing(run, training, spec, progress)
         begin = time.perf_counter()
         with watch.signals, deaths_told():
-            trainer.train(resume_from_checkpoint=run.beginning.checkpoint)
+            trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
     result = trainer.loader.steps.counted(result)
@@ -413,8 +413,8 @@ def make_training(
         parallel = dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
     meet_on_cpus(config)
     model, saved, unloaded = _make_model(run, spec, dtype, parallel)
-    if run.beginning.weights is not None:
-        progress.note(f"weights are those of {run.beginning.weights}; optimizer, schedule and data begin anew")
+    if run.resume_point.weights is not None:
+        progress.note(f"weights are those of {run.resume_point.weights}; optimizer, schedule and data begin anew")
     told = (*precision_lines(model, dtype, config, saved.dtype), *unloaded_line(unloaded, config.model))
     for line in (*told, *quantization_line(model, spec.config.model_type, config)):
         progress.note(line)
@@ -472,7 +472,7 @@ def _make_model(
     """The model, how it is saved, and the base model's tensors that a saved model takes over, with their files."""
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
-    weights = run.beginning.weights
+    weights = run.resume_point.weights
     computed_in, is_adapter = dtype, run.config.train_type == "lora"
     dtype = loaded_dtype(dtype, spec.config, run.config)
     experts = None

@@ -25,7 +25,6 @@ from packtool.plan.epoch import EpochPlan
 from packtool.plan.ledger import Ledger
 from packtool.plan.mixture import share_figures
 from packtool.plan.pack_plan import with_packs_in_order
-from packtool.train.prepare.continued import continued
 from packtool.train.prepare.costs import RunCosts, sample_costs
 from packtool.train.prepare.data_change import ChangedData
 from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation
@@ -36,9 +35,10 @@ from packtool.train.prepare.inputs import BatchShape, Inputs
 from packtool.train.prepare.mixtures import counts_in, mixture_lines
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.place import with_resumed_version
-from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
+from packtool.train.prepare.prepared import NumberExchange, PreparedRun, RankStep, ResumePoint, Steps, Validation
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult, schedule_lines
+from packtool.train.prepare.resume import resume
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 from packtool.train.prepare.shared_prefixes import first_pair
 from packtool.train.prepare.timeline import Timeline, TrainedStage
@@ -92,7 +92,7 @@ class CachedRun(PreparedRun):
             num_processes=self.world.size,
             target_tokens=timeline.target_tokens_from(self.start),
             output_dir=self.config.output_dir,
-            resumed_from=self.beginning.checkpoint,
+            resumed_from=self.resume_point.checkpoint,
             sources={} if mixture is None else share_figures(counts_in(self.timeline.first, mixture)),
             stages=timeline.figures(),
         )
@@ -190,7 +190,7 @@ class CachedRun(PreparedRun):
 
     def record(self) -> RunRecord:
         """See ``PreparedRun``."""
-        return RunRecord(self.ledger, self.timeline, self.reader, self._segment, self.beginning.checkpoint)
+        return RunRecord(self.ledger, self.timeline, self._segment, self.resume_point.checkpoint)
 
     def _segment(self) -> Segment:
         """What the run's history keeps of it."""
@@ -241,12 +241,12 @@ def _unchanged(figures: StepFigures) -> StepFigures:
 
 
 def prepare_cached(
-    config: TrainConfig, world: World, beginning: Beginning | None = None, planned: Inputs | None = None
+    config: TrainConfig, world: World, resume_point: ResumePoint | None = None, planned: Inputs | None = None
 ) -> CachedRun:
     """Check that tokenizer, caches, options and checkpoint fit, and plan; takes a second.
 
     Args:
-        beginning: where the run begins; by default where the options and the output directory say.
+        resume_point: where the run begins; by default where the options and the output directory say.
         planned: as for ``open_to_train``.
 
     Raises:
@@ -254,10 +254,10 @@ def prepare_cached(
     """
     inputs = open_to_train(with_resumed_version(config), planned)
     config, files, reader = inputs.of_run
-    beginning = beginning or Beginning.of(config)
+    resume_point = resume_point or ResumePoint.of(config)
     mine: BatchShape = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     may_change = config.data_change == "allow"
-    resumed = continued(beginning, inputs.state(mine), world, inputs, may_change=may_change)
+    resumed = resume(resume_point, inputs.state(mine), world, inputs, may_change=may_change)
     axes = axes_of(config, world, files, inputs.lengths, trained=True)
     stages = resumed.timeline.stages if inputs.stages else ()
     sizes = {stage.inputs.sequence_parallel_size for stage in stages} - {world.sequence_parallel_size}
@@ -269,13 +269,13 @@ def prepare_cached(
         media_limits=reader.manifests[0].identity.media_limits,
         timeline=resumed.timeline,
         state=resumed.state,
-        beginning=beginning,
+        resume_point=resume_point,
         axes=axes,
         ways={
             size: axes_of(with_shares(config, size), world.shared_by(size), files, inputs.lengths, trained=True)
             for size in sorted(sizes)
         },
-        notes=(*unshared, *inputs.notes, *beginning.notes, *resumed.notes),
+        notes=(*unshared, *inputs.notes, *resume_point.notes, *resumed.notes),
         least_shared=None if inputs.shared is None else LEAST_SHARED,
         validation=_validation(inputs, world, axes),
         inputs=inputs,

@@ -109,8 +109,12 @@ class Inputs:
             planned: prepared, for the same settings of packs and steps.
         """
         options = planned.options
-        lengths = {"max_length": options.max_length, "packing_length": options.packing_length}
-        same = dataclasses.replace(self.options, **lengths, world_size=options.world_size)
+        same = dataclasses.replace(
+            self.options,
+            max_length=options.max_length,
+            packing_length=options.packing_length,
+            world_size=options.world_size,
+        )
         # Training refuses samples that are longer than a pack, which a plan leaves out.
         refused = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
         if (

@@ -42,7 +42,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ResumePoint:
     """Where a run begins, or goes on.
 
     Args:
@@ -58,7 +58,7 @@ class Beginning:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Beginning:
+    def of(cls, config: TrainConfig) -> ResumePoint:
         """What the options and the output directory say.
 
         Raises:
@@ -148,7 +148,7 @@ class PreparedRun(ABC):
         media_limits: that pixels and sounds are loaded with.
         timeline: its steps by number.
         state: what a checkpoint of this run says of it, and what a run that goes on must agree with.
-        beginning: where it begins.
+        resume_point: where it begins.
         axes: how sequences are shared.
         ways: how those are that fewer ranks share, by their number: of stages that say so.
         notes: remarks for the user.
@@ -163,7 +163,7 @@ class PreparedRun(ABC):
     media_limits: MediaLimits
     timeline: Timeline | OpenTimeline
     state: RunState
-    beginning: Beginning
+    resume_point: ResumePoint
     axes: Axes
     ways: Mapping[int, Axes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ class PreparedRun(ABC):
     @property
     def start(self) -> int:
         """The first step to train."""
-        return self.beginning.start
+        return self.resume_point.start
 
     @property
     def tells_channels(self) -> bool:

@@ -142,7 +142,6 @@ class RunRecord:
     Args:
         ledger: at the beginning.
         timeline: of the run.
-        reader: of its caches.
         segment: of the history, given how the run is called by now.
         checkpoint: that it goes on from.
     """
@@ -151,12 +150,11 @@ class RunRecord:
         self,
         ledger: Ledger,
         timeline: Timeline,
-        reader: CacheReader,
         segment: Callable[[], Segment],
         checkpoint: str | None,
     ) -> None:
         self.ledger, self._checkpoint = ledger, checkpoint
-        self._timeline, self._reader, self._segment = timeline, reader, segment
+        self._timeline, self._segment = timeline, segment
 
     def begin(self, output_dir: str) -> None:
         """The first step is next.
@@ -179,7 +177,7 @@ class RunRecord:
         Raises:
             StorageError: if it cannot be written.
         """
-        keep_origins(self._reader, history_of(checkpoint))
+        keep_origins(self._timeline.inputs.of_run[2], history_of(checkpoint))
         ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
         write_ledger(checkpoint, ledger)
         self.ledger = ledger
@@ -213,12 +211,13 @@ def ledger_after(
         ledger = ledger.plus(plan, range(here.start - first, here.stop - first), lengths, targets, rows)
 
 
-def ledger_of_plan(reader: CacheReader, timeline: Timeline, step: int) -> Ledger:
+def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     """What the plan has trained after so many steps: for a checkpoint that keeps no ledger, of an older packtool.
 
     It does not know of samples that were skipped.
     """
     inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
+    _, _, reader = inputs.of_run
     lengths, targets = inputs.lengths, inputs.targets
     planned = np.bincount(timeline.first.whole_packs.samples, minlength=len(lengths)) > 0
 

@@ -24,9 +24,9 @@ from packtool.train.prepare.checkpoint import (
     read_run_state,
     run_directory,
 )
-from packtool.train.prepare.continued import steps_planned
 from packtool.train.prepare.history import options_kept, read_history
 from packtool.train.prepare.prepared import PreparedRun
+from packtool.train.prepare.resume import steps_planned
 from packtool.train.prepare.streamed import prepare_stream
 
 
@@ -82,7 +82,7 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     run = prepare_cached(train, World(size=size).shared_by(ranks))
     stretch = run.timeline.stretch(run.start)
     return {
-        "checkpoint": run.beginning.checkpoint,
+        "checkpoint": run.resume_point.checkpoint,
         "step": run.start,
         "epoch": stretch.epoch,
         "steps_left_in_epoch": stretch.stop - run.start,
@@ -103,7 +103,7 @@ def resume_lines(run: PreparedRun) -> Iterator[str]:
     Raises:
         MismatchError: if a changed setting would have no effect, or would shift the schedule of learning rates.
     """
-    checkpoint, before = run.beginning.checkpoint, run.beginning.before
+    checkpoint, before = run.resume_point.checkpoint, run.resume_point.before
     if checkpoint is None or before is None:
         return
     changes = _changed_settings(run.config, read_options(checkpoint))

@@ -46,7 +46,7 @@ from packtool.train.prepare.figures import RankTokens, StepFigures
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.prepare.heaviest import with_longest
 from packtool.train.prepare.place import with_resumed_version
-from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps
+from packtool.train.prepare.prepared import NumberExchange, PreparedRun, RankStep, ResumePoint, Steps
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import WORTH_SHARING, first_pair, sharing_of_stream
@@ -263,7 +263,7 @@ class StreamedRun(PreparedRun):
             num_processes=self.world.size,
             target_tokens=0,
             output_dir=self.config.output_dir,
-            resumed_from=self.beginning.checkpoint,
+            resumed_from=self.resume_point.checkpoint,
             streaming=True,
         )
 
@@ -379,8 +379,8 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
         streaming=_settings(config, sharing),
         shares_prefixes=sharing is not None,
     )
-    beginning = Beginning.of(config)
-    beginning.check(state, world)
+    resume_point = ResumePoint.of(config)
+    resume_point.check(state, world)
     return StreamedRun(
         config=config,
         world=world,
@@ -388,20 +388,22 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
         media_limits=encoder.limits,
         timeline=OpenTimeline(config.max_steps),
         state=state,
-        beginning=beginning,
+        resume_point=resume_point,
         axes=axes_of(config, world, files, np.array([max_length]), trained=True),
         notes=(
             *([] if not_shared is None else [not_shared]),
             *encoder.remarks,
             *[line for line in refusals if line is not None][:1],
-            *beginning.notes,
+            *resume_point.notes,
         ),
         least_shared=None if sharing is None else LEAST_SHARED,
         specs=specs,
         spec=asked.encode_spec,
         options=_options(config, packing_length),
         costs=RunCosts.of(config, files.config),
-        stream=read_stream_state(beginning.checkpoint, world.data.rank) if beginning.checkpoint is not None else None,
+        stream=read_stream_state(resume_point.checkpoint, world.data.rank)
+        if resume_point.checkpoint is not None
+        else None,
         sharing=sharing,
     )
 

@@ -1,7 +1,7 @@
-"""All optimizer steps of a run, numbered through from 0: stages made of stretches, each of which one plan has.
+"""All optimizer steps of a run, numbered from 0: a timeline of stages, of sections, of stretches of one epoch each.
 
-A run without stages has one stage. What a run has left of an epoch, when it is resumed with another number of processes
-or with other data, is a stretch with a plan of its own. Stages of a curriculum:
+A run without stages is one stage. A section is what is assigned to the same ranks: resuming with another number of
+processes, or with other data, begins a new one with a plan of what is left of the epoch. Stages of a curriculum:
 
     until: 30%    | 30% of --max-steps, or of --num-train-epochs: 0.3 epochs of the first stage's mixture
     stage 1       | part of an epoch   epoch 0

@@ -21,7 +21,7 @@ from packtool.train.loop.loader import StepLoader
 from packtool.train.prepare.cached import CachedRun
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.prepared import Beginning
+from packtool.train.prepare.prepared import ResumePoint
 from packtool.train.prepare.timeline import Timeline
 from tests.batch.reduced import reduced_spec
 from tests.batch.test_dataset import Samples, documents
@@ -60,7 +60,7 @@ def load(timeline: Timeline, start: int, world: World | None = None) -> list[tup
         media_limits=nothing,
         timeline=timeline,
         state=nothing,
-        beginning=Beginning(None, before, None, ()),
+        resume_point=ResumePoint(None, before, None, ()),
         axes=Axes(),
         inputs=timeline.inputs,
         ledger=nothing,

@@ -1,4 +1,4 @@
-"""Where a run on caches goes on: the schedule of what is left, and what was trained before."""
+"""Resuming a run on caches: the timeline from its checkpoint on, and the ledger of what was trained before."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
 from packtool.errors import MismatchError
 from packtool.launch.world import World
@@ -14,21 +13,21 @@ from packtool.plan.ledger import Ledger
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.data_change import ChangedData, cache_differences, history_of, with_changed_data
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.prepared import Beginning
+from packtool.train.prepare.prepared import ResumePoint
 from packtool.train.prepare.record import begin_ledger, ledger_of_plan, read_ledger
 from packtool.train.prepare.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class Continued:
-    """A run from where it goes on.
+class ResumedState:
+    """A run from its resume point on.
 
     Args:
         timeline: of all steps from there.
         state: with each time that packs were assigned.
-        ledger: what was trained before.
-        changed: what became of the data; None where they are the same.
-        notes: what is to be said of it.
+        ledger: of what was trained before.
+        changed: differences of the data; None where they are the same.
+        notes: for the user.
     """
 
     timeline: Timeline
@@ -38,8 +37,10 @@ class Continued:
     notes: tuple[str, ...] = ()
 
 
-def continued(beginning: Beginning, state: RunState, world: World, inputs: Inputs, *, may_change: bool) -> Continued:
-    """Go on from a checkpoint, or begin.
+def resume(
+    resume_point: ResumePoint, state: RunState, world: World, inputs: Inputs, *, may_change: bool
+) -> ResumedState:
+    """Resume from a checkpoint, or begin a run.
 
     Args:
         state: of a run that begins with these options and caches.
@@ -48,19 +49,19 @@ def continued(beginning: Beginning, state: RunState, world: World, inputs: Input
     Raises:
         MismatchError: if the run does not fit the checkpoint, or what was trained cannot be found in other caches.
     """
-    before, checkpoint, (_, _, reader) = beginning.before, beginning.checkpoint, inputs.of_run
+    before, checkpoint, (_, _, reader) = resume_point.before, resume_point.checkpoint, inputs.of_run
     if before is None:
-        return Continued(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
+        return ResumedState(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
     if checkpoint is None:  # as packtool.Batches goes on, whose user keeps the checkpoints, and no ledger
-        return _assigned_anew("this state", before, state, inputs, begin_ledger(reader), reader)
+        return _assigned_anew("this state", before, state, inputs, begin_ledger(reader))
     ledger = read_ledger(checkpoint)
     had = () if ledger is None else ledger.sources
-    beginning.check(
+    resume_point.check(
         state, world, data_may_change=may_change, other_data=lambda: cache_differences(had, reader) if had else []
     )
     if state.has_other_data(before):
-        return _with_other_data(checkpoint, before, state, inputs, ledger, reader)
-    return _assigned_anew(checkpoint, before, state, inputs, ledger, reader)
+        return _with_other_data(checkpoint, before, state, inputs, ledger)
+    return _assigned_anew(checkpoint, before, state, inputs, ledger)
 
 
 def _assigned_anew(
@@ -69,8 +70,7 @@ def _assigned_anew(
     state: RunState,
     inputs: Inputs,
     ledger: Ledger | None,
-    reader: CacheReader,
-) -> Continued:
+) -> ResumedState:
     """Go on with the same data, perhaps with other processes."""
     assignments, notes = before.assignments or ((0, *before.assignment),), []
     if state.is_assigned_anew_after(before):
@@ -81,19 +81,19 @@ def _assigned_anew(
         assignments = (*assignments, (before.step, *state.assignment))
     timeline = Timeline.of(inputs, assignments, None if ledger is None else ledger.change)
     if ledger is None:
-        ledger = ledger_of_plan(reader, timeline, before.step)
+        ledger = ledger_of_plan(timeline, before.step)
         notes.append(
             f"{checkpoint} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
             "what --on-bad-media skip may have left out"
         )
     is_plain = len(assignments) == 1 and before.data_since == 0
     state = dataclasses.replace(state, assignments=() if is_plain else assignments, data_since=before.data_since)
-    return Continued(timeline, state, ledger, notes=tuple(notes))
+    return ResumedState(timeline, state, ledger, notes=tuple(notes))
 
 
 def _with_other_data(
-    checkpoint: str, before: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None, reader: CacheReader
-) -> Continued:
+    checkpoint: str, before: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
+) -> ResumedState:
     """Go on with other data: what is left of the epoch is planned anew.
 
     Raises:
@@ -106,14 +106,14 @@ def _with_other_data(
             "Go on with its own caches until the next checkpoint, and change the data there.",
         )
     wanted, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
-    changed = with_changed_data(ledger, reader, wanted, history_of(checkpoint), max_length, stage)
+    changed = with_changed_data(ledger, inputs.of_run[2], wanted, history_of(checkpoint), max_length, stage)
     assignments = ((before.step, *state.assignment),)
     timeline = Timeline.of(inputs, assignments, changed.ledger.change)
     state = dataclasses.replace(state, assignments=assignments, data_since=before.step)
     notes = changed.lines(
         _steps_left(timeline, before.step, ledger.epoch), _told_steps(checkpoint, before.step, timeline)
     )
-    return Continued(timeline, state, changed.ledger, changed, tuple(notes))
+    return ResumedState(timeline, state, changed.ledger, changed, tuple(notes))
 
 
 def _steps_left(timeline: Timeline, step: int, epoch: int) -> int:
