@@ -1,8 +1,8 @@
 """Where files lie: this machine, ``s3://``, ``oss://`` and, to read, ``http(s)://``.
 
 Everything that export and train read or write of caches, rows and media goes through here; nothing else imports
-fsspec, and here too it is imported only when a remote path turns up. Paths are joined with ``join`` wherever they may
-be remote.
+aiobotocore or aiohttp, which are imported here when a remote path turns up. Paths that may be remote are joined with
+``join``.
 
 Requests that fail for passing reasons are sent again: see ``packtool.storage.options``. What fails for good is a
 StorageError that names path, operation, cause and remedy, without secrets. Object stores have no directories to make
@@ -15,13 +15,13 @@ from __future__ import annotations
 import glob as _glob
 import os
 import re
-import threading
 from collections.abc import Iterator
 from fnmatch import translate
-from typing import BinaryIO
+from functools import cache
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from packtool.errors import StorageError
-from packtool.storage.local import Bounds, FileState, LedElsewhere, LocalStore, Store, TooLarge, final_name
+from packtool.storage.local import Bounds, FileState, LedElsewhere, LocalStore, TooLarge, final_name
 from packtool.storage.options import StorageOptions, failed, forget_failures, retries_for, set_options, worked
 from packtool.storage.options import options as options
 from packtool.storage.paths import (
@@ -36,6 +36,10 @@ from packtool.storage.paths import (
     scheme_of,
     scrubbed,
 )
+
+if TYPE_CHECKING:
+    from packtool.storage.http import HttpStore
+    from packtool.storage.s3 import S3Store
 
 __all__ = [
     "HEADER_BLOCK",
@@ -86,35 +90,19 @@ ROWS_BLOCK = 2**20
 """First bytes to fetch of a file that is read through."""
 
 _local = LocalStore()
-_stores: dict[str, Store] = {}
-_lock = threading.Lock()
 
 
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread of the parent may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _store_of(path: str) -> tuple[Store, str]:
+def _store_of(path: str) -> tuple[LocalStore | S3Store | HttpStore, str]:
     """The store that a path belongs to, and the path as it knows it."""
     path = normalize(path)
     scheme = scheme_of(path)
-    if not scheme:
-        return _local, path
-    scheme = "http" if scheme == "https" else scheme
-    with _lock:
-        if scheme not in _stores:
-            _stores[scheme] = _new_store(scheme)
-        return _stores[scheme], path
+    return _store(scheme) if scheme else _local, path
 
 
-def _new_store(scheme: str) -> Store:
-    # Here, because runs on local files need none of it.
-    if scheme == "http":
+@cache
+def _store(scheme: str) -> S3Store | HttpStore:
+    # Imported here, because runs on local files need none of it.
+    if scheme.startswith("http"):
         from packtool.storage.http import HttpStore
 
         return HttpStore()
@@ -123,18 +111,30 @@ def _new_store(scheme: str) -> Store:
     return S3Store(scheme)
 
 
+def _listable(path: str) -> tuple[LocalStore | S3Store, str]:
+    store, path = _store_of(path)
+    if path.startswith("http"):
+        raise StorageError(f"{masked(path)}: a web server lists no files", "Name the files, or use s3:// or oss://.")
+    return cast("LocalStore | S3Store", store), path
+
+
+def _writable(path: str) -> tuple[LocalStore | S3Store, str]:
+    store, path = _store_of(path)
+    if path.startswith("http"):
+        raise StorageError(
+            f"{masked(path)}: web addresses can only be read", "Write to a directory, to s3:// or to oss://."
+        )
+    return cast("LocalStore | S3Store", store), path
+
+
 def configure(new: StorageOptions | None) -> None:
     """Use other options from now on, on new connections; None reads the environment again."""
     set_options(new)
     forget_failures()
-    if "http" in _stores:
-        from packtool.storage import http
+    if _store.cache_info().currsize:
+        from packtool.storage import remote
 
-        http.forget_connections()
-    if _stores.keys() & {"s3", "oss"}:
-        from packtool.storage import s3
-
-        s3.forget_connections()
+        remote.forget_connections()
 
 
 def exists(path: str) -> bool:
@@ -234,7 +234,7 @@ def list_names(path: str) -> list[str]:
     Raises:
         StorageError: if it cannot be looked into.
     """
-    store, path = _store_of(path)
+    store, path = _listable(path)
     return store.list_names(path)
 
 
@@ -244,7 +244,7 @@ def entries(path: str) -> dict[str, FileState | None]:
     Raises:
         StorageError: if it cannot be looked into.
     """
-    store, path = _store_of(path)
+    store, path = _listable(path)
     return store.entries(path)
 
 
@@ -254,7 +254,7 @@ def walk(path: str) -> Iterator[str]:
     Raises:
         StorageError: if it cannot be looked into.
     """
-    store, path = _store_of(path)
+    store, path = _listable(path)
     return store.walk(path)
 
 
@@ -267,17 +267,16 @@ def glob(pattern: str) -> list[str]:
     Raises:
         StorageError: if a directory cannot be looked into.
     """
-    store, pattern = _store_of(pattern)
-    if store is _local:
-        return sorted(_glob.glob(pattern, recursive=True))
-    if pattern.startswith("http"):
+    if not is_remote(pattern):
+        return sorted(_glob.glob(normalize(pattern), recursive=True))
+    if (pattern := normalize(pattern)).startswith("http"):
         return [pattern]
     scheme, _, place = pattern.partition("://")
     bucket, *parts = place.rstrip("/").split("/")
-    return sorted(set(_expand(store, f"{scheme}://{bucket}", parts)))
+    return sorted(set(_expand(f"{scheme}://{bucket}", parts)))
 
 
-def _expand(store: Store, base: str, parts: list[str]) -> Iterator[str]:
+def _expand(base: str, parts: list[str]) -> Iterator[str]:
     """Paths under ``base`` that fit the pattern's parts, one directory at a time."""
     if not parts:
         yield base
@@ -285,21 +284,21 @@ def _expand(store: Store, base: str, parts: list[str]) -> Iterator[str]:
     part, *rest = parts
     if part == "**":
         if rest:
-            yield from _expand(store, base, rest)
-        for child, state in store.entries(base).items():
+            yield from _expand(base, rest)
+        for child, state in entries(base).items():
             if not child.startswith("."):
                 if state is None:
-                    yield from _expand(store, f"{base}/{child}", parts)
+                    yield from _expand(f"{base}/{child}", parts)
                 if not rest:
                     yield f"{base}/{child}"
     elif _glob.has_magic(part):
         fits = re.compile(translate(part))
-        for child, state in store.entries(base).items():
+        for child, state in entries(base).items():
             hidden = child.startswith(".") and not part.startswith(".")
             if fits.match(child) and not hidden and (state is None or not rest):
-                yield from _expand(store, f"{base}/{child}", rest)
+                yield from _expand(f"{base}/{child}", rest)
     elif rest or exists(f"{base}/{part}"):
-        yield from _expand(store, f"{base}/{part}", rest)
+        yield from _expand(f"{base}/{part}", rest)
 
 
 def make_directory(path: str) -> None:
@@ -308,7 +307,7 @@ def make_directory(path: str) -> None:
     Raises:
         StorageError: if that fails.
     """
-    store, path = _store_of(path)
+    store, path = _writable(path)
     store.make_directory(path)
 
 
@@ -322,7 +321,7 @@ def publish(path: str, data: bytes, *, to_stay: bool = True) -> None:
     Raises:
         StorageError: if it cannot be written; nothing is left behind then.
     """
-    store, path = _store_of(path)
+    store, path = _writable(path)
     store.publish(path, data, to_stay)
 
 
@@ -335,7 +334,7 @@ def publish_new(path: str, data: bytes) -> bool:
     Raises:
         StorageError: if it cannot be written.
     """
-    store, path = _store_of(path)
+    store, path = _writable(path)
     return store.publish_new(path, data)
 
 
@@ -345,7 +344,7 @@ def remove(path: str) -> None:
     Raises:
         StorageError: if it cannot be removed.
     """
-    store, path = _store_of(path)
+    store, path = _writable(path)
     store.remove(path)
 
 
@@ -357,7 +356,7 @@ def discard_unfinished(path: str) -> None:
     Raises:
         StorageError: if that fails.
     """
-    store, path = _store_of(path)
+    store, path = _writable(path)
     store.discard_unfinished(path)
 
 
@@ -380,7 +379,7 @@ class AtomicFile:
     """
 
     def __init__(self, path: str) -> None:
-        store, path = _store_of(path)
+        store, path = _writable(path)
         self._writer = store.writer(path)
 
     def write(self, data: bytes | memoryview) -> int:

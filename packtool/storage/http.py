@@ -3,77 +3,40 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, BinaryIO, NoReturn, cast
+from collections.abc import AsyncIterator
+from typing import Any, BinaryIO, cast
 
 from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import HttpStatus, is_missing
 from packtool.storage.local import Bounds, FileState, LedElsewhere, TooLarge
 from packtool.storage.options import options
 from packtool.storage.paths import masked, origin
-from packtool.storage.remote import Range, answer, check_complete, open_ranges, patiently
+from packtool.storage.remote import Range, answer, check_complete, connection, open_ranges, with_retries
 
 _IN_MEMORY = 16 * 2**20
 _CHUNK = 2**20
 
-_connections: dict[bool, Any] = {}  # by whether names may lead into private networks
-_inherited: list[Any] = []  # see packtool.storage.s3
-_lock = threading.Lock()
 
-
-def forget_connections() -> None:
-    """Make new ones from now on, with the options of then."""
-    with _lock:
-        _connections.clear()
-
-
-def _after_fork() -> None:
-    global _lock
-    _inherited.append(dict(_connections))
-    _connections.clear()
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _files(anywhere: bool) -> Any:
-    with _lock:
-        if anywhere not in _connections:
-            import aiohttp
-            import fsspec
-
-            wait = options().timeout
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(wait, 10.0), sock_read=wait)
-            # Compressed on the way, a file would have other offsets.
-            tracing = aiohttp.TraceConfig()
-            tracing.on_request_redirect.append(_on_redirect)
-            settings = {
-                "timeout": timeout,
-                "trust_env": True,
-                "headers": {"Accept-Encoding": "identity"},
-                "trace_configs": [tracing],
-            }
-            # A proxy looks names up by itself, and may well lie in a private network.
-            client = {} if anywhere or urllib.request.getproxies() else {"get_client": _public_client}
-            _connections[anywhere] = fsspec.filesystem(
-                "http", client_kwargs=settings, skip_instance_cache=True, **client
-            )
-        return _connections[anywhere]
-
-
-async def _public_client(**settings: Any) -> Any:
+def _connect(anywhere: bool) -> Any:
+    """Make a session; unless ``anywhere``, names that lead into private networks are refused."""
     import aiohttp
 
-    resolver: Any = _PublicNames(aiohttp.ThreadedResolver())
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(resolver=resolver), **settings)
+    silence = options().timeout
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_redirect.append(_on_redirect)
+    # A proxy looks names up by itself, and may well lie in a private network.
+    resolver: Any = None if anywhere or urllib.request.getproxies() else _PublicNames(aiohttp.ThreadedResolver())
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(resolver=resolver),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(silence, 10.0), sock_read=silence),
+        trust_env=True,
+        headers={"Accept-Encoding": "identity"},  # compressed on the way, a file would have other offsets
+        trace_configs=[tracing],
+    )
 
 
 class _PublicNames:
@@ -139,7 +102,7 @@ class _NoRanges(StorageError):
 
 
 class HttpStore:
-    """Files on web servers; a ``Store`` that only reads."""
+    """Files on web servers, which are only read."""
 
     def find(self, path: str) -> FileState | None:
         """Size and entity tag, or date, of a file."""
@@ -158,7 +121,7 @@ class HttpStore:
                 return FileState(size, _tag(response))
 
         try:
-            return await patiently(once)
+            return await with_retries(once)
         except HttpStatus as error:
             if is_missing(error):
                 return None
@@ -184,7 +147,7 @@ class HttpStore:
                     check_complete(data, begin, response.headers.get("Content-Range", ""))
                     return Range(data, size, _tag(response))
 
-            return await patiently(once, stop - begin, bounds.retries if bounds else None)
+            return await with_retries(once, stop - begin, bounds.retries if bounds else None)
 
         try:
             return open_ranges(path, fetch, first_block)
@@ -206,53 +169,12 @@ class HttpStore:
             return cast(BinaryIO, copy)
 
         # Of unknown size: silence or a crawl ends it.
-        return await patiently(once, 2**60, bounds.retries if bounds else None)
+        return await with_retries(once, 2**60, bounds.retries if bounds else None)
 
     async def _get(self, path: str, wanted: str | None = None, bounds: Bounds | None = None) -> Any:
         anywhere = bounds is None or bounds.places is None
-        session = await _files(anywhere).set_session()
+        session = await connection(("http", anywhere), lambda: _connect(anywhere))
         return session.get(_url(path), headers={"Range": wanted} if wanted else {}, trace_request_ctx=bounds)
-
-    def entries(self, path: str) -> dict[str, FileState | None]:
-        """Raise a StorageError: web servers are only read from."""
-        raise StorageError(f"{masked(path)}: a web server lists no files", "Name the files, or use s3:// or oss://.")
-
-    def list_names(self, path: str) -> list[str]:
-        """Raise a StorageError: web servers are only read from."""
-        return list(self.entries(path))
-
-    def walk(self, path: str) -> Iterator[str]:
-        """Raise a StorageError: web servers are only read from."""
-        return iter(self.entries(path))
-
-    def make_directory(self, path: str) -> None:
-        """Raise a StorageError: web servers are only read from."""
-        _refuse(path)
-
-    def publish(self, path: str, data: bytes, to_stay: bool = True) -> None:
-        """Raise a StorageError: web servers are only read from."""
-        _refuse(path)
-
-    def publish_new(self, path: str, data: bytes) -> bool:
-        """Raise a StorageError: web servers are only read from."""
-        _refuse(path)
-
-    def writer(self, path: str) -> NoReturn:
-        """Raise a StorageError: web servers are only read from."""
-        _refuse(path)
-
-    def remove(self, path: str) -> None:
-        """Raise a StorageError: web servers are only read from."""
-        _refuse(path)
-
-    def discard_unfinished(self, path: str) -> None:
-        """Nothing to do: nothing is written there."""
-
-
-def _refuse(path: str) -> NoReturn:
-    raise StorageError(
-        f"{masked(path)}: web addresses can only be read", "Write to a directory, to s3:// or to oss://."
-    )
 
 
 def _check(response: Any) -> None:

@@ -1,7 +1,7 @@
 """How patient the storage is, and where OSS is: read from the environment once, when a remote place is first used.
 
-    PACKTOOL_STORAGE_RETRIES   how often a request that failed for a passing reason is sent again (8)
-    PACKTOOL_STORAGE_TIMEOUT   seconds without a byte after which a connection is given up (30)
+    PACKTOOL_STORAGE_RETRIES   how often a request that failed for a passing reason is sent again
+    PACKTOOL_STORAGE_TIMEOUT   seconds without a byte after which a connection is given up
     OSS_ENDPOINT, OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET, OSS_SESSION_TOKEN, OSS_REGION
 
 S3's own (``AWS_*`` and the profiles in ``~/.aws``) are read by botocore.
@@ -63,8 +63,8 @@ class StorageOptions:
         problems: list[str] = []
         endpoint = environ.get("OSS_ENDPOINT")
         options = cls(
-            retries=int(_number(environ, "PACKTOOL_STORAGE_RETRIES", 8, 0, _MOST_RETRIES, problems)),
-            timeout=_number(environ, "PACKTOOL_STORAGE_TIMEOUT", 30.0, 0.1, 3600.0, problems),
+            retries=int(_number(environ, "PACKTOOL_STORAGE_RETRIES", cls.retries, 0, _MOST_RETRIES, problems)),
+            timeout=_number(environ, "PACKTOOL_STORAGE_TIMEOUT", cls.timeout, 0.1, 3600.0, problems),
             s3_endpoint=environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None,
             oss_endpoint=endpoint if not endpoint or "://" in endpoint else f"https://{endpoint}",
             oss_access_key_id=environ.get("OSS_ACCESS_KEY_ID"),

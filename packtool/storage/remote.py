@@ -1,16 +1,19 @@
-"""What all remote places share: waiting for requests, sending them again, and reading files by ranges."""
+"""Requests to remote stores: the I/O thread, its connections, retries, and files read by ranges."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import io
 import os
 import random
 import re
-import sys
-from collections.abc import Awaitable, Callable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,36 +25,72 @@ T = TypeVar("T")
 
 _LARGEST_BLOCK = 8 * 2**20
 _KEPT_BYTES = 16 * 2**20
-_GLANCE_S = 0.5
+_POLL_S = 0.5
+_CLOSE_S = 2.0
+
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_connections: dict[Hashable, asyncio.Future[Any]] = {}
+_closing = contextlib.AsyncExitStack()
+# Of a forked process's parent: neither used nor closed here, for that would close the parent's connections.
+_inherited: list[object] = []
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin requests on fsspec's I/O thread; a forked process gets a thread of its own."""
-    from fsspec.asyn import get_loop
+    """Start requests on the I/O thread of this process."""
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="packtool-storage", daemon=True).start()
+            atexit.register(forget_connections)
+        return asyncio.run_coroutine_threadsafe(work, _loop)
 
-    return asyncio.run_coroutine_threadsafe(work, get_loop())
+
+async def connection(key: Hashable, connect: Callable[[], AbstractAsyncContextManager[T]]) -> T:
+    """Return the connections that belong to a key, made when they are first needed; called on the I/O thread.
+
+    Args:
+        connect: makes them, to be kept until ``forget_connections``.
+    """
+    if key not in _connections:
+        _connections[key] = asyncio.ensure_future(_closing.enter_async_context(connect()))
+    try:
+        # Another request may wait for it when this one is cancelled.
+        connected: T = await asyncio.shield(_connections[key])
+    except Exception:
+        _connections.pop(key, None)
+        raise
+    return connected
+
+
+def forget_connections() -> None:
+    """Close all connections; the next requests make new ones, with the options and credentials of then."""
+    global _closing
+    if _loop is not None:
+        closing, _closing = _closing, contextlib.AsyncExitStack()
+        _connections.clear()
+        with contextlib.suppress(Exception):
+            start(closing.aclose()).result(_CLOSE_S)
 
 
 def _after_fork() -> None:
-    """Forget the parent's I/O thread, which a fork lacks; fsspec does so itself only in later releases."""
-    if asyn := sys.modules.get("fsspec.asyn"):
-        asyn.reset_lock()
+    global _lock, _loop, _connections, _closing
+    _inherited.append((_loop, _connections, _closing))
+    _lock, _loop, _connections, _closing = threading.Lock(), None, {}, contextlib.AsyncExitStack()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def wait(work: Coroutine[Any, Any, T]) -> T:
-    """Make requests and wait for them; Ctrl-C ends the waiting and the requests."""
-    return result_of(start(work))
-
-
-def result_of(future: Future[T]) -> T:
-    """What requests gave, once they have ended; Ctrl-C ends them."""
+def wait(work: Coroutine[Any, Any, T] | Future[T]) -> T:
+    """Return the result of requests; Ctrl-C ends the waiting and the requests."""
+    future = work if isinstance(work, Future) else start(work)
     try:
-        # Looked up now and then: a signal that another thread receives does not wake this one.
-        while not futures_wait([future], timeout=_GLANCE_S).done:
+        # With a timeout, because a signal that another thread receives does not end the wait.
+        while not futures_wait([future], timeout=_POLL_S).done:
             pass
         return future.result()
     except BaseException:
@@ -59,8 +98,8 @@ def result_of(future: Future[T]) -> T:
         raise
 
 
-def answer(path: str, operation: str, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for a result; whatever goes wrong becomes a StorageError that names path and operation."""
+def answer(path: str, operation: str, work: Coroutine[Any, Any, T] | Future[T]) -> T:
+    """Return the result of requests; every error becomes a StorageError that names path and operation."""
     try:
         return wait(work)
     except StorageError:
@@ -70,7 +109,7 @@ def answer(path: str, operation: str, work: Coroutine[Any, Any, T]) -> T:
         raise storage_error(path, operation, error) from None
 
 
-async def patiently(work: Callable[[], Awaitable[T]], num_bytes: int = 0, retries: int | None = None) -> T:
+async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, retries: int | None = None) -> T:
     """Do one request, and again while it fails for passing reasons: see ``packtool.storage.options``.
 
     Args:
@@ -181,15 +220,6 @@ class RemoteReader(io.RawIOBase):
         self._position += count
         return count
 
-    def readall(self) -> bytes:
-        """All that is left, block by block."""
-        parts = []
-        while self._position < self._size:
-            begin, data = self._block_at(self._position)
-            parts.append(memoryview(data)[self._position - begin :])
-            self._position = begin + len(data)
-        return b"".join(parts)
-
     def close(self) -> None:
         """Let go of the blocks."""
         if not self.closed:
@@ -233,12 +263,7 @@ class RemoteReader(io.RawIOBase):
         if ahead[0] != position:
             ahead[1].cancel()
             return None
-        try:
-            return self._checked(position, result_of(ahead[1]))
-        except StorageError:
-            raise
-        except Exception as error:
-            raise storage_error(self._path, "reading", error) from None
+        return self._checked(position, answer(self._path, "reading", ahead[1]))
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None and os.getpid() == self._process:

@@ -1,9 +1,8 @@
-"""``s3://`` and ``oss://``: buckets that speak S3, through s3fs's connections.
+"""``s3://`` and ``oss://``: buckets with the S3 protocol, by single requests of aiobotocore.
 
-Single requests are made here instead of s3fs's file operations: those remember listings, multiply their retries with
-botocore's, and delete with a request that OSS does not take.
-
-An object uploaded in parts while it is written: nothing on disk, little in memory, not to be seen before its end.
+s3fs's file operations do not pass the tests with faults: bodies that are cut are not requested again, answers that get
+lost leave uploads behind or fail exclusive writes, opening a file takes two requests, and OSS does not take its request
+that deletes many objects.
 """
 
 from __future__ import annotations
@@ -11,41 +10,24 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import code_of, is_missing, status_of, storage_error
 from packtool.storage.local import Bounds, FileState
 from packtool.storage.options import StorageOptions, options
-from packtool.storage.remote import Range, answer, check_complete, open_ranges, patiently, result_of, start, wait
+from packtool.storage.remote import Range, answer, check_complete, connection, open_ranges, start, wait, with_retries
 
 PART_BYTES = 8 * 2**20
 _PARTS_AT_ONCE = 3
 # S3 allows 10,000 parts: from here on they are larger, which makes room for 350 GB.
 _LARGE_FROM, _LARGE_PART_BYTES = 5000, 64 * 2**20
 _ABORT_S = 10.0
-
-
-class Requests(Protocol):
-    """The requests of an S3 store that an upload is made of; ``S3Store`` documents each."""
-
-    async def request(self, method: str, num_bytes: int = 0, **arguments: Any) -> Any:
-        """One request, repeated while it fails for passing reasons."""
-
-    async def request_once(self, method: str, **arguments: Any) -> Any:
-        """One request, tried once."""
-
-    async def abort_upload(self, bucket: str, key: str, upload: str) -> None:
-        """End one unfinished upload."""
-
-    async def abort_uploads(self, bucket: str, prefix: str, wanted: Callable[[str, str], bool]) -> None:
-        """End the unfinished uploads that are wanted, by key and upload id."""
 
 
 class S3Writer:
@@ -62,7 +44,7 @@ class S3Writer:
         StorageError: from write and commit; nothing is left behind then.
     """
 
-    def __init__(self, store: Requests, path: str, bucket: str, key: str) -> None:
+    def __init__(self, store: S3Store, path: str, bucket: str, key: str) -> None:
         self._store, self._path = store, path
         self._place = {"Bucket": bucket, "Key": key}
         self._buffer = bytearray()
@@ -126,7 +108,7 @@ class S3Writer:
         if self._upload is None:
             self._upload = wait(self._begin())
         while len(self._under_way) >= _PARTS_AT_ONCE:
-            self._tags.append(result_of(self._under_way.popleft()))
+            self._tags.append(wait(self._under_way.popleft()))
         data, self._buffer = bytes(self._buffer), bytearray()
         self._num_parts += 1
         self._num_bytes += len(data)
@@ -138,7 +120,7 @@ class S3Writer:
             begun = await self._store.request_once("create_multipart_upload", **self._place)
             return str(begun["UploadId"])
 
-        return await patiently(once)
+        return await with_retries(once)
 
     async def _send_part(self, upload: str, number: int, data: bytes) -> str:
         part = {"UploadId": upload, "PartNumber": number, "Body": data}
@@ -149,12 +131,12 @@ class S3Writer:
         if self._upload is None:
             data, self._buffer = bytes(self._buffer), bytearray()
             put = self._store.request("put_object", len(data), **self._place, Body=data)
-            self._num_bytes, self._tag = len(data), _plain(answer(self._path, "writing", put)["ETag"])
+            self._num_bytes, self._tag = len(data), _tag(answer(self._path, "writing", put))
             return
         if self._buffer:
             self._send()
         while self._under_way:
-            self._tags.append(result_of(self._under_way.popleft()))
+            self._tags.append(wait(self._under_way.popleft()))
         wait(self._complete(self._upload))
         if self._num_begun > 1:
             with suppress(Exception):  # the object is there; what could not be cleared is no reason to fail
@@ -168,22 +150,22 @@ class S3Writer:
             nonlocal num_tries
             num_tries += 1
             try:
-                whole = await self._store.request_once(
+                completed = await self._store.request_once(
                     "complete_multipart_upload", **self._place, UploadId=upload, MultipartUpload={"Parts": parts}
                 )
-                self._tag = _plain(whole["ETag"])
+                self._tag = _tag(completed)
             except Exception as error:
                 # The first answer may have got lost on its way back.
                 if code_of(error) != "NoSuchUpload" or num_tries == 1 or not await self._is_there():
                     raise
 
         # The server puts the parts together before it answers.
-        await patiently(once, self._num_bytes // 8)
+        await with_retries(once, self._num_bytes // 8)
 
     async def _is_there(self) -> bool:
         """Whether the object is the one that was uploaded: its size, and the tag of so many parts."""
         head = await self._store.request_once("head_object", **self._place)
-        self._tag = _plain(head["ETag"])
+        self._tag = _tag(head)
         return head["ContentLength"] == self._num_bytes and self._tag.endswith(f"-{len(self._tags)}")
 
     async def _abort(self) -> None:
@@ -200,49 +182,26 @@ class S3Writer:
         await self._store.abort_uploads(self._place["Bucket"], key, lambda name, upload: name == key and upload != own)
 
 
-def _plain(tag: str) -> str:
-    """An entity tag as listings are made to show it."""
-    return str(tag).strip('"')
-
-
 _MOST_CONNECTIONS = 32
 _DELETES_AT_ONCE = 16
 # What servers answer to a conditional write whose object is there, or is being written.
 _THERE = {"PreconditionFailed", "ConditionalRequestConflict", "FileAlreadyExists", "412", "409"}
 
-_connections: dict[str, Any] = {}
-_lock = threading.Lock()
-# Connections of a forked process's parent: neither used nor closed here, for that would close the parent's.
-_inherited: list[dict[str, Any]] = []
 
+def _connect(scheme: str) -> Any:
+    from aiobotocore.config import AioConfig
+    from aiobotocore.session import AioSession
 
-def forget_connections() -> None:
-    """Make new ones from now on, with the options and credentials of then."""
-    with _lock:
-        _connections.clear()
-
-
-def _after_fork() -> None:
-    global _lock, _connections
-    _inherited.append(_connections)
-    _connections, _lock = {}, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _connection(scheme: str) -> Any:
-    with _lock:
-        if scheme not in _connections:
-            import s3fs
-
-            _connections[scheme] = s3fs.S3FileSystem(skip_instance_cache=True, **connection_settings(scheme, options()))
-        return _connections[scheme]
+    settings = connection_settings(scheme, options())
+    config = AioConfig(**settings.pop("config"))
+    session = AioSession()
+    if scheme == "oss":
+        session.register("before-call.s3.PutObject", _forbid_overwriting)
+    return session.create_client("s3", config=config, **settings)
 
 
 def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]:
-    """What s3fs is told; S3's credentials are not in it, for botocore finds them by itself.
+    """Arguments of the S3 client; S3's credentials are not among them, for botocore finds them by itself.
 
     Args:
         scheme: ``s3`` or ``oss``.
@@ -277,17 +236,17 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
             config["region_name"] = settings.oss_region
         return {
             "endpoint_url": settings.oss_endpoint,
-            "key": settings.oss_access_key_id,
-            "secret": settings.oss_access_key_secret,
-            "token": settings.oss_session_token,
-            "config_kwargs": config,
+            "aws_access_key_id": settings.oss_access_key_id,
+            "aws_secret_access_key": settings.oss_access_key_secret,
+            "aws_session_token": settings.oss_session_token,
+            "config": config,
         }
     if settings.s3_endpoint:
         if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
             config |= plain
         if _needs_path_style(settings.s3_endpoint):
             config["s3"] = {"addressing_style": "path"}
-    return {"config_kwargs": config}
+    return {"config": config}
 
 
 def _needs_path_style(endpoint: str) -> bool:
@@ -313,14 +272,12 @@ class S3Store:
         self.scheme = scheme
 
     async def request(self, method: str, num_bytes: int = 0, **arguments: Any) -> Any:
-        """One request of S3's, patiently."""
-        return await patiently(lambda: self.request_once(method, **arguments), num_bytes)
+        """One request of S3's, with_retries."""
+        return await with_retries(lambda: self.request_once(method, **arguments), num_bytes)
 
     async def request_once(self, method: str, **arguments: Any) -> Any:
         """One request of S3's."""
-        client = await _connection(self.scheme).set_session()
-        if self.scheme == "oss":
-            client.meta.events.register("before-call.s3.PutObject", _forbid_overwriting, unique_id="packtool-new")
+        client = await connection(self.scheme, lambda: _connect(self.scheme))
         return await getattr(client, method)(**arguments)
 
     def find(self, path: str) -> FileState | None:
@@ -354,7 +311,7 @@ class S3Store:
 
         async def fetch(begin: int, stop: int) -> Range:
             retries = bounds.retries if bounds else None
-            return await patiently(lambda: self._range(bucket, key, begin, stop), stop - begin, retries)
+            return await with_retries(lambda: self._range(bucket, key, begin, stop), stop - begin, retries)
 
         return open_ranges(path, fetch, first_block)
 
@@ -378,7 +335,7 @@ class S3Store:
         bucket, key = split(path)
         prefix = _prefix(key)
         found: dict[str, FileState | None] = {}
-        for page in self._pages(path, Bucket=bucket, Prefix=prefix, Delimiter="/"):
+        for page in self._listing(path, Bucket=bucket, Prefix=prefix, Delimiter="/"):
             for folder in page.get("CommonPrefixes", ()):
                 found[folder["Prefix"][len(prefix) :].rstrip("/")] = None
             for item in page.get("Contents", ()):
@@ -393,19 +350,19 @@ class S3Store:
     def walk(self, path: str) -> Iterator[str]:
         """Paths of all objects under a directory, sorted by key."""
         bucket, key = split(path)
-        for page in self._pages(path, Bucket=bucket, Prefix=_prefix(key)):
+        for page in self._listing(path, Bucket=bucket, Prefix=_prefix(key)):
             for item in page.get("Contents", ()):
                 if not item["Key"].endswith("/"):
                     yield f"{self.scheme}://{bucket}/{item['Key']}"
 
-    def _pages(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        token: dict[str, Any] = {}
-        while True:
-            page = answer(path, "listing", self.request("list_objects_v2", **arguments, **token))
+    def _listing(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        pages = self._pages("list_objects_v2", **arguments)
+
+        async def next_page() -> dict[str, Any] | None:
+            return await anext(pages, None)
+
+        while page := answer(path, "listing", next_page()):
             yield page
-            if not page.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def make_directory(self, path: str) -> None:
         """Nothing to do: directories are where objects are."""
@@ -438,7 +395,7 @@ class S3Store:
 
     async def _holds(self, bucket: str, key: str, data: bytes) -> bool:
         try:
-            found = await patiently(lambda: self._range(bucket, key, 0, len(data) + 1), len(data))
+            found = await with_retries(lambda: self._range(bucket, key, 0, len(data) + 1), len(data))
         except Exception as error:
             if is_missing(error):
                 return False  # gone again
@@ -459,9 +416,7 @@ class S3Store:
     async def _remove(self, bucket: str, key: str) -> None:
         # One by one: the request that deletes many needs a checksum that botocore no longer sends and OSS insists on.
         names = [key]
-        async for page in self._all(
-            "list_objects_v2", "ContinuationToken", "NextContinuationToken", Bucket=bucket, Prefix=f"{key}/"
-        ):
+        async for page in self._pages("list_objects_v2", Bucket=bucket, Prefix=f"{key}/"):
             names += [item["Key"] for item in page.get("Contents", ())]
         for i in range(0, len(names), _DELETES_AT_ONCE):
             part = names[i : i + _DELETES_AT_ONCE]
@@ -478,9 +433,7 @@ class S3Store:
         Args:
             wanted: says so for a key and an upload id.
         """
-        async for page in self._all(
-            "list_multipart_uploads", "KeyMarker", "NextKeyMarker", Bucket=bucket, Prefix=prefix
-        ):
+        async for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
             for item in page.get("Uploads", ()):
                 if wanted(item["Key"], item["UploadId"]):
                     await self.abort_upload(bucket, item["Key"], item["UploadId"])
@@ -493,17 +446,16 @@ class S3Store:
             if code_of(error) != "NoSuchUpload" and not is_missing(error):
                 raise
 
-    async def _all(self, method: str, marker: str, next_marker: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _pages(self, method: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
         """The pages of a listing."""
-        more: dict[str, Any] = {}
+        position: dict[str, Any] = {}
         while True:
-            page = await self.request(method, **arguments, **more)
+            page = await self.request(method, **arguments, **position)
             yield page
             if not page.get("IsTruncated"):
                 return
-            more = {marker: page[next_marker]}
-            if marker == "KeyMarker" and page.get("NextUploadIdMarker"):
-                more["UploadIdMarker"] = page["NextUploadIdMarker"]
+            markers = ("ContinuationToken", "KeyMarker", "UploadIdMarker")
+            position = {name: page[f"Next{name}"] for name in markers if page.get(f"Next{name}")}
 
 
 def _forbid_overwriting(params: dict[str, Any], **_: Any) -> None:
