@@ -21,9 +21,9 @@ from packtool.visible import show_json
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
-    from packtool.cache.finish import drop_notes
     from packtool.report.statistics import export_json, export_lines
     from packtool.report.tables import TerminalProgress, print_table
+    from packtool.rows.sample import drop_notes
     from packtool.rows.sources import with_local_copies
 
     config = with_local_copies(config)

@@ -120,10 +120,9 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         starts_none=config.dry_run,
         max_wait=config.ddp_timeout,
     )
-    from packtool.cache.finish import drop_notes
     from packtool.report.statistics import source_rows, train_lines
     from packtool.report.tables import print_table
-    from packtool.rows.sample import unforeseen_note
+    from packtool.rows.sample import drop_notes, unforeseen_note
     from packtool.train.prepare.result import next_lines
 
     result = _train(config, invocation, world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from collections.abc import Callable
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 
-import packtool
-from packtool.cache.finish import REMEDIES, ExportSummary, drop_notes
+from packtool.cache.finish import ExportSummary
 from packtool.cli.main import run
-from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError
-from packtool.rows.rights import NOT_ALLOWED
 
 Export = Callable[..., ExportSummary]
 
@@ -63,34 +59,6 @@ def test_a_template_that_leaves_turns_out_is_named(run_export: Export, tmp_path:
     file.write_text(json.dumps({"messages": _LEFT}) + "\n")
     with pytest.raises(DataError, match=r"turn_left_out\nThe first: .*turn 0(.|\n)*--chat-template"):
         run_export(dataset=(str(file),), chat_template=str(template))
-
-
-def test_every_reason_has_a_remedy() -> None:
-    """But for what nobody foresaw, which has a note of its own."""
-    places = {"RowProblem": 0, "MediaProblem": 0, "CannotRender": 0, "Dropped": 2}
-    reasons = {NOT_ALLOWED, "no_target_tokens", "invalid_json", "invalid_text", "duplicate_keys"}
-    for path in Path(packtool.__file__).parent.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text())):
-            name = getattr(getattr(call, "func", None), "id", "")
-            if name in places and len(args := getattr(call, "args", [])) > places[name]:
-                reason = args[places[name]]
-                if isinstance(reason, ast.Constant):
-                    reasons.add(reason.value)
-                elif isinstance(reason, ast.JoinedStr):  # f"{kind}_marks"
-                    reasons |= {f"{kind}{part.value}" for kind in MEDIA_MARKS for part in reason.values[1:]}  # type: ignore[attr-defined]
-    assert len(reasons) > 40
-    assert reasons - {"unexpected"} <= REMEDIES.keys()
-
-
-def test_notes_about_dropped_rows() -> None:
-    dropped = {"media_missing": 2, "unexpected": 9, "over_max_length": 3, "image_marks": 4, "role_order": 1}
-    warning, *remedies = drop_notes(dropped, 70)
-    assert warning == "warning: 19 of 70 rows (27%) were dropped"
-    names = [note.partition(":")[0] for note in remedies]
-    assert names == ["image_marks (4)", "over_max_length (3)", "media_missing (2)"]
-    assert "--columns images=" in remedies[0]
-    assert drop_notes(dropped, 76) == drop_notes(dropped) == remedies
-    assert drop_notes({}, 5) == []
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])

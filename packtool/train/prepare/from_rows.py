@@ -14,7 +14,6 @@ from typing import Any
 
 from packtool import storage
 from packtool.cache.export import export
-from packtool.cache.finish import drop_notes
 from packtool.cache.local import LocalCopies, locked
 from packtool.cache.manifest import PATH_SETTINGS
 from packtool.cache.restart import identity_of
@@ -24,6 +23,7 @@ from packtool.constants import MANIFEST_NAME
 from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
 from packtool.progress import Progress
+from packtool.rows.sample import drop_notes
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 

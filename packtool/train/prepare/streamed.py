@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from packtool.batch.micro_batch import MicroBatch
-from packtool.cache.finish import all_dropped
 from packtool.config.data import EncodeSpec
 from packtool.config.packing import PackOptions
 from packtool.config.settings import part_of
@@ -35,7 +34,7 @@ from packtool.launch.world import World
 from packtool.plan.cost import CostModel
 from packtool.plan.packing import pack_trees
 from packtool.rows.read import follow
-from packtool.rows.sample import Dropped
+from packtool.rows.sample import Dropped, all_dropped
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from packtool.stream.packs import Added, IntervalSharing, PackStream, StreamedPack, StreamOptions
