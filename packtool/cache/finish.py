@@ -1,7 +1,4 @@
-"""The end of an export: tasks' parts become one index, one ``dropped.jsonl`` and, last of all, the manifest.
-
-The error of an export that keeps no row, and the summary of one that does.
-"""
+"""The end of an export: merge the tasks' parts, publish the manifest last, and sum up what was done."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""A split's index: read, held against its checksum and against the manifest.
-
-``prefixes.arrow``: what the samples of a split begin with, by hashes, a line for each line of the index.
-
-Caches that were made before it was kept lack it: their samples are computed whole.
-
-Tower columns for caches that were made before the index kept them, from what it kept.
-"""
+"""Read a split's index and ``prefixes.arrow``, checked against the manifest; older files get their missing columns."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What an output directory already holds: a finished cache, the beginning of one, or something else.
-
-What decides the content of a cache, told from the options of its export and the model's files.
-
-When Python looks for garbage while an export is prepared.
-"""
+"""What an output directory already holds, and whether this export may resume, replace or leave it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""One shard of a cache: an Arrow stream of samples, and its part of the index.
-
-Columns of a cache, in Arrow and as ``datasets`` describes them.
-
-``--media embed``: the encoded files' bytes go into the shards, so that training reads nothing else.
-"""
+"""The columns of a cache's files, and the writer of a shard with its part of the index."""
 
 from __future__ import annotations
 

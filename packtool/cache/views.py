@@ -1,7 +1,4 @@
-"""Samples of caches with their targets chosen anew: training's ``--loss-scale``, and that of a recipe's source.
-
-Samples of several sources, with what a mixture says of each source: the weight of its losses, and its name.
-"""
+"""Readers over a ``CacheReader``: with targets chosen anew, and with the names and loss weights of a mixture."""
 
 from __future__ import annotations
 

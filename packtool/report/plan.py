@@ -1,11 +1,4 @@
-"""A plan's figures as lines of a table, and as the content of a page.
-
-``packtool plan --sweep``: several packing lengths beside each other, as lines of a terminal and as a page.
-
-``packtool plan --fit``: the settings that fit, as lines of a terminal.
-
-What ``packtool plan --resume`` shows: how a run would go on, and what has become of its data.
-"""
+"""Figures of a plan, a sweep, ``--fit`` and ``--resume`` as lines of a terminal and as content of pages."""
 
 from __future__ import annotations
 

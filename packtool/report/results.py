@@ -1,7 +1,4 @@
-"""What ``packtool verify`` says.
-
-An evaluation as plain numbers and as a table.
-"""
+"""What ``packtool verify`` and ``packtool eval`` print, as tables, JSON and a page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A simulation as lines of a terminal, and as a page.
-
-Drawings of simulated steps: what every GPU does when, as bars.
-"""
+"""A simulation as lines of a terminal and as a page, with a timeline of every strategy."""
 
 from __future__ import annotations
 
