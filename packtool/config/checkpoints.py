@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from packtool.config.conflicts import Settings
 from packtool.config.settings import NOT_AT_ALL, YES_OR_NO, Panel, option
 
 SaveStrategy = Annotated[Literal["steps", "epoch", "best", "no"], NOT_AT_ALL]
@@ -12,7 +13,7 @@ _PANEL: Panel = "Checkpoints and logs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(Settings):
     """When checkpoints are written, which are kept, and from which one a run goes on."""
 
     save_strategy: SaveStrategy = option(
@@ -66,54 +67,3 @@ class CheckpointOptions:
     def prefers_greater(self) -> bool:
         """Whether more of it is better."""
         return "accuracy" in self.best_metric if self.greater_is_better is None else self.greater_is_better
-
-
-def checkpoint_problems(options: CheckpointOptions, *, may_evaluate: bool) -> list[str]:
-    """Options of checkpoints that contradict each other.
-
-    Args:
-        may_evaluate: there are evaluations, or there will be some where there is a val split.
-    """
-    found = []
-    if not may_evaluate:
-        asked = {
-            "--load-best-model-at-end": options.load_best_model_at_end,
-            "--save-strategy best": options.save_strategy == "best",
-            f"--early-stop-interval {options.early_stop_interval}": options.early_stop_interval is not None,
-        }
-        found += [
-            f"{name} needs evaluations: leave out --eval-strategy no, and --streaming true"
-            for name, is_asked in asked.items()
-            if is_asked
-        ]
-    figures = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
-    if options.best_metric not in figures and not options.best_metric.startswith("eval_loss/"):
-        found.append(
-            f"--metric-for-best-model {options.metric_for_best_model}: known are loss, perplexity, token_accuracy and "
-            "loss/CHANNEL"
-        )
-    if options.load_best_model_at_end and options.save_strategy == "no":
-        found.append("--load-best-model-at-end needs checkpoints: leave out --save-strategy no")
-    return found
-
-
-def data_change_problems(
-    options: CheckpointOptions, *, streaming: bool, plan: str | None, only_model: bool
-) -> list[str]:
-    """What does not go with ``--data-change allow``.
-
-    Args:
-        streaming, plan, only_model: options of the same names.
-    """
-    if options.data_change == "refuse":
-        return []
-    found = []
-    if options.resume_from_checkpoint in (None, "false"):
-        found.append("--data-change allow goes with --resume-from-checkpoint: a new run has no data to change")
-    if streaming:
-        found.append("--data-change allow needs a ledger of what was trained, which --streaming true does not keep")
-    if plan is not None:
-        found.append("--data-change allow plans anew, and --plan belongs to the caches that it was made for")
-    if only_model:
-        found.append("--data-change allow goes on with a run, and --resume-only-model begins one anew, on any data")
-    return found

@@ -14,18 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from packtool.config.data import AccessOptions, CacheOptions, MediaCacheOptions, access_problems, media_cache_problems
-from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType, QuantizationOptions, quantization_problems
+from packtool.config.conflicts import Settings
+from packtool.config.data import AccessOptions, CacheOptions, MediaCacheOptions
+from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType, QuantizationOptions
 from packtool.config.packages import missing_packages
 from packtool.config.packing import (
     SEQUENCE_PARALLELISM,
     LaunchOptions,
     ParallelOptions,
     SharingOptions,
-    parallel_problems,
-    sharing_problems,
 )
-from packtool.config.settings import REQUIRED, Tokens, option
+from packtool.config.settings import REQUIRED, Tokens, flag, option
 from packtool.constants import TRAIN_SPLIT
 
 
@@ -69,30 +68,11 @@ class InspectConfig(AccessOptions):
         """See ``AccessOptions``."""
         return (self.directory,)
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = access_problems(self)
-        shown = {
-            "--row": self.row is not None,
-            "--trained": self.trained,
-            "--step": self.step is not None,
-            "--pack": self.pack is not None,
-            "--html": self.html is not None,
-            "--serve": self.serve,
-            "--verify": self.verify,
-        }
-        if sum(shown.values()) > 1:
-            names = [name for name, is_given in shown.items() if is_given]
-            found.append(f"{' and '.join(names)} show different things: give one of them")
-        if self.run is not None and self.row is None:
-            found.append("--run goes with --row: when was this sample of the cache trained in that run")
-        if self.run is not None and self.split != TRAIN_SPLIT:
-            found.append(f"--run trains the {TRAIN_SPLIT} split: leave out --split {self.split}")
-        if self.pack is not None and self.plan is None:
-            found.append("--plan and --pack go together: pack k of a plan")
-        if self.plan is not None and not (self.pack is not None or self.html is not None or self.serve):
-            found.append("--plan and --pack go together (or --plan with --html, or --serve): pack k of a plan")
-        return found
+    def value_problems(self) -> list[str]:
+        """Options that show different things."""
+        shown = ("row", "trained", "step", "pack", "html", "serve", "verify")
+        names = [flag(name) for name in shown if getattr(self, name) != getattr(type(self), name)]
+        return [f"{' and '.join(names)} show different things: give one of them"] if len(names) > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,22 +112,6 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
         trained = ["--trajectory"] if self.trajectory is not None else []
         return trained + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
-        if self.trajectory is None:
-            return found + (["--samples-per-step goes with --trajectory"] if self.samples_per_step is not None else [])
-        if self.torch_dtype not in ("auto", "float32"):
-            found.append(
-                f"--trajectory computes in float32, for {self.torch_dtype} would round steps apart: leave out "
-                "--torch-dtype"
-            )
-        if self.sequence_parallel_ranks > 1:
-            found.append("--trajectory trains in one process: leave out --sequence-parallel-size")
-        if self.num_packs != type(self).num_packs:
-            found.append("--num-packs is for single packs, and --trajectory trains whole steps: leave out one of them")
-        return found
-
 
 Split = Literal["train", "val"]
 MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
@@ -155,7 +119,6 @@ MAX_TOKENS_HELP = (
     "Most tokens of a forward pass of evaluation: a hard limit, also for a single sample. By default 8192, or the "
     "longest sample if that is longer."
 )
-_SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,17 +158,9 @@ class EvalConfig(
         """Packages that these settings need and this environment lacks."""
         return missing_packages(quant_bits=self.quant_bits)
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
-        found += [*quantization_problems(self), *media_cache_problems(self)]
-        if not self.output.endswith(_SUFFIX):
-            found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
-        return found
-
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig:
+class MergeConfig(Settings):
     """What ``packtool merge`` needs to know."""
 
     adapter: str = option(REQUIRED, "Directory of an adapter: a checkpoint of packtool train, or one that peft saved.")
@@ -213,18 +168,10 @@ class MergeConfig:
     base_model: str | None = option(None, "Where the adapter's base model is now, if it has moved.")
     torch_dtype: DType = option("auto", "Precision to write the weights in; auto is the base model's.")
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        return []
-
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig:
+class DemoConfig(Settings):
     """What ``packtool demo`` needs to know."""
 
     output_dir: str = option("packtool-demo", "Folder that the demo makes and works in.")
     seed: int = option(7, "Seed of the world, the model and the training.", minimum=0)
-
-    def problems(self) -> list[str]:
-        """No problems: no two of these settings can contradict each other."""
-        return []

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from packtool import storage
+from packtool.config.conflicts import Settings
 from packtool.config.packages import missing_packages
 from packtool.config.settings import REQUIRED, YES_OR_NO, Bytes, Panel, Tokens, option, part_of
 
@@ -59,7 +60,7 @@ EXPAND_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccessOptions:
+class AccessOptions(Settings):
     """What rows and caches may reach; whoever wrote them need not be whoever runs this."""
 
     media_access: MediaAccess = option(
@@ -132,7 +133,7 @@ class RowOptions(AccessOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageOptions:
+class ImageOptions(Settings):
     """Limits on a picture's size. Unset ones come from the model's processor settings.
 
     The environment variables are the ones of the Qwen processors: N tokens are N x (patch x merge)^2 pixels.
@@ -202,7 +203,7 @@ class MediaOptions(ImageOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoxOptions:
+class BoxOptions(Settings):
     """How boxes, points and polygons are read and written. Unset ones: as the row says, and as the family writes."""
 
     bbox_type: BboxType | None = option(
@@ -245,32 +246,6 @@ def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) ->
             "anyway; leave out one of them"
         ]
     return []
-
-
-def access_problems(options: AccessOptions) -> list[str]:
-    """Mistakes in what rows and caches may reach."""
-    return [] if options.max_media_bytes != 0 else ["--max-media-bytes 0 leaves no medium"]
-
-
-def image_limit_problems(options: ImageOptions) -> list[str]:
-    """Limits that contradict each other."""
-    found = []
-    for name, low, high in (
-        ("--{}-pixels", options.min_pixels, options.max_pixels),
-        ("--image-{}-token-num", options.image_min_token_num, options.image_max_token_num),
-    ):
-        if low is not None and high is not None and low > high:
-            found.append(f"{name.format('min')} {low} is more than {name.format('max')} {high}")
-    for name, pixels, tokens in (
-        ("max", options.max_pixels, options.image_max_token_num),
-        ("min", options.min_pixels, options.image_min_token_num),
-    ):
-        if pixels is not None and tokens is not None:
-            found.append(
-                f"--{name}-pixels {pixels} and --image-{name}-token-num {tokens} (or {name.upper()}_PIXELS and "
-                f"IMAGE_{name.upper()}_TOKEN_NUM) set the same limit: give one of them"
-            )
-    return found
 
 
 Executor = Literal["local", "ray"]
@@ -375,21 +350,9 @@ class ExportConfig(RowOptions, EncodeSpec):
         """Packages that these settings need and this environment lacks."""
         return missing_packages(executor=self.executor)
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = [*image_limit_problems(self), *access_problems(self)]
-        found += expand_problems(self.expand_turns, self.loss_scale)
-        if (self.task_index is None) != (self.num_tasks is None):
-            found.append("--task-index and --num-tasks go together: part i of n")
-        elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:
-            found.append(f"--task-index {self.task_index}: the parts of --num-tasks {self.num_tasks} begin at 0")
-        if self.is_part and (self.dry_run or self.overwrite or self.repair):
-            found.append("--dry-run, --overwrite and --repair are for whole exports, not for parts of one")
-        if self.repair and (self.dry_run or self.overwrite):
-            found.append("--repair keeps what is whole: leave out --overwrite and --dry-run")
-        if not self.to_cached_dataset:
-            found.append("--to-cached-dataset false: export does nothing but write a cached dataset; leave it out")
-        return found
+    def value_problems(self) -> list[str]:
+        """Loss scales that do not go with ``--expand-turns``."""
+        return expand_problems(self.expand_turns, self.loss_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,13 +371,6 @@ class ImportConfig(ExportConfig):
         0, "Most tokens of a sample; 0 takes what the model says that it takes (max_position_embeddings).", minimum=0
     )
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = super().problems()
-        if self.max_length == 1:
-            found.append("--max-length 1: a sample of one token has nothing to predict")
-        return found
-
 
 VerifyCache = Literal["always", "once", "never"]
 _PANEL: Panel = "Caches"
@@ -428,7 +384,7 @@ def default_cache_dir() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions:
+class CacheOptions(Settings):
     """How caches are read on this machine."""
 
     cache_dir: str | None = option(
@@ -453,7 +409,7 @@ class CacheOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaCacheOptions:
+class MediaCacheOptions(Settings):
     """Where resized pictures and frames are kept."""
 
     media_cache: str | None = option(
@@ -469,14 +425,13 @@ class MediaCacheOptions:
         panel=_PANEL,
     )
 
-
-def media_cache_problems(options: MediaCacheOptions) -> list[str]:
-    """Options of the media cache that say too little, or nothing that can be."""
-    directory, size = options.media_cache, options.media_cache_size
-    if directory is None:
-        return [] if size is None else ["--media-cache-size goes with --media-cache, which names the directory"]
-    if storage.is_remote(directory):
-        return [f"--media-cache {storage.masked(directory)}: give a directory on a disk of this machine"]
-    if size is None:
-        return ["--media-cache-size is missing: say how much --media-cache may hold, as in 500GB"]
-    return [] if size else ["--media-cache-size 0 keeps nothing: leave out --media-cache"]
+    def value_problems(self) -> list[str]:
+        """A media cache without a size, or where none can be."""
+        directory, size = self.media_cache, self.media_cache_size
+        if directory is None:
+            return []
+        if storage.is_remote(directory):
+            return [f"--media-cache {storage.masked(directory)}: give a directory on a disk of this machine"]
+        if size is None:
+            return ["--media-cache-size is missing: say how much --media-cache may hold, as in 500GB"]
+        return [] if size else ["--media-cache-size 0 keeps nothing: leave out --media-cache"]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
+from packtool.config.conflicts import Settings
 from packtool.config.data import MediaOptions
 from packtool.config.settings import Panel, Synonyms, flag, num_tokens, option, parse_yaml, resolve
 from packtool.errors import ConfigError, did_you_mean
@@ -39,7 +40,7 @@ _STOPS: dict[str, Literal["first", "all"]] = {"interleave_under": "first", "inte
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixOptions:
+class MixOptions(Settings):
     """What an epoch takes of each cache."""
 
     cached_dataset: tuple[str, ...] = option(
@@ -99,57 +100,29 @@ class MixOptions:
         is_mixed = self.mix is not None or self.interleaves or any(map(amount_behind, self.cached_dataset))
         return [MIXTURES] if is_mixed else []
 
+    @property
+    def names_caches(self) -> bool:
+        """Whether caches are given, by name or in a recipe."""
+        return bool(self.cached_dataset or self.mix)
 
-def mixture_problems(options: MixOptions, *, rows: tuple[str, ...] = (), plan: str | None = None) -> list[str]:
-    """Options of mixtures that contradict each other.
-
-    Args:
-        rows: of which caches are made where none are named.
-        plan: the file of a saved plan.
-    """
-    caches = options.cached_dataset or rows
-    found = []
-    if options.mix is not None and caches:
-        found.append("--mix names the caches itself: leave out all others")
-    given = [name for name in ("interleave_probs", "mix_strategy") if getattr(options, name)]
-    if options.mix is not None:
-        found += [f"{flag(name)} and --mix are two recipes: give one of them" for name in given]
-    if plan is not None and options.mixing:
-        found.append(f"--plan {plan} has packs already: name the caches it was made for, as they are")
-    if options.interleave_probs:
-        found += _probability_problems(options, len(caches))
-    if options.mix_strategy in _STOPS and options.mix_stop not in (None, _STOPS[str(options.mix_strategy)]):
-        found.append(f"--mix-strategy {options.mix_strategy} contradicts --mix-stop {options.mix_stop}: give one")
-    if options.mix_stop is not None and options.mix is None and not given:
-        found.append("--mix-stop goes with weights: --mix FILE, or --interleave-probs")
-    if not options.resample and not options.mixing:
-        found.append("--resample false goes with mixtures: --mix FILE, --interleave-probs, or a # behind a cache")
-    return found
-
-
-def mixed_rows_problems(*, streaming: bool, val_dataset: tuple[str, ...]) -> list[str]:
-    """What does not go with rows, or caches, that are mixed by shares."""
-    found = ["--interleave-probs and --mix-strategy need caches: leave out --streaming true"] if streaming else []
-    if val_dataset:
-        found.append("--val-dataset: rows that are mixed are a cache each; --split-dataset-ratio takes a share of each")
-    return found
-
-
-def _probability_problems(options: MixOptions, num_caches: int) -> list[str]:
-    shown = " ".join(options.interleave_probs)
-    if options.mix_strategy in ("concat", "interleave_once"):
-        return [
-            f"--interleave-probs {shown}: --mix-strategy {options.mix_strategy} takes every cache whole; leave out one"
-        ]
-    try:
-        numbers = options.interleaving
-    except ValueError:
-        return [f"--interleave-probs {shown}: give one number for each cache, as in 0.7 0.3"]
-    if not all(0 < number < math.inf for number in numbers):
-        return [f"--interleave-probs {shown}: every share must be above 0; leave out a cache that is not to be trained"]
-    if len(numbers) != num_caches:
-        return [f"--interleave-probs {shown}: {len(numbers)} for {num_caches} caches; give one for each"]
-    return []
+    def value_problems(self) -> list[str]:
+        """What is wrong with ``--interleave-probs``."""
+        if not self.interleave_probs:
+            return []
+        shown = f"--interleave-probs {' '.join(self.interleave_probs)}"
+        if self.mix_strategy in ("concat", "interleave_once"):
+            return [f"{shown}: --mix-strategy {self.mix_strategy} takes every cache whole; leave out one"]
+        try:
+            numbers = self.interleaving
+        except ValueError:
+            return [f"{shown}: give one number for each cache, as in 0.7 0.3"]
+        if not all(0 < number < math.inf for number in numbers):
+            return [f"{shown}: every share must be above 0; leave out a cache that is not to be trained"]
+        # Each file of rows becomes a cache.
+        num_caches = len(self.cached_dataset or getattr(self, "dataset", ()))
+        if len(numbers) != num_caches:
+            return [f"{shown}: {len(numbers)} for {num_caches} caches; give one for each"]
+        return []
 
 
 @dataclass(frozen=True)

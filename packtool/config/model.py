@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from packtool.config.settings import YES_OR_NO, Panel, Synonyms, flag, not_together, option
+from packtool.config.conflicts import Settings
+from packtool.config.settings import YES_OR_NO, Panel, Synonyms, flag, option
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttnImpl = Annotated[
@@ -64,18 +64,21 @@ InitWeights = Annotated[
 ]
 _PANEL: Panel = "Parameters"
 _LORA, _FULL = ("train_type", "lora"), ("train_type", "full")
-_FULL_ONLY = (
+_NAMES = (
+    "lora_bias",
+    "target_modules",
+    "target_regex",
+    "modules_to_save",
     "freeze_parameters",
     "freeze_parameters_regex",
     "freeze_parameters_ratio",
     "trainable_parameters",
     "trainable_parameters_regex",
 )
-_NAMES = ("lora_bias", "target_modules", "target_regex", "modules_to_save", *_FULL_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningOptions:
+class LearningOptions(Settings):
     """Which parts of a model learn: what a step costs depends on it."""
 
     train_type: TrainType = option(
@@ -204,30 +207,15 @@ class AdapterOptions(LearningOptions):
         needs=_LORA,
     )
 
-
-def adapter_problems(options: AdapterOptions) -> list[str]:
-    """Options of what learns that contradict each other."""
-    found = []
-    for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
-        try:
-            re.compile(getattr(options, name) or "")
-        except re.error as error:
-            found.append(f"{flag(name)} {getattr(options, name)}: no regular expression: {error}")
-    if options.train_type == "lora":
-        found += [f"{flag(name)} goes with --train-type full" for name in _FULL_ONLY if getattr(options, name)]
-    else:
-        needs_lora = ("adapters", "modules_to_save", "target_regex", "use_dora", "use_rslora")
-        found += [f"{flag(name)} goes with --train-type lora" for name in needs_lora if getattr(options, name)]
-    if options.lora_dropout >= 1.0:
-        found.append(f"--lora-dropout {options.lora_dropout:g} drops all that adapters are given: give less than 1")
-    if len(options.adapters) > 1:
-        found.append("--adapters: one adapter is trained at a time; give a single directory")
-    if options.adapters and options.init_weights != "true":
-        found.append(f"--init-weights {options.init_weights} begins new adapters, and --adapters goes on from one")
-    is_revived = options.trainable_parameters or options.trainable_parameters_regex or options.target_regex
-    if options.freeze_vit and options.freeze_aligner and options.freeze_llm and not is_revived:
-        found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
-    return found
+    def value_problems(self) -> list[str]:
+        """Texts that are no regular expressions."""
+        problems = []
+        for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except re.error as error:
+                problems.append(f"{flag(name)} {getattr(self, name)}: no regular expression: {error}")
+        return problems
 
 
 FSDP_WORDS = ("fsdp2", "full_shard", "shard_grad_op", "auto_wrap", "offload")
@@ -236,7 +224,7 @@ _MEMORY_PANEL: Panel = "Precision and memory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
+class MemoryOptions(Settings):
     """What decides a rank's memory beside the model and its tokens."""
 
     torch_dtype: DType = option(
@@ -271,33 +259,10 @@ class MemoryOptions:
         panel=_MEMORY_PANEL,
     )
 
-
-def sharding_problems(options: MemoryOptions) -> list[str]:
-    """Options of sharding that contradict each other."""
-    found = []
-    if options.deepspeed is not None and options.fsdp:
-        found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
-    return found + [
-        f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in options.fsdp if word not in FSDP_WORDS
-    ]
-
-
-def master_problems(options: MemoryOptions, optim: str, train_type: str, computed_in: DType) -> list[str]:
-    """Where ``--master-weights`` says something that would not be done."""
-    if options.master_weights == "float32":
-        return []
-    given, found = f"--master-weights {options.master_weights}", []
-    if train_type == "lora":
-        found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
-    if options.fsdp or options.deepspeed is not None:
-        found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, sharded over the processes; leave it out")
-    if options.torch_dtype == "float32" and computed_in != "float32":
-        found.append(f"{given} contradicts --torch-dtype float32, which keeps weights in float32")
-    if computed_in == "float16":
-        found.append(f"{given}: float16 gradients cannot be unscaled; use bfloat16")
-    if options.master_weights == "kahan" and not optim.startswith("adamw_torch"):
-        found.append(f"{given} is an AdamW of its own: leave out --optim {optim}")
-    return found
+    def value_problems(self) -> list[str]:
+        """Unknown words of ``--fsdp``."""
+        known = ", ".join(FSDP_WORDS)
+        return [f"--fsdp {word}: known are {known}" for word in self.fsdp if word not in FSDP_WORDS]
 
 
 QuantMethod = Literal["bnb"]
@@ -306,7 +271,7 @@ _BITS = (4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationOptions:
+class QuantizationOptions(Settings):
     """Whether the base model under adapters is kept in few bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
 
     quant_method: QuantMethod | None = option(
@@ -330,41 +295,8 @@ class QuantizationOptions:
     )
 
 
-def quantization_problems(options: QuantizationOptions) -> list[str]:
-    """Options of few bits that contradict each other."""
-    if options.quant_bits not in (None, *_BITS):
-        return [f"--quant-bits {options.quant_bits}: known are {' and '.join(map(str, _BITS))}"]
-    found = []
-    if options.quant_method is not None and options.quant_bits is None:
-        found.append(f"--quant-method {options.quant_method} needs --quant-bits 4 or 8")
-    if options.quant_bits != 4:
-        asked = {
-            f"--bnb-4bit-quant-type {options.bnb_4bit_quant_type}": options.bnb_4bit_quant_type != "nf4",
-            "--bnb-4bit-use-double-quant false": not options.bnb_4bit_use_double_quant,
-        }
-        found += [f"{name} goes with --quant-bits 4" for name, is_given in asked.items() if is_given]
-    return found
-
-
-def few_bits_problems(
-    bits: int | None, adapters: AdapterOptions, memory: MemoryOptions, *, compiles: bool
-) -> list[str]:
-    """Options of training that do not go with ``--quant-bits``."""
-    if bits is None:
-        return []
-    begin = adapters.init_weights
-    refused = {
-        "--train-type full: few bits cannot learn, adapters on them can": adapters.train_type == "full",
-        f"--init-weights {begin}, which changes the base model's weights": begin in ("pissa", "olora"),
-        "--fsdp, which shards weights of one precision": bool(memory.fsdp),
-        f"--deepspeed {memory.deepspeed}, which shards weights of one precision": memory.deepspeed is not None,
-        "--torch-compile true": compiles,
-    }
-    return not_together(f"--quant-bits {bits}", refused)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions:
+class ExpertOptions(Settings):
     """Experts of a mixture that are spread over processes."""
 
     expert_parallel_size: int = option(
@@ -379,14 +311,3 @@ class ExpertOptions:
     def shares_experts(self) -> bool:
         """Whether processes hold different experts."""
         return self.expert_parallel_size > 1
-
-
-def expert_problems(options: ExpertOptions, others: Mapping[str, bool]) -> list[str]:
-    """Options that do not go with ``--expert-parallel-size``.
-
-    Args:
-        others: options, as they are given and with the reason, and whether they are.
-    """
-    if not options.shares_experts:
-        return []
-    return not_together(f"--expert-parallel-size {options.expert_parallel_size}", others)

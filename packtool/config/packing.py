@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
-from packtool.config.settings import YES_OR_NO, Tokens, flag, num_tokens, option
+from packtool.config.conflicts import Settings
+from packtool.config.settings import YES_OR_NO, Tokens, num_tokens, option
 
 Balance = Literal["none", "within-step", "window"]
 ScheduleName = Literal["packs", "skrull"]
@@ -22,7 +23,7 @@ SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackOptions:
+class PackOptions(Settings):
     """Which samples share a pack: what ``plan.packing.pack`` goes by, besides how much a pack holds."""
 
     shuffle: bool = option(
@@ -67,7 +68,7 @@ class PackOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntervalOptions:
+class IntervalOptions(Settings):
     """How many samples ``--streaming true`` knows at a time."""
 
     packing_interval: int = option(
@@ -126,7 +127,7 @@ class StepOptions(PackOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharingOptions:
+class SharingOptions(Settings):
     """Whether prefixes that samples have in common are computed once: of plan, train, eval and verify."""
 
     share_prefix: SharePrefix = option(
@@ -141,10 +142,81 @@ class SharingOptions:
         """Options, as they are given, with which no prefixes are shared."""
         raise NotImplementedError
 
+    def value_problems(self) -> list[str]:
+        """Options that do not go with ``--share-prefix true``."""
+        if self.share_prefix != "true":
+            return []
+        why = {SEQUENCE_PARALLELISM: ", where a prefix would lie on several processes"}
+        return [
+            f"--share-prefix true does not go with {name}{why.get(name, '')}: leave out one of them"
+            for name in self.not_shared_with
+        ]
+
+
+SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
+
+# The others do not take the lse of keys that they have not seen.
+WITH_BLOCKS = ("auto", "sdpa", "varlen", "reference")
+"""Values of ``--attn-impl`` for sequences that processes share: their results can be merged and differentiated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions(Settings):
+    """How a packed sequence is spread over several processes."""
+
+    sequence_parallel_size: int | None = option(
+        None,
+        "Processes that share each packed sequence; the number of processes is a multiple of it. By default "
+        "--ulysses-size times --ring-size.",
+        panel="Sequence parallel",
+        minimum=1,
+        aliases=("model_parallel_size",),
+    )
+    sequence_parallel_type: SequenceParallelType = option(
+        "auto",
+        "How they attend: ulysses exchanges heads for tokens, ring passes K and V around, allgather collects K and V; "
+        "auto takes what moves least, and says why.",
+        panel="Sequence parallel",
+    )
+    ulysses_size: int | None = option(
+        None,
+        "Processes of the Ulysses axis of the mesh, next to each other; with --ring-size for both at once.",
+        panel="Sequence parallel",
+        minimum=1,
+    )
+    ring_size: int | None = option(
+        None, "Processes of the ring axis of the mesh.", panel="Sequence parallel", minimum=1
+    )
+
+    @property
+    def sequence_parallel_ranks(self) -> int:
+        """Processes that share each packed sequence, P."""
+        return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
+
+    def value_problems(self) -> list[str]:
+        """Sizes that are not each other's products, and kernels whose results cannot be merged."""
+        problems, size, kind = [], self.sequence_parallel_ranks, self.sequence_parallel_type
+        axes = {"--ulysses-size": self.ulysses_size, "--ring-size": self.ring_size}
+        given = {name: number for name, number in axes.items() if number is not None}
+        shown = " and ".join(f"{name} {number}" for name, number in given.items())
+        product = math.prod(given.values())
+        if size % product or (len(given) == len(axes) and size != product):
+            problems.append(f"--sequence-parallel-size {size} is not what {shown} come to: leave one of them out")
+        elif kind == "ulysses" and size > (self.ulysses_size or size // (self.ring_size or 1)):
+            problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {shown}")
+        elif kind in ("ring", "allgather") and size > 1 and self.ulysses_size == size:
+            problems.append(f"--sequence-parallel-type {kind}: with {shown} there is no ring; leave one of them out")
+        if size > 1 and (attn_impl := getattr(self, "attn_impl", "auto")) not in WITH_BLOCKS:
+            problems.append(
+                f"--attn-impl {attn_impl} does not go with --sequence-parallel-size: use auto, which on CUDA is "
+                "torch's own flash attention"
+            )
+        return problems
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions(SharingOptions, StepOptions):
-    """Everything that plan and train are told of packs and steps."""
+    """What decides the packs and steps of plan and train."""
 
     schedule: ScheduleName = option(
         "packs",
@@ -184,6 +256,23 @@ class PackingOptions(SharingOptions, StepOptions):
         """Whether micro-batches are made of samples end to end, whatever ``--packing`` says."""
         return self.dynamic_batch_tokens is not None or self.schedule == "skrull"
 
+    def unshared_packing(self, packing: bool, num_ranks: int) -> list[str]:
+        """Options of packing, as they are given, with which no prefixes are shared.
+
+        Args:
+            packing: the option of that name.
+            num_ranks: processes that share each pack.
+        """
+        is_given = {
+            "--packing false": not packing and self.dynamic_batch_tokens is None,
+            "--dynamic-batch-tokens": self.dynamic_batch_tokens is not None,
+            "--schedule skrull": self.schedule == "skrull",
+            "--max-samples-per-pack": self.max_samples_per_pack is not None,
+            "--samples-per-step": self.samples_per_step is not None,
+            SEQUENCE_PARALLELISM: num_ranks > 1,
+        }
+        return [name for name in is_given if is_given[name]]
+
     @property
     def has_as_many_micro_batches(self) -> bool:
         """Whether every epoch has as many micro-batches as the first: not where tokens decide how many a step has."""
@@ -198,163 +287,17 @@ class PackingOptions(SharingOptions, StepOptions):
         """
         return None if self.bucket_size in (None, "auto") else num_tokens(str(self.bucket_size))
 
-
-def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
-    """Options of packing that contradict each other."""
-    found = []
-    if packing and (options.group_by_length or options.dynamic_batch_tokens is not None):
-        name = "--group-by-length" if options.group_by_length else "--dynamic-batch-tokens"
-        found.append(f"{name} is for runs without packing: leave it out, or set --packing false")
-    if options.group_by_length and options.dynamic_batch_tokens is not None:
-        found.append("--group-by-length and --dynamic-batch-tokens are two ways to make batches: give one of them")
-    if options.use_dynamic_bsz and options.dynamic_batch_tokens is None:
-        found.append("--use-dynamic-bsz true needs --dynamic-batch-tokens (MindSpeed-RL's max_packing_token_size)")
-    if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
-        found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
-    found += _skrull_problems(options)
-    found += _samples_per_step_problems(options, packing)
-    return found + budget_problems(options)
-
-
-def no_sharing_with(options: PackingOptions, packing: bool, processes: int) -> list[str]:
-    """Options of packing, as they are given, with which no prefixes are shared.
-
-    Args:
-        processes: that share each pack.
-    """
-    found = []
-    if not packing and options.dynamic_batch_tokens is None:
-        found.append("--packing false")
-    if options.dynamic_batch_tokens is not None:
-        found.append("--dynamic-batch-tokens")
-    if options.schedule == "skrull":
-        found.append("--schedule skrull")
-    if options.max_samples_per_pack is not None:
-        found.append("--max-samples-per-pack")
-    if options.samples_per_step is not None:
-        found.append("--samples-per-step")
-    return found + ([SEQUENCE_PARALLELISM] if processes > 1 else [])
-
-
-def sharing_problems(options: SharingOptions) -> list[str]:
-    """Options that do not go with ``--share-prefix``."""
-    if options.share_prefix == "true":
-        why = {SEQUENCE_PARALLELISM: ", where a prefix would lie on several processes"}
-        return [
-            f"--share-prefix true does not go with {name}{why.get(name, '')}: leave out one of them"
-            for name in options.not_shared_with
-        ]
-    bounds = isinstance(options, PackingOptions) and options.max_rows_per_tree is not None
-    if options.share_prefix == "false" and bounds:
-        return ["--max-rows-per-tree bounds what --share-prefix shares: leave out one of them"]
-    return []
-
-
-def _skrull_problems(options: PackingOptions) -> list[str]:
-    if options.schedule != "skrull":
-        return ["--bucket-size goes with --schedule skrull"] if options.bucket_size is not None else []
-    found = []
-    if options.bucket_size is None:
-        found.append("--schedule skrull needs --bucket-size: how many tokens a process may hold at a time, or auto")
-    try:
-        _ = options.bucket_tokens
-    except ValueError:
-        found.append(f"--bucket-size {options.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
-    if options.balance != "within-step":
-        found.append(f"--schedule skrull balances each step itself: leave out --balance {options.balance}")
-    if options.group_by_length:
-        found.append("--group-by-length saves padding, and --schedule skrull has none: leave out one of them")
-    if options.dynamic_batch_tokens is not None:
-        found.append(
-            "--dynamic-batch-tokens and --schedule skrull are two ways to make micro-batches: give one of them"
-        )
-    return found
-
-
-def _samples_per_step_problems(options: PackingOptions, packing: bool) -> list[str]:
-    if options.samples_per_step is None:
+    def value_problems(self) -> list[str]:
+        """A ``--bucket-size`` that is no number."""
+        try:
+            _ = self.schedule == "skrull" and self.bucket_tokens
+        except ValueError:
+            return [f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto"]
         return []
-    given = f"--samples-per-step {options.samples_per_step}"
-    if not packing:
-        return [
-            f"{given} packs the samples of a step: leave out --packing false; without packing a step has batch size "
-            "times accumulation times ranks of them"
-        ]
-    found = []
-    for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
-        if getattr(options, name) != 1:
-            found.append(
-                f"{given} says what a step has, and --packing-length what a micro-batch holds: leave out "
-                f"{flag(name)} {getattr(options, name)}"
-            )
-    if options.schedule == "skrull":
-        found.append(f"{given} and --schedule skrull assign a step's samples in two ways: give one of them")
-    elif options.balance != "within-step":
-        found.append(f"{given} balances each step itself: leave out --balance {options.balance}")
-    if options.packing_algorithm != "best_fit":
-        found.append(f"{given} packs each step by itself: leave out --packing-algorithm {options.packing_algorithm}")
-    if options.packing_window is not None:
-        found.append(f"{given} packs each step by itself: leave out --packing-window")
-    return found
-
-
-def budget_problems(options: PackOptions) -> list[str]:
-    """Budgets of a pack that its algorithm does not keep."""
-    names = [
-        name
-        for name, limit, algorithms in (
-            ("--max-samples-per-pack", options.max_samples_per_pack, ("best_fit", "sequential")),
-            ("--max-media-tokens-per-pack", options.max_media_tokens_per_pack, ("best_fit", "sequential")),
-        )
-        if limit is not None and options.packing_algorithm not in algorithms
-    ]
-    asked = f"--packing-algorithm {options.packing_algorithm}"
-    return [f"{asked} knows no {name}; best_fit keeps all budgets" for name in names]
-
-
-SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
-
-# The others do not take the lse of keys that they have not seen.
-WITH_BLOCKS = ("auto", "sdpa", "varlen", "reference")
-"""Values of ``--attn-impl`` for sequences that processes share: their results can be merged and differentiated."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelOptions:
-    """How a packed sequence is spread over several processes."""
-
-    sequence_parallel_size: int | None = option(
-        None,
-        "Processes that share each packed sequence; the number of processes is a multiple of it. By default "
-        "--ulysses-size times --ring-size.",
-        panel="Sequence parallel",
-        minimum=1,
-        aliases=("model_parallel_size",),
-    )
-    sequence_parallel_type: SequenceParallelType = option(
-        "auto",
-        "How they attend: ulysses exchanges heads for tokens, ring passes K and V around, allgather collects K and V; "
-        "auto takes what moves least, and says why.",
-        panel="Sequence parallel",
-    )
-    ulysses_size: int | None = option(
-        None,
-        "Processes of the Ulysses axis of the mesh, next to each other; with --ring-size for both at once.",
-        panel="Sequence parallel",
-        minimum=1,
-    )
-    ring_size: int | None = option(
-        None, "Processes of the ring axis of the mesh.", panel="Sequence parallel", minimum=1
-    )
-
-    @property
-    def sequence_parallel_ranks(self) -> int:
-        """Processes that share each packed sequence, P."""
-        return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
+class LaunchOptions(Settings):
     """Options for how processes of several machines find each other, besides ``NNODES`` and its like."""
 
     ddp_timeout: int | None = option(
@@ -368,33 +311,3 @@ class LaunchOptions:
     def group_options(self) -> dict[str, timedelta]:
         """Keyword arguments of ``torch.distributed.init_process_group``."""
         return {} if self.ddp_timeout is None else {"timeout": timedelta(seconds=self.ddp_timeout)}
-
-
-def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True, attn_impl: str = "auto") -> list[str]:
-    """Options of sequence parallelism that contradict each other.
-
-    Args:
-        removes_padding: samples share sequences: what can be spread over processes.
-        attn_impl: kernel that is asked for.
-    """
-    found, size, kind = [], options.sequence_parallel_ranks, options.sequence_parallel_type
-    named = {"--ulysses-size": options.ulysses_size, "--ring-size": options.ring_size}
-    given = {name: number for name, number in named.items() if number is not None}
-    told = " and ".join(f"{name} {number}" for name, number in given.items())
-    product = math.prod(given.values())
-    if size % product or (len(given) == len(named) and size != product):
-        found.append(f"--sequence-parallel-size {size} is not what {told} come to: leave one of them out")
-    elif kind == "ulysses" and size > (options.ulysses_size or size // (options.ring_size or 1)):
-        found.append(f"--sequence-parallel-type ulysses has no ring: leave out {told}")
-    elif kind in ("ring", "allgather") and size > 1 and options.ulysses_size == size:
-        found.append(f"--sequence-parallel-type {kind}: with {told} there is no ring; leave one of them out")
-    if kind != "auto" and size == 1:
-        found.append(f"--sequence-parallel-type {kind} goes with --sequence-parallel-size")
-    if size > 1 and not removes_padding:
-        found.append("--sequence-parallel-size spreads sequences without padding: leave out --packing false")
-    if size > 1 and attn_impl not in WITH_BLOCKS:
-        found.append(
-            f"--attn-impl {attn_impl} does not go with --sequence-parallel-size: use auto, which on CUDA is torch's "
-            "own flash attention"
-        )
-    return found

@@ -10,19 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from packtool.config.data import AccessOptions, CacheOptions, access_problems
-from packtool.config.mixture import MixOptions, mixture_problems
-from packtool.config.model import AdapterOptions, LearningOptions, MemoryOptions, adapter_problems, sharding_problems
-from packtool.config.packing import (
-    PackingOptions,
-    PackOptions,
-    ParallelOptions,
-    budget_problems,
-    no_sharing_with,
-    packing_problems,
-    parallel_problems,
-    sharing_problems,
-)
+from packtool.config.data import AccessOptions, CacheOptions
+from packtool.config.mixture import MixOptions
+from packtool.config.model import AdapterOptions, MemoryOptions
+from packtool.config.packing import PackingOptions, PackOptions, ParallelOptions
 from packtool.config.settings import REQUIRED, Bytes, Tokens, flag, num_tokens, option, written_bytes
 from packtool.constants import TRAIN_SPLIT
 
@@ -99,48 +90,36 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         "had.",
     )
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        if self.resume is not None:
-            return self._resume_problems()
-        found = packing_problems(self, self.packing)
-        found += parallel_problems(self, removes_padding=self.packing or self.has_no_rows)
-        if self.bucket_size == "auto":
-            found.append("--bucket-size auto measures a device: packtool plan needs a number of tokens")
+    def problems(self, *sections: type) -> list[str]:
+        """Mistakes that only show when options are seen together; ``--resume`` goes with few options at all."""
+        return super().problems(*sections) if self.resume is None else self._resume_problems()
+
+    def value_problems(self) -> list[str]:
+        """Numbers that cannot be."""
+        problems = []
         if self.world_size % self.sequence_parallel_ranks:
-            found.append(
+            problems.append(
                 f"--world-size {self.world_size} is no multiple of the {self.sequence_parallel_ranks} processes that "
                 "share a pack"
             )
-        if bool(self.cached_dataset or self.mix) == (self.lengths is not None):
-            found.append("give either caches (or --mix) or --lengths FILE")
-        found += mixture_problems(self)
-        if self.lengths is not None and self.packing_length is None and self.sweep is None and self.fit is None:
-            found.append("--packing-length is missing: a file of lengths does not tell it")
-        if self.sweep is not None and self.save is not None:
-            found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
-        if self.samples_per_step is not None and self.save is not None:
-            found.append(
-                "--save writes packs, which are trained in any order, and --samples-per-step packs each step: leave "
-                "out one of them"
-            )
-        if self.lengths is not None and self.save is not None:
-            found.append("--save needs caches: a plan belongs to the cache it was made for")
-        if self.media and self.lengths is not None:
-            found.append("--media needs caches: it loads the media that they name")
-        if self.media and (self.sweep is not None or self.fit is not None):
-            found.append("--media measures what one plan needs: leave out --sweep and --fit")
-        if self.mix is not None and self.save is not None:
-            found.append("--save keeps packs, and of a recipe nothing else: give --mix to packtool train instead")
-        if self.lengths is not None and self.share_prefix == "true":
-            found.append("--share-prefix true needs caches: lengths do not tell what samples begin with")
-        found += sharing_problems(self)
-        found += sharding_problems(self) + adapter_problems(self) + self._fit_problems()
+        if self.fit is not None and self.fit < 10**6:
+            fit = written_bytes(self.fit)
+            problems.append(f"--fit {fit}: that many bytes hold no model; memory is given as in 80GB")
         try:
             self.sweep_lengths()
         except ValueError:
-            found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8K")
-        return found
+            problems.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8K")
+        return problems
+
+    @property
+    def removes_padding(self) -> bool:
+        """Whether several samples share a sequence."""
+        return self.packing or self.has_no_rows
+
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        return [*self.unshared_packing(self.packing, self.sequence_parallel_ranks), *self.mixing]
 
     def _resume_problems(self) -> list[str]:
         """Options that would be other ones than those of the run that goes on."""
@@ -152,43 +131,6 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
             and field.name not in {each.name for each in dataclasses.fields(CacheOptions)}
         ]
         return [f"{flag(name)}: --resume takes the options of the run that goes on; leave it out" for name in others]
-
-    @property
-    def not_shared_with(self) -> list[str]:
-        """Options, as they are given, with which no prefixes are shared."""
-        return [*no_sharing_with(self, self.packing, self.sequence_parallel_ranks), *self.mixing]
-
-    def _fit_problems(self) -> list[str]:
-        """What does not go with ``--fit``, or only goes with it."""
-        if self.fit is None and self.model is not None:
-            return []
-        if self.fit is None:
-            named = {field.name for part in (MemoryOptions, AdapterOptions) for field in dataclasses.fields(part)}
-            named -= {field.name for field in dataclasses.fields(LearningOptions)}
-            given = [
-                field.name
-                for field in dataclasses.fields(self)
-                if field.name in named and getattr(self, field.name) != field.default
-            ]
-            return [f"{flag(name)} goes with --model or --fit, which tell of memory" for name in given]
-        found = [
-            f"{flag(name)} is not for --fit, which makes a plan for each setting: leave out one of them"
-            for name in ("sweep", "save", "html", "tflops")
-            if getattr(self, name) is not None
-        ]
-        if self.lengths is not None:
-            found.append("--fit needs caches: it plans what training would, and prints the command that trains on them")
-        if self.mixing:
-            found.append("--fit takes caches whole: leave out --mix, --interleave-probs and what stands behind a #")
-        if self.fit < 10**6:
-            found.append(f"--fit {written_bytes(self.fit)}: that many bytes hold no model; memory is given as in 80GB")
-        if self.share_prefix == "true" or self.max_rows_per_tree is not None:
-            found.append("--fit computes every sample whole: leave out --share-prefix true and --max-rows-per-tree")
-        if self.has_no_rows or not self.packing:
-            found.append(
-                "--fit searches packs: leave out --packing false, --dynamic-batch-tokens and --schedule skrull"
-            )
-        return found
 
     def sweep_lengths(self) -> list[int]:
         """The packing lengths to compare.
@@ -255,11 +197,3 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
             cached: how each of the caches has them.
         """
         return "embed" if self.embeds or (self.media is None and "embed" in cached) else "reference"
-
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = [*access_problems(self), *budget_problems(self)]
-        for name, given in (("packing-length", self.packing_length), ("max-length", self.max_length)):
-            if self.plan is not None and given is not None:
-                found.append(f"--plan has its own packs: leave out --{name}")
-        return found

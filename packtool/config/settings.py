@@ -416,16 +416,6 @@ def part_of(cls: type[T], config: object, **decided: Any) -> T:
     return cls(**{**given, **decided})
 
 
-def not_together(given: str, others: Mapping[str, bool]) -> list[str]:
-    """Problems of an option with those that do not go with it.
-
-    Args:
-        given: the option, as it is given.
-        others: those, as they are given and perhaps with the reason, and whether they are.
-    """
-    return [f"{given} does not go with {name}" for name, is_given in others.items() if is_given]
-
-
 def bound_problems(options: object) -> list[str]:
     """Options of an object that was not made by ``resolve`` and that are outside their declared bounds."""
     problems = []

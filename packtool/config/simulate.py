@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from packtool.config.conflicts import Settings
 from packtool.config.packing import SequenceParallelType
 from packtool.config.settings import Tokens, num_tokens, option
 from packtool.errors import did_you_mean
@@ -26,7 +27,7 @@ BASELINE: StrategyName = "packed-shared"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyOptions:
+class StrategyOptions(Settings):
     """How large the batches of the strategies are, and what they are drawn from."""
 
     sequences_per_rank: int = option(
@@ -126,7 +127,7 @@ class SimulateConfig(StrategyOptions):
         """
         return None if self.bucket_size == "auto" else num_tokens(self.bucket_size)
 
-    def problems(self) -> list[str]:
+    def value_problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = []
         if (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None).count(True) != 1:
@@ -142,10 +143,6 @@ class SimulateConfig(StrategyOptions):
                 found.append(f"{over}: no pack would fit")
         except ValueError:
             found.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
-        if self.shared_batch_size > self.sequences_per_rank:
-            found.append(
-                f"--shared-batch-size {self.shared_batch_size} is over --sequences-per-rank {self.sequences_per_rank}"
-            )
         known = f"known are {', '.join(STRATEGIES)}"
         unknown = [name for name in self.strategies if name not in STRATEGIES]
         found += [f"--strategies {name}: {known}{did_you_mean(name, STRATEGIES)}" for name in unknown]

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems, data_change_problems
+from packtool.config.checkpoints import CheckpointOptions
 from packtool.config.commands import MAX_TOKENS_HELP
+from packtool.config.conflicts import Settings
 from packtool.config.data import (
     EXPAND_HELP,
     LOSS_SCALE_HELP,
-    MAX_ROW_BYTES,
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
@@ -28,12 +28,9 @@ from packtool.config.data import (
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
-    access_problems,
     expand_problems,
-    image_limit_problems,
-    media_cache_problems,
 )
-from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
+from packtool.config.mixture import MixOptions
 from packtool.config.model import (
     ATTN_IMPL_HELP,
     AdapterOptions,
@@ -42,32 +39,16 @@ from packtool.config.model import (
     ExpertOptions,
     MemoryOptions,
     QuantizationOptions,
-    adapter_problems,
-    expert_problems,
-    few_bits_problems,
-    master_problems,
-    quantization_problems,
-    sharding_problems,
 )
 from packtool.config.packages import missing_packages
-from packtool.config.packing import (
-    SEQUENCE_PARALLELISM,
-    IntervalOptions,
-    LaunchOptions,
-    PackingOptions,
-    ParallelOptions,
-    no_sharing_with,
-    packing_problems,
-    parallel_problems,
-    sharing_problems,
-)
-from packtool.config.settings import NOT_AT_ALL, Panel, Tokens, flag, not_together, option, part_of
+from packtool.config.packing import IntervalOptions, LaunchOptions, PackingOptions, ParallelOptions
+from packtool.config.settings import NOT_AT_ALL, Panel, Tokens, flag, option, part_of
 
 _PANEL: Panel = "Optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
+class OptimizerOptions(Settings):
     """How weights are moved."""
 
     learning_rate: float | None = option(
@@ -123,28 +104,6 @@ class OptimizerOptions:
         return math.ceil(num_steps * self.warmup_ratio)
 
 
-def router_problems(options: OptimizerOptions, others: Mapping[str, bool]) -> list[str]:
-    """Options that do not go with ``--router-aux-loss-coef``.
-
-    Args:
-        others: options, as they are given, and whether they are.
-    """
-    if not options.router_aux_loss_coef:
-        return []
-    return not_together(f"--router-aux-loss-coef {options.router_aux_loss_coef:g}", others)
-
-
-# Settings of a run that say something about rows, and nothing about a cache.
-ROWS_ONLY = (
-    "streaming",
-    "val_dataset",
-    "dataset_info",
-    "columns",
-    "system",
-    "split_dataset_ratio",
-    "strict",
-    "chat_template",
-)
 OnNan = Literal["stop", "skip", "go-on"]
 LossReduction = Literal["token", "sample"]
 EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
@@ -308,54 +267,12 @@ class TrainConfig(
         flag=False,
     )
 
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = [
-            *image_limit_problems(self),
-            *access_problems(self),
-            *expand_problems(self.expand_turns, self.loss_scale),
-            *packing_problems(self, self.packing),
-            *mixture_problems(self, rows=self.dataset, plan=self.plan),
-            *(mixed_rows_problems(streaming=self.streaming, val_dataset=self.val_dataset) if self.interleaves else []),
-            *self._row_problems(),
-        ]
-        found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
-        found += sharing_problems(self) + media_cache_problems(self)
-        if self.padding_free and not self.removes_padding:
-            found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
-        if self.padding_free is False and self.removes_padding:
-            found.append("--padding-free false: packs have no padding; leave it out, or set --packing false")
-        if self.plan is not None and (not self.packing or self.samples_per_step is not None):
-            found.append("--plan names a file of packs: leave out --packing false and --samples-per-step")
-        if self.deepspeed is not None and self.on_bad_media == "skip":
-            found.append("--on-bad-media skip corrects gradients before they are applied, which DeepSpeed does itself")
-        if self.sequence_parallel_ranks > 1 and self.on_bad_media == "skip":
-            found.append(
-                "--on-bad-media skip: processes that share a sequence load different media of it, and would not "
-                "skip alike; leave out --sequence-parallel-size, or skip bad rows at export"
-            )
-        if not self.num_train_epochs and self.max_steps is None:
-            found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
-        if self.deepspeed is not None and self.on_nan == "skip":
-            found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
-        if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
-            found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
-        if self.overwrite_output_dir and not self.output_dir:
-            found.append("--overwrite-output-dir needs --output-dir: the default directory is new in every run")
-        if self.overwrite_output_dir and self.add_version:
-            found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
-        found += master_problems(self, self.optim, self.train_type, self.computation_dtype) + sharding_problems(self)
-        return [
-            *found,
-            *adapter_problems(self),
-            *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
-            *data_change_problems(self, streaming=self.streaming, plan=self.plan, only_model=self.resume_only_model),
-            *self._precision_problems(),
-            *self._compile_problems(),
-            *quantization_problems(self),
-            *few_bits_problems(self.quant_bits, self, self, compiles=self.torch_compile),
-            *self._mixture_of_experts_problems(),
-        ]
+    def value_problems(self) -> list[str]:
+        """Loss scales that do not go with ``--expand-turns``, and epochs that a stream cannot have."""
+        problems = expand_problems(self.expand_turns, self.loss_scale)
+        if self.streaming and (not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1):
+            problems.append(f"--num-train-epochs {self.num_train_epochs}: streaming reads all rows each time")
+        return problems
 
     def missing_packages(self) -> list[str]:
         """Packages that these settings need and this environment lacks."""
@@ -367,65 +284,17 @@ class TrainConfig(
             report_to=self.report_to,
         )
 
-    def _mixture_of_experts_problems(self) -> list[str]:
-        """Options that do not go with what is asked of a mixture's experts."""
-        return [
-            *expert_problems(
-                self,
-                {
-                    "--fsdp, for the other weights are sharded already": bool(self.fsdp),
-                    "--deepspeed, which shards weights itself": self.deepspeed is not None,
-                    "--train-type lora, which transformers does not spread": self.train_type == "lora",
-                    "--fp16 true, whose gradients cannot be unscaled": self.computation_dtype == "float16",
-                    f"--master-weights {self.master_weights}: float32 is sharded": self.master_weights != "float32",
-                    "--torch-compile true": self.torch_compile,
-                    "--use-liger-kernel true": self.use_liger_kernel,
-                },
-            ),
-            *router_problems(
-                self,
-                {
-                    "--deepspeed": self.deepspeed is not None,
-                    "--fp16 true": self.computation_dtype == "float16",
-                    "--torch-compile true": self.torch_compile,
-                    SEQUENCE_PARALLELISM: self.sequence_parallel_ranks > 1,
-                },
-            ),
-        ]
-
     @property
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
-        found = no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
         others = ("neftune_noise_alpha", "router_aux_loss_coef")
+        found = self.unshared_packing(self.packing, self.sequence_parallel_ranks)
         return [*found, *self.mixing, *(flag(name) for name in others if getattr(self, name))]
 
-    def _precision_problems(self) -> list[str]:
-        """Options of the precision that contradict each other."""
-        if self.bf16 and self.fp16:
-            return ["--bf16 and --fp16 are two precisions: give one of them"]
-        found = []
-        for name, asked, dtype in (("bf16", self.bf16, "bfloat16"), ("fp16", self.fp16, "float16")):
-            if asked is False and self.torch_dtype == dtype:
-                found.append(f"--{name} false contradicts --torch-dtype {dtype}: leave out one of them")
-            if asked and self.torch_dtype not in ("auto", "float32", dtype):
-                found.append(f"--{name} true contradicts --torch-dtype {self.torch_dtype}: leave out one of them")
-        return found
-
-    def _compile_problems(self) -> list[str]:
-        """Options that do not go with ``--torch-compile``."""
-        if not self.torch_compile:
-            is_given = self.torch_compile_backend != type(self).torch_compile_backend
-            return ["--torch-compile-backend goes with --torch-compile true"] if is_given else []
-        found = []
-        if not self.removes_padding:
-            found.append(
-                "--torch-compile true pads packs to a few lengths, and rows of one sample each have other shapes in "
-                "every micro-batch: leave out --packing false"
-            )
-        if self.use_liger_kernel:
-            found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
-        return found
+    @property
+    def removes_padding(self) -> bool:
+        """Whether several samples share a sequence: packed, in dynamic batches, or assigned by Skrull."""
+        return self.packing or self.has_no_rows
 
     @property
     def computation_dtype(self) -> DType:
@@ -440,62 +309,6 @@ class TrainConfig(
         asked = {"bfloat16": self.bf16, "float16": self.fp16}
         return tuple(name for name, wanted in asked.items() if wanted is False)
 
-    def _validation_problems(self) -> list[str]:
-        """Options that evaluate, with rows that leave nothing to evaluate."""
-        if not self.dataset or self.val_dataset or self.split_dataset_ratio or self.eval_strategy == "no":
-            return []
-        asked = {
-            f"--eval-strategy {self.eval_strategy}": self.eval_strategy is not None,
-            "--load-best-model-at-end": self.load_best_model_at_end,
-            "--save-strategy best": self.save_strategy == "best",
-            f"--early-stop-interval {self.early_stop_interval}": self.early_stop_interval is not None,
-        }
-        remedy = "give --split-dataset-ratio 0.01, or --val-dataset with other rows"
-        return [f"{name} needs a val split: {remedy}" for name, is_asked in asked.items() if is_asked]
-
-    def _row_problems(self) -> list[str]:
-        """Mistakes about where the samples come from."""
-        found = []
-        if self.dataset and not self.model:
-            found.append("--model is missing: rows do not name a model, only caches do")
-        if not self.dataset and not self.per_dataset_loss_scale:
-            found.append("--per-dataset-loss-scale false goes with --dataset: a cache stays as exported")
-        if bool(self.cached_dataset or self.mix) == bool(self.dataset):
-            found.append("give either --cached-dataset (or --mix), made by packtool export, or --dataset with rows")
-        if not self.dataset:
-            given = [name for name in ROWS_ONLY if getattr(self, name)]
-            given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
-            found += [f"{flag(name)} goes with --dataset: a cache stays as exported" for name in given]
-        if not self.streaming:
-            return [*found, *self._validation_problems()]
-        if self.max_steps is None:
-            found.append("--max-steps is missing: --streaming true does not know how many rows there are")
-        if not self.packing:
-            found.append("--streaming true packs what it reads: leave out --packing false")
-        longest, room = self.max_length, self.packing_length
-        if longest is not None and room is not None and room < longest:
-            found.append(
-                f"--packing-length {room} is smaller than --max-length {longest}: nobody has counted the samples of "
-                "--streaming true, and one could be longer than a pack; raise the one or lower the other"
-            )
-        if self.eval_strategy not in (None, "no"):
-            found.append("--eval-strategy needs a cache with a val split: leave out --streaming true")
-        if self.save_strategy == "epoch":
-            found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
-        if self.schedule != "packs":
-            found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
-        if self.samples_per_step is not None:
-            found.append("--samples-per-step draws from all samples of a cache: leave out --streaming true")
-        if self.plan is not None:
-            found.append("--plan needs a cache: --streaming true plans while it reads")
-        if self.val_dataset or self.split_dataset_ratio:
-            found.append("--val-dataset and --split-dataset-ratio need a cache: leave out --streaming true")
-        if not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1:
-            found.append(f"--num-train-epochs {self.num_train_epochs}: streaming reads all rows each time")
-        if self.packing_window is not None:
-            found.append("--packing-window needs a cache: --packing-interval is streaming's window")
-        return found
-
     def export_config(self, output_dir: str, max_length: int) -> ExportConfig:
         """The export that turns the rows of ``--dataset`` into a cache."""
         # What is not given is export's own default; a dry run of training is no dry run of its export.
@@ -505,11 +318,6 @@ class TrainConfig(
     def named_places(self) -> tuple[str, ...]:
         """Caches, rows and the media root."""
         return (*self.cached_dataset, *self.dataset, *([self.media_root] if self.media_root else []))
-
-    @property
-    def removes_padding(self) -> bool:
-        """Whether several samples share a sequence: packed, in dynamic batches, or assigned by Skrull."""
-        return self.packing or self.has_no_rows
 
     @property
     def peak_learning_rate(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.packing import PackOptions, budget_problems
+from packtool.config.packing import PackOptions
 from packtool.config.settings import bound_problems
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.worker import Job, Result, WorkerDied, WorkerPool
@@ -189,7 +189,7 @@ def pack(
         ConfigError: an option, the seed or the epoch is out of range, or the algorithm does not keep a budget.
         DataError: samples that are over a budget of a pack, or without tokens.
     """
-    if problems := [*bound_problems(options), *budget_problems(options)]:
+    if problems := [*bound_problems(options), *options.problems(PackOptions)]:
         raise ConfigError.from_problems(problems)
     checked = check_lengths(lengths, capacity)
     media = check_media_tokens(media_tokens, checked, options.max_media_tokens_per_pack, capacity)

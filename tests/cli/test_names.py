@@ -15,6 +15,7 @@ import pytest
 import packtool
 from packtool.cli.main import _SETTINGS, run
 from packtool.cli.options import Strangers
+from packtool.config.conflicts import conflict_table
 from packtool.config.data import ExportConfig
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
@@ -177,7 +178,8 @@ def test_errors_name_options_of_their_own_command() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).as_posix()
         place = max((place for place in RAISED_IN if module.startswith(place)), key=len, default="")
-        for line, text in _messages(ast.parse(path.read_text())):
+        messages = _messages(ast.parse(path.read_text()))
+        for line, text in messages if module != "config/conflicts.py" else _rule_messages():
             named = [command for command in options if re.search(rf"\b{command}", text.lower())]
             for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w{-])", text):
                 num_checked += 1
@@ -190,7 +192,7 @@ def test_errors_name_options_of_their_own_command() -> None:
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Texts of errors and of what functions named ``..._problems`` find, with their lines."""
+    """Texts of errors and of what functions named ``..._problems`` return, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0].endswith("Error"):
             yield node.lineno, " ".join(map(_literal, node.args))
@@ -198,6 +200,11 @@ def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
             for part in ast.walk(node):
                 if isinstance(part, ast.JoinedStr | ast.Constant) and part.lineno > (node.body[0].end_lineno or 0):
                     yield part.lineno, _literal(part)
+
+
+def _rule_messages() -> Iterator[tuple[int, str]]:
+    """Messages of the options that do not go together, with their numbers."""
+    return enumerate(message for _, _, message in conflict_table())
 
 
 def _literal(node: ast.AST) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from packtool.cli.main import run
-from packtool.config.packing import ParallelOptions, parallel_problems
+from packtool.config.commands import EvalConfig
+from packtool.config.packing import ParallelOptions
+from packtool.config.train import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ from packtool.config.packing import ParallelOptions, parallel_problems
 def test_what_goes_together(options: dict[str, Any], size: int) -> None:
     given = ParallelOptions(**options)
     assert given.sequence_parallel_ranks == size
-    assert parallel_problems(given) == []
+    assert given.problems() == []
 
 
 @pytest.mark.parametrize(
@@ -41,15 +43,16 @@ def test_what_goes_together(options: dict[str, Any], size: int) -> None:
     ],
 )
 def test_what_does_not(options: dict[str, Any], told: str) -> None:
-    (problem,) = parallel_problems(ParallelOptions(**options))
+    (problem,) = ParallelOptions(**options).problems()
     assert told in problem
 
 
 def test_rows_with_padding_and_kernels_without_blocks() -> None:
-    shared = ParallelOptions(sequence_parallel_size=2)
-    assert "--packing false" in parallel_problems(shared, removes_padding=False)[0]
-    assert "--attn-impl flex" in parallel_problems(shared, attn_impl="flex")[0]
-    assert parallel_problems(ParallelOptions(), removes_padding=False, attn_impl="flex") == []
+    padded = TrainConfig(packing=False, cached_dataset=("c",), sequence_parallel_size=2)
+    assert "--packing false" in padded.problems()[0]
+    flex = EvalConfig(model="m", cached_dataset=("c",), output="o.parquet", attn_impl="flex", sequence_parallel_size=2)
+    assert "--attn-impl flex" in flex.problems()[0]
+    assert TrainConfig(cached_dataset=("c",), packing=False, attn_impl="flex").problems() == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packtool.config.mixture import mixture_problems
+from packtool.config.mixture import MixOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
@@ -75,7 +75,7 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
         resume_from_checkpoint=checkpoint,
         data_change="allow",
     )
-    if problems := mixture_problems(train, plan=train.plan):
+    if problems := train.problems(MixOptions):
         raise ConfigError.from_problems(problems)
     ranks = train.sequence_parallel_ranks
     size = segment.assignments[-1][1] * ranks if config.world_size == 1 else config.world_size

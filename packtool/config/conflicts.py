@@ -1,0 +1,105 @@
+"""Options that do not go together: ``conflicts.tsv`` lists them, ``Settings.problems`` finds them.
+
+The table's head describes its conditions and messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING
+from fnmatch import fnmatchcase
+from importlib import resources
+from typing import Any
+
+from packtool.config.settings import flag
+
+Alternative = tuple[str, str, str, str]
+"""``!`` or nothing, an option's name, ``=`` or another operator or nothing, and what it is compared with."""
+
+_ALTERNATIVE = re.compile(r"(!?)(\w+)(?:(!=|>=|=|>)(.*))?")
+
+
+class Settings:
+    """Base class of all sections of options, and of the settings of a command, which inherit from their sections.
+
+    A section's method ``value_problems`` returns the mistakes that depend on more than the table can say.
+    """
+
+    def problems(self, *sections: type) -> list[str]:
+        """Mistakes that only show when options are seen together.
+
+        Args:
+            sections: the only classes whose rules are checked; by default all that this one inherits from.
+        """
+        checks: dict[str, Callable[[Any], list[str]]] = {
+            cls.__name__: vars(cls).get("value_problems", lambda _: []) for cls in sections or type(self).__mro__
+        }
+        problems: list[str] = []
+        checked = set()
+        for section, terms, message in conflict_table():
+            if section not in checks:
+                continue
+            if section not in checked:
+                checked.add(section)
+                problems += checks[section](self)
+            problems += _messages(self, terms, message)
+        return problems + [problem for name in checks if name not in checked for problem in checks[name](self)]
+
+
+@functools.cache
+def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], str], ...]:
+    """The rules of ``conflicts.tsv``: section, terms with their alternatives, message."""
+    rules = []
+    section = ""
+    for line in resources.files("packtool.config").joinpath("conflicts.tsv").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith("#"):
+            condition, message = line.split("\t")
+            terms = tuple(tuple(map(_alternative, term.split("|"))) for term in condition.split(" "))
+            rules.append((section, terms, message))
+    return tuple(rules)
+
+
+def _alternative(text: str) -> Alternative:
+    match = _ALTERNATIVE.fullmatch(text)
+    assert match is not None, text
+    return match[1], match[2], match[3] or "", match[4] or ""
+
+
+def _messages(settings: Settings, terms: tuple[tuple[Alternative, ...], ...], message: str) -> Iterator[str]:
+    """The messages of a rule, none if it does not hold."""
+    names: list[str] = []
+    for alternatives in terms:
+        names = [each[1] for each in alternatives if hasattr(settings, each[1]) and _holds(settings, *each)]
+        if not names:
+            return
+    for name in names if "{given}" in message or "{option}" in message else names[:1]:
+        value = getattr(settings, name)
+        given = flag(name) if value is True else f"{flag(name)} {_text(value)}"
+        yield message.format_map({**vars(settings), "option": flag(name), "given": given})
+
+
+def _holds(settings: Settings, negation: str, name: str, operator: str, wanted: str) -> bool:
+    value = getattr(settings, name)
+    if operator.startswith(">"):
+        limit = getattr(settings, wanted) if wanted.isidentifier() else float(wanted)
+        number = len(value) if isinstance(value, tuple) else value
+        if number is None or limit is None:
+            return False
+        return bool(number >= limit if operator == ">=" else number > limit)
+    if operator:
+        is_one = any(fnmatchcase(_text(value), word) for word in wanted.split(","))
+        return is_one == (operator == "=")
+    default = getattr(type(settings), name, MISSING)
+    is_given = bool(value) if isinstance(default, property) else value != default
+    return is_given != bool(negation)
+
+
+def _text(value: Any) -> str:
+    """A value as it is written on the command line; nothing for None."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
