@@ -66,9 +66,8 @@ def example(cls: type, name: str, operator: str, wanted: str, negation: str) -> 
     blank: Any = object.__new__(cls)
     for value in typed:
         object.__setattr__(blank, name, value)
-        if value is not None or operator:
-            if _holds(blank, "", name, operator, wanted):
-                return {name: value}
+        if (value is not None or operator) and _holds(blank, "", name, operator, wanted):
+            return {name: value}
     raise AssertionError(f"no value of {name} makes {name}{operator}{wanted} true")
 
 
@@ -76,9 +75,7 @@ def example(cls: type, name: str, operator: str, wanted: str, negation: str) -> 
 def test_a_rule_tells_of_its_options(number: int) -> None:
     """In some command that has the section, for each alternative of the last term."""
     section, terms, message = RULES[number]
-    applying = [
-        cls for cls in commands_of(section) if all(any(has(cls, each[1]) for each in term) for term in terms)
-    ]
+    applying = [cls for cls in commands_of(section) if all(any(has(cls, each[1]) for each in term) for term in terms)]
     assert applying, "no command has all options of the condition"
     cls = applying[0]
     for negation, name, operator, wanted in terms[-1]:
@@ -113,4 +110,4 @@ def test_names_and_values_are_those_of_options() -> None:
                 field = next((field for field in dataclasses.fields(cls) if field.name == name), None)
                 kind = None if field is None else value_type(field, cls)
                 if typing.get_origin(kind) is typing.Literal:
-                    assert set(wanted.split(",")) <= {*typing.get_args(kind), ""}, f"{section}: {name}{operator}{wanted}"
+                    assert set(wanted.split(",")) <= {*typing.get_args(kind), ""}, (section, name, operator, wanted)
