@@ -233,12 +233,13 @@ def test_json_is_read_in_one_place() -> None:
 
 
 # Limits of the whole package, and what to do at each: raising one needs a line in CHANGELOG.md with the reason.
-MAX_LINES, MAX_FILES, MAX_DATACLASSES = 65_100, 289, 304
+MAX_LINES, MAX_FILES, MAX_DATACLASSES = 65_100, 292, 305
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 9
-MAX_OWN_IMPORTS = {"packtool.train.loop.execute": 38, "packtool.train.prepare.cached": 33} | {
+MAX_OWN_IMPORTS = {
+    "packtool.train.prepare.cached": 33,
     "packtool.train.prepare.streamed": 31,
     "packtool.cli.train": 29,
-    "packtool.train.verify.run": 28,
+    "packtool.train.verify.run": 27,
 }
 """Modules that import more than 25 of ours: each is to lose imports, and none may join them."""
 

@@ -49,7 +49,7 @@ def check_without_rows(config: TrainConfig) -> None:
         PacktoolError: with everything that is wrong.
     """
     with imported_at_once():
-        from packtool.train.loop.execute import checks_without_rows
+        from packtool.train.loop.checks import checks_without_rows
 
     raise_together([partial(checkpoint_of, with_resumed_version(config)), *checks_without_rows(config)])
 
@@ -73,7 +73,8 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
     with imported_at_once():
-        from packtool.train.loop.execute import estimate_training, execute, load_spec
+        from packtool.train.loop.checks import estimate_training, load_spec
+        from packtool.train.loop.execute import execute
 
     spec = load_spec(run)
     if config.dry_run:

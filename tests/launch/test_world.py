@@ -8,7 +8,7 @@ import pytest
 
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
-from packtool.train.loop.execute import check_ranks_agree
+from packtool.train.loop.checks import check_ranks_agree
 from packtool.train.prepare.checkpoint import RunState
 
 

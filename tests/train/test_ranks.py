@@ -17,7 +17,7 @@ from packtool.batch.collate import collate_packs
 from packtool.batch.dataset import MicroBatches
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.loop.execute import load_spec
+from packtool.train.loop.checks import load_spec
 from packtool.train.loop.loader import Ranks, always_run
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.prepare.cached import prepare_cached

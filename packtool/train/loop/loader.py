@@ -172,6 +172,10 @@ class StepLoader:
             self.media_reads += batch.media_reads
             yield batch
 
+    def all_media_reads(self) -> MediaReads:
+        """``media_reads`` of all ranks, added up; every rank must call this."""
+        return sum(all_gather_objects(self.media_reads, self.run.world.size), MediaReads())
+
     def names(self) -> Callable[[int], list[str]]:
         """What says, in words, where the samples of one of this rank's micro-batches came from.
 

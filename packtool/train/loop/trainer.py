@@ -34,7 +34,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeBatch
 from packtool.cache.evaluation_file import plain_json
-from packtool.plan.mixture import Counts
+from packtool.plan.mixture import share_figures
 from packtool.train.loop.arguments import refused_by_transformers
 from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter
@@ -412,9 +412,9 @@ class PackTrainer(Trainer):
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])
 
     @property
-    def trained_sources(self) -> Counts:
-        """What this run has trained of each source of a mixture; of a run that was resumed, since then."""
-        return self._meter.sources
+    def trained_shares(self) -> dict[str, dict[str, float]]:
+        """Figures of what this run has trained of each source of a mixture; of a resumed run, since it resumed."""
+        return share_figures(self._meter.sources)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Always 0: the Trainer's estimate would need a batch of its own form."""

@@ -212,3 +212,22 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 def _as_key(error: float) -> float:
     return math.inf if math.isnan(error) else error
+
+
+def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
+    """Raise if packed samples are not what they are alone.
+
+    Args:
+        shares: the samples share a prefix.
+
+    Raises:
+        MismatchError: naming every check that failed, the sample or parameter, and both numbers.
+    """
+    failed = [check.sentence() for check in checks if not check.passed]
+    if failed:
+        instead = "--share-prefix false or " if shares else ""
+        raise MismatchError(
+            "\n".join(failed),
+            f"Train with {instead}--packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the "
+            "model's name.",
+        )

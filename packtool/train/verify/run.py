@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from functools import partial
 import numpy as np
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import PreTrainedModel
 
 from packtool.attention.choose import choose
@@ -27,9 +25,8 @@ from packtool.config.commands import VerifyConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
-from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
 from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack, pack_trees
@@ -46,15 +43,14 @@ from packtool.train.verify.checks import (
     check_logits,
     check_loss,
     check_prefixes,
+    raise_if_failed,
     without_dropout,
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
 from packtool.train.verify.trajectory import TrainedStep, compare_trajectories, plan_steps
 
-_FEW_TOKENS = 4096
 _SAMPLES_PER_STEP = 16
-_CHANGES_BEFORE_TRAINING = 2
 
 
 @dataclass(frozen=True)
@@ -92,25 +88,6 @@ class VerifyReport:
     def raise_if_failed(self) -> None:
         """Raise a MismatchError, exit code 4, that names every check that failed."""
         raise_if_failed(self.checks, shares=self.num_shared_tokens > 0)
-
-
-def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
-    """Raise if packed samples are not what they are alone.
-
-    Args:
-        shares: the samples share a prefix.
-
-    Raises:
-        MismatchError: naming every check that failed, the sample or parameter, and both numbers.
-    """
-    failed = [check.sentence() for check in checks if not check.passed]
-    if failed:
-        instead = "--share-prefix false or " if shares else ""
-        raise MismatchError(
-            "\n".join(failed),
-            f"Train with {instead}--packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the "
-            "model's name.",
-        )
 
 
 def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:
@@ -206,58 +183,6 @@ def _verify_trajectory(
         seconds=time.perf_counter() - begin,
         trajectory=trained,
     )
-
-
-def verify_cheaply(
-    model: nn.Module,
-    samples: Sequence[EncodedSample],
-    spec: InputSpec,
-    *,
-    dtype: torch.dtype | None = None,
-    parallel: SequenceParallel | None = None,
-    least_shared: int | None = None,
-) -> list[Check]:
-    """The part that costs a few forward passes, for a run that is about to begin.
-
-    Two samples are changed, and what they share, and the loss is compared, without gradients; neither the model's mode
-    nor random numbers are touched. ``raise_if_failed`` turns the answer into an error.
-
-    Args:
-        model: that ``set_attention`` was called on; bare or in an adapter, not yet wrapped for several processes.
-        samples: at least two, better short ones.
-        spec: the model as collation sees it.
-        dtype: that the run computes in, if that is not the weights' own: the autocast's.
-        parallel: ranks that share sequences; all of them call this with the same samples. Some of them are sharded,
-            and others whole on a rank.
-        least_shared: tokens that a prefix must have to be computed once; None has all samples whole.
-
-    Returns:
-        the checks ``isolation``, ``loss`` and, of a tree, ``prefixes``.
-
-    Raises:
-        MismatchError: if the inputs could leak, or changes have no effect.
-    """
-    weights = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    # Frozen and trained weights may differ.
-    kept = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    casts = dtype is not None and kept != {dtype}
-    cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
-    with without_dropout(model), torch.no_grad(), cast:
-        pack_under_test = PackUnderTest(
-            model, samples, spec, dtype or weights.dtype, parallel, some_local=True, least_shared=least_shared
-        )
-        packed = pack_under_test.batch if parallel is None else collate_packs(pack_under_test.samples, spec)
-        refuse_leaky_inputs(packed.model_inputs())
-        checks = [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
-        return [*checks, check_prefixes(pack_under_test, 1)] if pack_under_test.is_tree else checks
-
-
-def fewer_tokens(samples: Sequence[EncodedSample], most: int = _FEW_TOKENS) -> list[EncodedSample]:
-    """The shortest of some samples, in their order, that have together no more tokens; two, whatever their length."""
-    shortest = sorted(range(len(samples)), key=lambda number: samples[number].length)
-    sums = np.cumsum([samples[number].length for number in shortest])
-    kept = set(shortest[: max(int((sums <= most).sum()), 2)])
-    return [sample for number, sample in enumerate(samples) if number in kept]
 
 
 def _trees(config: VerifyConfig, files: ModelFiles, reader: CacheReader, progress: Progress) -> PrefixTrees | None:

@@ -18,7 +18,7 @@ from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.progress import SilentProgress
 from packtool.simulate.cost import Constants
-from packtool.train.loop import execute
+from packtool.train.loop import checks
 from packtool.train.model import memory
 from packtool.train.model.fit import SHOWN, Fit, Proposal, find_fit
 from packtool.train.model.memory import MemoryEstimate, TracedOnce
@@ -83,14 +83,14 @@ def test_a_proposal_is_what_a_dry_run_of_its_command_tells(
     found = find_fit(plan_config(tiny, 8_000_000, **given), SilentProgress())
     check(found, 8_000_000 * Constants().usable_memory)
     told: list[MemoryEstimate] = []
-    preview = execute.estimate_training
+    preview = checks.estimate_training
 
     def noted(*args: Any) -> Any:
         estimate, precision = preview(*args)
         told.append(estimate)
         return estimate, precision
 
-    monkeypatch.setattr(execute, "estimate_training", noted)
+    monkeypatch.setattr(checks, "estimate_training", noted)
     monkeypatch.chdir(tmp_path)
     ways = {(each.sharding, each.run.sequence_parallel_ranks): each for each in found.proposals}
     assert len(ways) > 2

@@ -30,6 +30,7 @@ from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.model.loss import losses_of_head
 from packtool.train.run import train
+from packtool.train.verify.before_training import fewer_tokens, verify_cheaply
 from packtool.train.verify.checks import (
     Check,
     check_gradients,
@@ -37,16 +38,11 @@ from packtool.train.verify.checks import (
     check_logits,
     check_loss,
     check_prefixes,
+    raise_if_failed,
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
-from packtool.train.verify.run import (
-    choose_packs,
-    fewer_tokens,
-    raise_if_failed,
-    verify,
-    verify_cheaply,
-)
+from packtool.train.verify.run import choose_packs, verify
 from tests.attention.hybrids import hybrid_config, hybrid_model
 from tests.batch.reduced import (
     TEXT_MODELS,
@@ -178,7 +174,7 @@ def test_a_run_whose_packs_leak_does_not_begin(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "packtool.train.loop.execute.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
+        "packtool.train.verify.before_training.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
     )
     with pytest.raises(MismatchError, match="the loss of a pack is not that of its samples alone") as caught:
         train(tiny.config(tmp_path, verify_packing=True), SilentProgress())
