@@ -140,6 +140,7 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
 
 
 def estimate_run(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
+    """Estimate the memory of the run's heaviest micro-batches; the largest estimate of its step configurations."""
     found = []
     for number, (config, axes) in enumerate(run.kinds_of_steps):
         heaviest, size = run.heaviest(number), run.world.size
