@@ -233,7 +233,7 @@ def test_json_is_read_in_one_place() -> None:
 
 
 # Limits of the whole package, and what to do at each: raising one needs a line in CHANGELOG.md with the reason.
-MAX_LINES, MAX_FILES, MAX_DATACLASSES = 65_100, 292, 305
+MAX_LINES, MAX_FILES, MAX_DATACLASSES = 63_700, 283, 300
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 9
 MAX_OWN_IMPORTS = {
     "packtool.train.prepare.cached": 33,
