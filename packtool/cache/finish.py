@@ -348,7 +348,9 @@ class ExportSummary:
 
 
 def percentiles(counts: Mapping[int, int]) -> dict[str, int]:
-    """The smallest lengths that 50, 90 and 99 % of the samples do not exceed, and the largest."""
+    """The smallest lengths that 50, 90 and 99 % of the samples do not exceed, and the largest; 0 without samples."""
+    if not counts:
+        return {"p50": 0, "p90": 0, "p99": 0, "max": 0}
     lengths = np.array(sorted(counts), np.int64)
     below = np.cumsum([counts[int(length)] for length in lengths])
     found = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}

@@ -46,8 +46,8 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     lines += _counted("dropped", summary.dropped)
     lines += [
         ("tokens", f"{summary.tokens:,}"),
-        ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / summary.tokens:.1%})"),
-        ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / summary.tokens:.1%})"),
+        ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / (summary.tokens or 1):.1%})"),
+        ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / (summary.tokens or 1):.1%})"),
         (
             "length in tokens, p50 / p90 / p99 / max",
             " / ".join(f"{summary.length[k]:,}" for k in ("p50", "p90", "p99", "max")),

@@ -28,6 +28,7 @@ from packtool.cli.main import run
 from packtool.config.data import ExportConfig
 from packtool.errors import ConfigError, DataError, MismatchError, RowError, StorageError
 from packtool.progress import SilentProgress
+from packtool.report.statistics import export_lines
 from packtool.rows import read as scan_module
 from packtool.storage import local as local_storage
 from tests.cache.conftest import Told, tree
@@ -547,6 +548,15 @@ def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: 
     assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
     with pytest.raises(MismatchError):
         run_export(task_index=1, num_tasks=3, max_length=100)
+
+
+def test_a_part_of_a_job_array_may_have_no_rows(run_export: Export, tmp_path: Path) -> None:
+    run_export("whole")
+    first, *_, last = [run_export(task_index=index, num_tasks=15) for index in reversed(range(15))]
+    assert (first.num_rows, first.num_samples, first.length["max"]) == (0, 0, 0)
+    assert dict(export_lines(first))["tokens"] == "0"
+    assert last.num_missing_shards == 0
+    assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
 
 
 def test_what_parts_have_exported_can_be_published_later(run_export: Export, tmp_path: Path) -> None:
