@@ -36,7 +36,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from packtool.cache.local import locked
 from packtool.config.data import MediaCacheOptions
 from packtool.config.settings import written_bytes
 
@@ -279,6 +278,8 @@ class MediaCache:
     @contextmanager
     def _locked(self) -> Iterator[_State]:
         """Alone with the directory; what becomes of the state is written down."""
+        from packtool.cache.local import locked  # here, because batches alone need no pyarrow
+
         with locked(os.path.join(self.directory, "state")) as file:
             data = file.read()
             state = _State(*_STATE.unpack(data)) if len(data) == _STATE.size else _State(-1, 0.0)

@@ -236,7 +236,11 @@ def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: R
             continue
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
-        report(result.rows, sum(result.dropped.values()), sum(split.tokens for split in result.splits.values()))
+        report(
+            result.counts.rows,
+            sum(result.counts.dropped.values()),
+            sum(split.counts.tokens for split in result.splits.values()),
+        )
         yield result
         give(actor)
 

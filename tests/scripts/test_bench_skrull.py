@@ -43,5 +43,5 @@ def test_the_printed_algorithm_keeps_to_its_buckets(bench: ModuleType, in_turn: 
     for batch in batches:
         tokens, sharded = lengths[batch.samples].astype(np.int64), batch.places == SHARDED
         local = np.bincount(batch.places[~sharded], tokens[~sharded], options.sequence_parallel_size)
-        padded = -(-tokens[sharded] // options.alignment) * options.alignment
+        padded = -(-tokens[sharded] // options.skrull.alignment) * options.skrull.alignment
         assert local.max() + padded.sum() / options.sequence_parallel_size <= options.bucket_size

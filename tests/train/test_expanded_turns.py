@@ -25,6 +25,7 @@ from packtool.progress import SilentProgress
 from packtool.rows.read import scan
 from packtool.rows.source import SourceSpec
 from packtool.stream import workers
+from packtool.stream.reading import Place, PlacedBlock
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.run import train
 from tests.train.jobs import run_jobs
@@ -150,7 +151,9 @@ def test_streams_make_the_same_samples(world: TinyWorld) -> None:
     spec = replace(asked.encode_spec, chat_template=str(exported["chat_template"]))
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
     found = scan(SourceSpec(world.rows, name=world.rows))
-    made, dropped = workers._encode(encoder, found.source, found.blocks[0])
+    block = PlacedBlock(Place(0, 0, 0, [], {}), found.source, found.blocks[0])
+    encoded = workers._encode(encoder, block)
+    made, dropped = encoded.samples, encoded.dropped
     kept = [sample for sample in samples if sample.length <= 200]
     assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in kept]
     assert {str(item.part) for item in dropped} == {"turn 3 of 3"}
