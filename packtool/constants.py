@@ -41,3 +41,6 @@ LEAST_SHARED = 64
 
 LEAST_PROMPT = 512
 """Tokens that a system prompt must have for rows to share it alone: all rows of a set may be one tree then."""
+
+CHUNK_LOGITS = 2**26
+"""Logits made at a time, 256 MiB in float32; where a micro-batch has more, backward makes them again."""

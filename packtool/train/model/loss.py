@@ -37,8 +37,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packtool.batch.batch import Batch
-from packtool.constants import IGNORE_INDEX
-from packtool.train.prepare.costs import CHUNK_LOGITS
+from packtool.constants import CHUNK_LOGITS, IGNORE_INDEX
 
 # What some models do to logits behind the head; losses must not go through that.
 _BEHIND_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_soft_cap")

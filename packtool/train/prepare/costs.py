@@ -31,6 +31,7 @@ from packtool.config.model import AdapterOptions, LearningOptions
 from packtool.config.packing import SequenceParallelType
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
+from packtool.constants import CHUNK_LOGITS
 from packtool.encode.families import text_config_of
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import Costs
@@ -44,8 +45,6 @@ from packtool.train.prepare.trained import ADAPTER_FILE
 
 MOST_PARAMETERS = 100_000_000
 """Models up to here are for trying things out: what they keep of a step fits anywhere."""
-CHUNK_LOGITS = 2**26
-"""Logits made at a time, 256 MiB in float32; where a micro-batch has more, backward makes them again."""
 
 
 def with_recomputing(config: TrainConfig) -> TrainConfig:
