@@ -22,7 +22,7 @@ from packtool.config.data import ExportConfig
 from packtool.config.mixture import amount_behind, parse_amount
 from packtool.config.settings import load_json, parse_yaml
 from packtool.config.train import TrainConfig
-from packtool.constants import MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import DROPPED_NAME, MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
 from packtool.rows.forms.prepared import TOKENS
@@ -180,7 +180,8 @@ def _copy(option: str, function: str, name: str, **settings: Any) -> str:
 _MAGIC = re.compile(r"[*?[]")
 _HIDDEN = re.compile(r"(?:^|[/\\])\.")
 # Files beside the rows that datasets and its like write about them.
-_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", PACKS_MANIFEST_NAME)
+# DROPPED_NAME is all that an export leaves in its directory when it kept no row.
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", PACKS_MANIFEST_NAME, DROPPED_NAME)
 # By which a cache, finished or not, and the directory of a training run are known.
 _OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
 _STATE_NAME, _DICT_NAME = "state.json", "dataset_dict.json"

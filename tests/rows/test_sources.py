@@ -338,3 +338,12 @@ def test_the_form_is_an_error_with_the_files_name(tmp_path: Path) -> None:
         PacktoolError, match=r"rows.jsonl: the form of its rows is not recognised; their keys are: id\n"
     ):
         scan_sources(specs_of(tmp_path / "rows.jsonl"), 42)
+
+
+def test_what_an_export_that_kept_no_row_leaves_is_not_read_as_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    (rows / "out").mkdir(parents=True)
+    (rows / "a.jsonl").write_text('{"query": "q", "response": "a"}\n')
+    (rows / "out" / "dropped.jsonl").write_text('{"source": "a", "row": 0, "reason": "no_turns", "detail": ""}\n')
+    config = ExportConfig(model="m", dataset=(str(rows),), output_dir=str(tmp_path / "cache"), max_length=9)
+    assert [spec.path for spec in sources_of(config)] == [str(rows / "a.jsonl")]
