@@ -46,7 +46,7 @@ def api_page() -> str:
     assert {*_ORDER, "errors"} == set(packtool.__all__)
     parts = [_INTRODUCTION]
     for name in _ORDER:
-        parts += [f"## {name}\n", *_thing(name, home_of(name))]
+        parts += [f"## {name}\n", *_thing(name, getattr(packtool, name))]
     parts.append("## What is returned\n\nFields of these may be added with any version; none is taken away.\n")
     for found in _RETURNED:
         parts += [f"### {found.__name__}\n", markdown(inspect.getdoc(found) or "")]
@@ -54,15 +54,6 @@ def api_page() -> str:
     tree = (inspect.getdoc(packtool.errors) or "").split("\n\n")
     parts.append(f"```text\n{textwrap.dedent(tree[1])}\n```\n")
     return "\n".join(parts)
-
-
-def home_of(name: str) -> Any:
-    """The object behind a public name; of a name that is a room's as well, the function."""
-    if name == "plan":
-        from packtool.library.planned import plan
-
-        return plan
-    return getattr(packtool, name)
 
 
 def _thing(name: str, found: Any) -> Iterator[str]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from packtool.config.packing import PackOptions
-from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import NOTHING, Branch, branches_of
+from packtool.planning.packing import pack
+from packtool.planning.prefix_trees import NOTHING, Branch, branches_of
 from packtool.report.drawing import Box, Drawing, Word, render
 
 COLOURS = ("#3b6fd4", "#e08a3c", "#3aa37a", "#b4569b", "#8a8f3c", "#c9504c", "#5a9bd0", "#7d66c4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from packtool.plan.best_fit import PackRange, Placements
+from packtool.planning.best_fit import PackRange, Placements
 
 _NONE = 1 << 62
 

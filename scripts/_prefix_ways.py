@@ -23,9 +23,9 @@ from packtool.cache.reader import CacheReader
 from packtool.config.data import ExportConfig
 from packtool.constants import LEAST_SHARED
 from packtool.encode.encoded import EncodedSample
-from packtool.plan.pack_plan import PackPlan
-from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees
+from packtool.planning.pack_plan import PackPlan
+from packtool.planning.packing import pack
+from packtool.planning.prefix_trees import Prefixes, PrefixTrees, plan_trees
 from packtool.progress import SilentProgress
 from packtool.train.model.loss import HeadLoss
 from scripts._flop_counter import flop_counter

@@ -35,7 +35,7 @@ from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
-from packtool.plan.towers import assign_heaviest_first
+from packtool.planning.towers import assign_heaviest_first
 from packtool.train.model.loss import HeadLoss
 from scripts._gpu_models import SIZES, Size, make_model, text_config
 from scripts._kept import Kept

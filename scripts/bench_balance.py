@@ -27,12 +27,12 @@ from packtool.cache.export import export
 from packtool.cache.reader import CacheReader
 from packtool.config.data import ExportConfig
 from packtool.config.model import LearningOptions
-from packtool.plan.balance import imbalance
-from packtool.plan.cost import ALL_WEIGHTS, MODEL_PRESETS, CostModel
-from packtool.plan.epoch import plan_epoch
-from packtool.plan.options import PlanOptions
-from packtool.plan.summary import pack_costs
-from packtool.plan.towers import TowerWork
+from packtool.planning.balance import imbalance
+from packtool.planning.cost import ALL_WEIGHTS, MODEL_PRESETS, CostModel
+from packtool.planning.epoch import plan_epoch
+from packtool.planning.options import PlanOptions
+from packtool.planning.summary import pack_costs
+from packtool.planning.towers import TowerWork
 from packtool.progress import SilentProgress
 
 # What the model's own config.json says.

@@ -10,7 +10,7 @@ Needs torch and transformers alone, and no data: weights and samples are random,
   ``--rows``, as they come or grouped by length. Padded ones run in transformers' own SDPA.
 
 TFLOP/s and MFU count matrix products of true tokens, backward twice the forward, from the model's sizes
-(``packtool.plan.cost``): neither padding nor recomputed activations. Times are medians over ``--repeats`` steps
+(``packtool.planning.cost``): neither padding nor recomputed activations. Times are medians over ``--repeats`` steps
 between CUDA events, after a warm-up. What does not fit is told as "out of memory" and the rest goes on.
 
 The memory of a packed step is told beforehand, too, as ``packtool train`` tells it: from a trace of the same model
@@ -51,7 +51,7 @@ from packtool.attention.register import set_attention
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import patch_squares
-from packtool.plan.cost import CostModel
+from packtool.planning.cost import CostModel
 from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.loss import HeadLoss
 from scripts._gpu_checks import kernels_at_hand, run_checks, work_type

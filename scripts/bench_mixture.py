@@ -24,10 +24,10 @@ import numpy.typing as npt
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.config.mixture import Recipe, SourceRecipe
-from packtool.plan.epoch import EpochPlan, plan_epoch, plan_mixture
-from packtool.plan.mixture import Mixture, mixture_of
-from packtool.plan.options import PlanOptions
-from packtool.plan.packing import pack
+from packtool.planning.epoch import EpochPlan, plan_epoch, plan_mixture
+from packtool.planning.mixture import Mixture, mixture_of
+from packtool.planning.options import PlanOptions
+from packtool.planning.packing import pack
 
 _CAPACITY, _WINDOW = 8192, 100
 _LARGE = 0.01  # of the tokens

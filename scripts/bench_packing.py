@@ -33,8 +33,8 @@ import numpy.typing as npt
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.config.packing import PackOptions
-from packtool.plan.best_fit import falling_histogram
-from packtool.plan.packing import pack
+from packtool.planning.best_fit import falling_histogram
+from packtool.planning.packing import pack
 from packtool.report.drawing import SIZE, Axis, Box, Drawing, Path, Word, render
 
 Lengths = npt.NDArray[np.int32]

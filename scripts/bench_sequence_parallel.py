@@ -48,8 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from packtool.attention.parallel.axes import Heads
 from packtool.batch.shard import Cut, assign_tokens
 from packtool.config.packing import PackOptions
-from packtool.plan.packing import pack
-from packtool.plan.skrull import SHARDED
+from packtool.planning.packing import pack
+from packtool.planning.skrull import SHARDED
 from scripts._gpu_models import mixed_lengths
 from scripts._sequence_ranks import MODELS, PACKED, PADDED, SHARING, WHOLE, Ranks, Step, Work
 

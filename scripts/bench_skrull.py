@@ -39,8 +39,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.config.simulate import StrategyName
-from packtool.plan.cost import MODEL_PRESETS, ModelSizes
-from packtool.plan.skrull import SHARDED, PlacedMicroBatch
+from packtool.planning.cost import MODEL_PRESETS, ModelSizes
+from packtool.planning.skrull import SHARDED, PlacedMicroBatch
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.simulate.run import DistributionName, Outcome, arrange, draw_lengths, outcome, simulate

@@ -63,7 +63,7 @@ from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
 from packtool.launch.world import World
 from packtool.media.content import SETTLED_SECONDS
-from packtool.plan.cost import CostModel
+from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.train.model.loss import HeadLoss, sum_of_losses
 from packtool.train.prepare.cached import CachedRun, prepare_cached

@@ -46,8 +46,8 @@ from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.families import MediaKind
 from packtool.encode.media_spans import sounds_in_order
-from packtool.plan.skrull import SHARDED
-from packtool.plan.towers import assign_heaviest_first
+from packtool.planning.skrull import SHARDED
+from packtool.planning.towers import assign_heaviest_first
 
 DocumentMedium = tuple[int, MediaKind, int, EncodedImage | EncodedVideo | EncodedAudio]
 """Number of its document, kind, number in the document, and itself; sounds are in the order of their tokens."""

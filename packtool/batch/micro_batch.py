@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.epoch import EpochPlan
+from packtool.planning.epoch import EpochPlan
 
 Tower = Literal["vision", "sound"]
 """What looks at pictures and videos, and what listens; a model runs each of them at most once for a micro-batch."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 
 Int64Array = npt.NDArray[np.int64]
 

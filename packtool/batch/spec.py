@@ -29,7 +29,7 @@ from packtool.config.train import LossReduction
 from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import ConfigError
-from packtool.plan.cost import CostModel
+from packtool.planning.cost import CostModel
 from packtool.rows.rights import MediaRights, rights_of_cache
 
 

@@ -14,7 +14,7 @@ from packtool import storage
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError
 from packtool.library.commands import settings_of
-from packtool.plan.epoch import EpochPlan
+from packtool.planning.epoch import EpochPlan
 from packtool.report.drawing import framed
 from packtool.report.plan import page_content, plan_lines
 from packtool.report.plan_page import page

@@ -24,7 +24,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MediaError, MismatchError
 from packtool.media.suffix import is_media
 from packtool.packs.files import SUFFIXES, Pack, energon_files, open_file
-from packtool.plan.packing import map_on_processes, pack
+from packtool.planning.packing import map_on_processes, pack
 from packtool.progress import Progress
 from packtool.rows.rights import rights_of_cache
 from packtool.rows.sample import Dropped

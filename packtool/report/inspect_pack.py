@@ -13,7 +13,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens, placed_media
 from packtool.errors import ConfigError
-from packtool.plan.prefix_trees import NOTHING, Branch, branches_of
+from packtool.planning.prefix_trees import NOTHING, Branch, branches_of
 from packtool.report.inspect import all_media, medium_text, model_of_cache
 from packtool.visible import visible_line
 

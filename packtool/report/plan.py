@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.mixture import added, by_name, share_figures
-from packtool.plan.pack_plan import PackPlan
-from packtool.plan.prefix_trees import Branch, branches_of
+from packtool.planning.mixture import added, by_name, share_figures
+from packtool.planning.pack_plan import PackPlan
+from packtool.planning.prefix_trees import Branch, branches_of
 from packtool.report.drawing import render
 from packtool.report.plan_page import Histogram, MixtureFigures, PageContent, PlainFigures, SharedFigures
 from packtool.report.statistics import Line, percent, source_rows

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from packtool.plan.prefix_trees import Branch
+from packtool.planning.prefix_trees import Branch
 from packtool.report.drawing import SIZE, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
 from packtool.report.statistics import percent
 

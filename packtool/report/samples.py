@@ -32,7 +32,7 @@ from packtool.media.measure import load_image
 from packtool.media.opening import MediaProblem, open_medium
 from packtool.media.suffix import is_media, suffix_of
 from packtool.media.video import load_video
-from packtool.plan.prefix_trees import branches_of
+from packtool.planning.prefix_trees import branches_of
 from packtool.progress import Progress
 from packtool.report.drawing import render
 from packtool.report.inspect import Decoder, all_media

@@ -12,7 +12,7 @@ import numpy as np
 from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.errors import ConfigError, MismatchError
-from packtool.plan.ledger import SourceLedger
+from packtool.planning.ledger import SourceLedger
 from packtool.report.drawing import plural
 from packtool.report.tables import aligned
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory

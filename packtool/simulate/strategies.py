@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.simulate import StrategyName, StrategyOptions
-from packtool.plan.balance import even_packs, share_out
-from packtool.plan.dynamic import rearrange
-from packtool.plan.epoch import group_by_length
-from packtool.plan.options import SkrullOptions
-from packtool.plan.pack_plan import Int32Array
-from packtool.plan.packing import pack_singletons
-from packtool.plan.skrull import SHARDED, schedule_step
+from packtool.planning.balance import even_packs, share_out
+from packtool.planning.dynamic import rearrange
+from packtool.planning.epoch import group_by_length
+from packtool.planning.options import SkrullOptions
+from packtool.planning.pack_plan import Int32Array
+from packtool.planning.packing import pack_singletons
+from packtool.planning.skrull import SHARDED, schedule_step
 from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule, way_of
 
 _LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)

@@ -25,11 +25,11 @@ from packtool.constants import LEAST_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
-from packtool.plan.pack_plan import Int64Array, PackPlan, offsets_of, with_packs_in_order
-from packtool.plan.packing import pack, pack_trees
-from packtool.plan.prefix_trees import Budget, PartsIn, Prefixes, PrefixTrees, plan_trees
-from packtool.plan.shuffle import RandomStream
-from packtool.plan.tree_parts import TreeParts
+from packtool.planning.pack_plan import Int64Array, PackPlan, offsets_of, with_packs_in_order
+from packtool.planning.packing import pack, pack_trees
+from packtool.planning.prefix_trees import Budget, PartsIn, Prefixes, PrefixTrees, plan_trees
+from packtool.planning.shuffle import RandomStream
+from packtool.planning.tree_parts import TreeParts
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, SourceSpec
 from packtool.stream.reading import StreamState, blocks_of_rank

@@ -24,7 +24,7 @@ from packtool.cache.shard import ShardWriter
 from packtool.config.settings import load_json
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError
-from packtool.plan.shuffle import RandomStream
+from packtool.planning.shuffle import RandomStream
 from packtool.rows.read import follow
 from packtool.rows.source import RowBlock, Source, SourceSpec
 

@@ -12,7 +12,7 @@ from packtool.batch.collate_shard import collate_shard
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 from tests.batch.reduced import make_sample, reduced_config, reduced_limits, reduced_spec, save_image_processor
 
 

@@ -19,8 +19,8 @@ from packtool.batch.dataset import MicroBatches, load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
-from packtool.plan.epoch import EpochPlan, plan_epoch
-from packtool.plan.options import PlanOptions
+from packtool.planning.epoch import EpochPlan, plan_epoch
+from packtool.planning.options import PlanOptions
 from tests.batch.reduced import make_sample, reduced_spec, samples_alike, save_image_processor
 
 

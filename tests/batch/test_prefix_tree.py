@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, stretch_of
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.prefix_hashes import prefix_hashes
-from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import Prefixes, plan_trees
+from packtool.planning.packing import pack
+from packtool.planning.prefix_trees import Prefixes, plan_trees
 from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_START, reduced_spec, samples_alike
 
 TEXT, SEES = reduced_spec("qwen3"), reduced_spec("qwen3_vl")

@@ -40,7 +40,7 @@ from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MediaError, UnsupportedModelError
-from packtool.plan.cost import CostModel
+from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 from packtool.train.loop.media_times import _measured

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.batch.shard import Cut, TokenAssignment, assign_tokens, route_features
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 
 sizes = st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 3), (3, 2), (8, 1)])
 documents = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12)

@@ -22,7 +22,7 @@ from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.data import ImportConfig
 from packtool.encode.encoded import EncodedSample
-from packtool.plan.packing import pack_best_fit
+from packtool.planning.packing import pack_best_fit
 from packtool.rows.forms import RowProblem
 from tests.cache.conftest import Told
 from tests.rows.megatron import megatron

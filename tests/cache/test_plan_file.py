@@ -7,7 +7,7 @@ import pytest
 
 from packtool.cache.plan_file import PlanInfo, SavedPlan, read_plan, write_plan
 from packtool.errors import MismatchError
-from packtool.plan.packing import pack_best_fit
+from packtool.planning.packing import pack_best_fit
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

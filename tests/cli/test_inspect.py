@@ -13,7 +13,7 @@ import pytest
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
-from packtool.plan.packing import pack_best_fit
+from packtool.planning.packing import pack_best_fit
 from packtool.report.inspect import Decoder, model_of_cache
 from packtool.report.tables import histogram_lines
 from tests.cache.conftest import model as model

@@ -14,7 +14,7 @@ import pytest
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.simulate import STRATEGIES
-from packtool.plan.cost import MODEL_PRESETS
+from packtool.planning.cost import MODEL_PRESETS
 from packtool.report.simulation import duration
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows

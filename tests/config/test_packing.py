@@ -10,7 +10,7 @@ from packtool.config.packing import PackOptions
 from packtool.config.settings import part_of, resolve
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.plan.options import SkrullOptions
+from packtool.planning.options import SkrullOptions
 from packtool.stream.packs import StreamOptions
 from packtool.train.prepare.opening import plan_options
 

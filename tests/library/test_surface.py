@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 import packtool
-from packtool.library.planned import plan as planning
-from scripts._api_docs import home_of, public_members, signature
+from scripts._api_docs import public_members, signature
 
 LISTING = Path(__file__).parent / "surface.txt"
 HEAVY = ("torch", "transformers", "pyarrow", "datasets", "numpy", "tokenizers", "accelerate", "fsspec", "yaml")
@@ -27,7 +26,7 @@ HEAVY = ("torch", "transformers", "pyarrow", "datasets", "numpy", "tokenizers", 
 def surface() -> Iterator[str]:
     """A line for each name, and for each member of a class."""
     for name in packtool.__all__:
-        found = home_of(name)
+        found = getattr(packtool, name)
         if not callable(found):
             yield f"packtool.{name}"
             continue
@@ -62,18 +61,12 @@ def test_every_name_is_there() -> None:
         packtool.exprot  # noqa: B018
 
 
-def test_plan_is_a_function_and_a_room(tmp_path: Path) -> None:
-    """However it was imported: Python makes subpackages attributes of their package."""
-    import packtool.plan.epoch
-    from packtool import plan
-
-    assert plan is packtool.plan is sys.modules["packtool.plan"]  # type: ignore[comparison-overlap]
-    assert callable(packtool.plan.epoch.plan_epoch)  # type: ignore[attr-defined]
-    assert pickle.loads(pickle.dumps(plan)) is plan
-    assert inspect.signature(plan) == inspect.signature(planning)
-    (tmp_path / "lengths.txt").write_text("3 4 5")
-    for function in (plan, planning):
-        assert function(lengths=tmp_path / "lengths.txt", packing_length=8).summary["num_packs"] == 2
+def test_names_can_be_pickled() -> None:
+    """Workers that start as new processes receive functions by name."""
+    for name in packtool.__all__:
+        member = getattr(packtool, name)
+        if callable(member):
+            assert pickle.loads(pickle.dumps(member)) is member
 
 
 if __name__ == "__main__":

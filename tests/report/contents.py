@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from packtool.plan.prefix_trees import Branch, branches_of
+from packtool.planning.prefix_trees import Branch, branches_of
 from packtool.report.plan_page import Histogram, PageContent, PlainFigures, SharedFigures
 
 

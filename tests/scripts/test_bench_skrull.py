@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 from tests.scripts.loading import load_script
 
 

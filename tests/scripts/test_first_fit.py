@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scripts._first_fit import place_first_fit
-from tests.plan.test_best_fit import contents
+from tests.planning.test_best_fit import contents
 
 
 def one_by_one(lengths: list[int], capacity: int, max_samples: int) -> list[list[int]]:

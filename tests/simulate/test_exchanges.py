@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.plan.cost import MODEL_PRESETS, ModelSizes
-from packtool.plan.step_time import StepTime
+from packtool.planning.cost import MODEL_PRESETS, ModelSizes
+from packtool.planning.step_time import StepTime
 from packtool.simulate.cost import exchanges_of, way_of
 from packtool.simulate.hardware import HARDWARE_PRESETS
 

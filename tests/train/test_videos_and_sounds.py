@@ -29,7 +29,7 @@ from packtool.encode.encoder import Encoder
 from packtool.encode.media_spans import sounds_in_order
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import DataError
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 from packtool.progress import SilentProgress
 from packtool.rows.sample import MediaRef, Sample, Turn
 from packtool.train.loop.media_times import _measured

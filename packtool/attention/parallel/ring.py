@@ -34,7 +34,7 @@ from packtool.attention.kernel import Varlen
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients, merge_outputs
 from packtool.attention.parallel.mesh import SequenceParallel, from_all, sum_to_owners, to_next
 from packtool.batch.shard import SequenceShard, assign_tokens
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedSample
-from packtool.plan.packing import pack_best_fit
+from packtool.planning.packing import pack_best_fit
 from packtool.progress import Progress, SilentProgress
 from packtool.train.evaluate.scorer import evaluating
 from packtool.train.model.load import load_trained, quiet_transformers

@@ -37,8 +37,8 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError
 from packtool.launch.world import World, all_gather_objects
-from packtool.plan.dynamic import EvaluationPlan
-from packtool.plan.pack_plan import Int64Array
+from packtool.planning.dynamic import EvaluationPlan
+from packtool.planning.pack_plan import Int64Array
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
 from packtool.train.evaluate.scorer import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from packtool.batch.batch import Batch, TreeBatch
 from packtool.launch.world import all_gather_objects
-from packtool.plan.mixture import Counts, added
+from packtool.planning.mixture import Counts, added
 from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.loss import TargetLosses, mean_loss
 from packtool.train.prepare.figures import StepFigures

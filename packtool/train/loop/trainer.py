@@ -34,7 +34,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeBatch
 from packtool.cache.evaluation_file import plain_json
-from packtool.plan.mixture import share_figures
+from packtool.planning.mixture import share_figures
 from packtool.train.loop.arguments import refused_by_transformers
 from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter

@@ -25,8 +25,8 @@ from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DataError, UnsupportedModelError
 from packtool.launch.world import World
-from packtool.plan.epoch import EpochPlan
-from packtool.plan.towers import MediaShares
+from packtool.planning.epoch import EpochPlan
+from packtool.planning.towers import MediaShares
 from packtool.progress import Progress
 from packtool.simulate.cost import Constants
 from packtool.simulate.run import read_hardware

@@ -21,7 +21,7 @@ from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World
-from packtool.plan.epoch import EpochPlan
+from packtool.planning.epoch import EpochPlan
 from packtool.simulate.hardware import Hardware
 from packtool.train.model.load import make_trainable, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import loaded_dtype

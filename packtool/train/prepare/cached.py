@@ -21,10 +21,10 @@ from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.launch.world import World
-from packtool.plan.epoch import EpochPlan
-from packtool.plan.ledger import Ledger
-from packtool.plan.mixture import share_figures
-from packtool.plan.pack_plan import with_packs_in_order
+from packtool.planning.epoch import EpochPlan
+from packtool.planning.ledger import Ledger
+from packtool.planning.mixture import share_figures
+from packtool.planning.pack_plan import with_packs_in_order
 from packtool.train.prepare.costs import RunCosts, sample_costs
 from packtool.train.prepare.data_change import ChangedData
 from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation

@@ -25,7 +25,7 @@ from packtool.encode.families import ImageLimits, media_encoding
 from packtool.encode.model_files import ModelFiles, given_template
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
-from packtool.plan.pack_plan import PackPlan
+from packtool.planning.pack_plan import PackPlan
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 

@@ -34,11 +34,11 @@ from packtool.config.train import TrainConfig
 from packtool.constants import CHUNK_LOGITS
 from packtool.encode.families import text_config_of
 from packtool.encode.model_files import ModelFiles
-from packtool.plan.balance import Costs
-from packtool.plan.cost import CostModel, ModelSizes
-from packtool.plan.epoch import EpochPlan
-from packtool.plan.options import PlanOptions
-from packtool.plan.towers import MediaShares, TowerWork
+from packtool.planning.balance import Costs
+from packtool.planning.cost import CostModel, ModelSizes
+from packtool.planning.epoch import EpochPlan
+from packtool.planning.options import PlanOptions
+from packtool.planning.towers import MediaShares, TowerWork
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
 from packtool.train.prepare.trained import ADAPTER_FILE

@@ -23,8 +23,17 @@ from packtool.cache.manifest import Manifest
 from packtool.cache.origins import Origins, read_contents, read_origins
 from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError, PacktoolError
-from packtool.plan.ledger import DataChange, Ledger, Match, RowCounts, SampleKeys, SourceLedger, joined_counts, match
-from packtool.plan.pack_plan import Int64Array
+from packtool.planning.ledger import (
+    DataChange,
+    Ledger,
+    Match,
+    RowCounts,
+    SampleKeys,
+    SourceLedger,
+    joined_counts,
+    match,
+)
+from packtool.planning.pack_plan import Int64Array
 
 HISTORY = "history"
 """Folder of an output directory for what checkpoints do not hold."""

@@ -18,8 +18,8 @@ from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
-from packtool.plan.cost import ALL_WEIGHTS
-from packtool.plan.dynamic import EvaluationPlan, aligned_lengths, plan_evaluation
+from packtool.planning.cost import ALL_WEIGHTS
+from packtool.planning.dynamic import EvaluationPlan, aligned_lengths, plan_evaluation
 from packtool.train.prepare.check import check_model
 from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.sequence_parallel import axes_of

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.balance import Costs
-from packtool.plan.epoch import EpochPlan
-from packtool.plan.mixture import Counts, Mixture, added, by_name, counts_of_steps, share_figures
-from packtool.plan.pack_plan import PackPlan
-from packtool.plan.summary import computed_tokens
+from packtool.planning.balance import Costs
+from packtool.planning.epoch import EpochPlan
+from packtool.planning.mixture import Counts, Mixture, added, by_name, counts_of_steps, share_figures
+from packtool.planning.pack_plan import PackPlan
+from packtool.planning.summary import computed_tokens
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from packtool.cache.reader import SplitIndex
 from packtool.config.model import LearningOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaKind, family_of, thinker_of
-from packtool.plan.epoch import EpochPlan
-from packtool.plan.pack_plan import Int64Array, PackPlan
-from packtool.plan.towers import Media, MediaShares
+from packtool.planning.epoch import EpochPlan
+from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.towers import Media, MediaShares
 from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.prepared import PreparedRun

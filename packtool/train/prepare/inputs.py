@@ -21,14 +21,14 @@ from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
-from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reordered
-from packtool.plan.ledger import DataChange, Ledger
-from packtool.plan.mixture import Mixture, mixture_of
-from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import Int64Array, PackPlan
-from packtool.plan.prefix_trees import trees_of_some
-from packtool.plan.summary import PlanSummary
-from packtool.plan.towers import TowerWork
+from packtool.planning.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reordered
+from packtool.planning.ledger import DataChange, Ledger
+from packtool.planning.mixture import Mixture, mixture_of
+from packtool.planning.options import PlanOptions
+from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.prefix_trees import trees_of_some
+from packtool.planning.summary import PlanSummary
+from packtool.planning.towers import TowerWork
 from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs, shared_of_plan

@@ -19,8 +19,8 @@ from packtool.config.mixture import (
 from packtool.config.settings import parse_yaml
 from packtool.encode.loss_scale import parse_loss_scale
 from packtool.errors import ConfigError
-from packtool.plan.epoch import EpochPlan
-from packtool.plan.mixture import Mixture, SourceCounts, by_name, counts_of_steps, share_figures
+from packtool.planning.epoch import EpochPlan
+from packtool.planning.mixture import Mixture, SourceCounts, by_name, counts_of_steps, share_figures
 
 
 def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:

@@ -18,8 +18,8 @@ from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
-from packtool.plan.cost import MODEL_PRESETS
-from packtool.plan.options import PlanOptions, SkrullOptions
+from packtool.planning.cost import MODEL_PRESETS
+from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.simulate.run import read_hardware, read_lengths
 from packtool.train.prepare.check import check_plan, check_sources, open_caches, with_template_of
 from packtool.train.prepare.costs import tower_work, with_model

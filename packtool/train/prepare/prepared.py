@@ -17,7 +17,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
-from packtool.plan.dynamic import EvaluationPlan
+from packtool.planning.dynamic import EvaluationPlan
 from packtool.train.prepare.checkpoint import RunState, check_resumable, read_run_state
 from packtool.train.prepare.figures import RankTokens, StepFigures
 from packtool.train.prepare.place import checkpoint_of

@@ -12,12 +12,12 @@ import numpy as np
 
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.config.plan import PlanConfig
-from packtool.plan.epoch import EpochPlan, plan_epoch, plan_mixture
-from packtool.plan.mixture import by_name, counts_of_steps, share_figures
-from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import Int64Array
-from packtool.plan.summary import BatchGrowth, PlanSummary, own_steps_line, padded_fill
-from packtool.plan.tree_parts import TreeParts
+from packtool.planning.epoch import EpochPlan, plan_epoch, plan_mixture
+from packtool.planning.mixture import by_name, counts_of_steps, share_figures
+from packtool.planning.options import PlanOptions
+from packtool.planning.pack_plan import Int64Array
+from packtool.planning.summary import BatchGrowth, PlanSummary, own_steps_line, padded_fill
+from packtool.planning.tree_parts import TreeParts
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_plan
 from packtool.train.prepare.timeline import Timeline

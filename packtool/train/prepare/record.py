@@ -23,7 +23,7 @@ from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
 from packtool.errors import MismatchError
-from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
+from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.data_change import HISTORY, history_of, keep_origins
 from packtool.train.prepare.history import Segment, begin_segment
 from packtool.train.prepare.timeline import Timeline

@@ -15,7 +15,7 @@ from packtool.config.commands import VerifyConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
-from packtool.plan.summary import BatchGrowth, SkrullFigures, own_steps_line
+from packtool.planning.summary import BatchGrowth, SkrullFigures, own_steps_line
 from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.place import RESULT_NAME
 from packtool.train.prepare.timeline import Timeline

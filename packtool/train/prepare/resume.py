@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from packtool.config.settings import load_json
 from packtool.errors import MismatchError
 from packtool.launch.world import World
-from packtool.plan.ledger import Ledger
+from packtool.planning.ledger import Ledger
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.data_change import ChangedData, cache_differences, history_of, with_changed_data
 from packtool.train.prepare.inputs import Inputs

@@ -19,12 +19,12 @@ from packtool.constants import LEAST_SHARED
 from packtool.encode.families import family_of, text_config_of
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
-from packtool.plan.balance import Costs
-from packtool.plan.cost import CostModel
-from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import Int64Array, PackPlan
-from packtool.plan.prefix_trees import NOTHING, Budget, PartsIn, Prefixes, PrefixTrees, plan_trees, trees_of
-from packtool.plan.towers import TowerWork
+from packtool.planning.balance import Costs
+from packtool.planning.cost import CostModel
+from packtool.planning.options import PlanOptions
+from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.prefix_trees import NOTHING, Budget, PartsIn, Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing
 from packtool.train.prepare.check import export_command
 from packtool.train.prepare.costs import tower_work

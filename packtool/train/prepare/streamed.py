@@ -31,8 +31,8 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
-from packtool.plan.cost import CostModel
-from packtool.plan.packing import pack_trees
+from packtool.planning.cost import CostModel
+from packtool.planning.packing import pack_trees
 from packtool.rows.read import follow
 from packtool.rows.sample import Dropped, all_dropped
 from packtool.rows.source import SourceSpec

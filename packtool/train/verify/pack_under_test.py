@@ -22,7 +22,7 @@ from packtool.batch.processed import load_processed
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import sounds_in_order
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 from packtool.train.model.loss import losses_of_head, sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS
 

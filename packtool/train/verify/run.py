@@ -28,9 +28,9 @@ from packtool.constants import LEAST_SHARED
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
-from packtool.plan.options import PlanOptions
-from packtool.plan.packing import pack, pack_trees
-from packtool.plan.prefix_trees import PrefixTrees
+from packtool.planning.options import PlanOptions
+from packtool.planning.packing import pack, pack_trees
+from packtool.planning.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
 from packtool.train.model.load import load_model, quiet_transformers, resolve_dtype
 from packtool.train.prepare.check import open_caches

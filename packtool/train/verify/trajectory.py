@@ -28,7 +28,7 @@ from packtool.cache.reader import CacheReader
 from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError
-from packtool.plan.options import PlanOptions
+from packtool.planning.options import PlanOptions
 from packtool.progress import Progress
 from packtool.train.model.loss import takes_logits_to_keep
 from packtool.train.prepare.inputs import Inputs

@@ -19,7 +19,7 @@ from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import BlockKernel, CpuFlashBlockKernel, MathBlockKernel
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.shard import SequenceShard, assign_tokens
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 from tests.attention.hybrids import HYBRIDS
 from tests.attention.parallel.shared_model import Found, Setting, check_model
 from tests.batch.reduced import VISION_MODELS

@@ -20,7 +20,7 @@ from packtool.batch.collate_shard import collate_shard
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
 from tests.batch.reduced import (

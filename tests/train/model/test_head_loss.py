@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
-from packtool.plan.cost import CostModel
+from packtool.planning.cost import CostModel
 from packtool.train.model.loss import HeadLoss, sum_of_losses
 from scripts._flop_counter import flop_counter
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec, save_image_processor

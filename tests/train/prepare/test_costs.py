@@ -13,8 +13,8 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
-from packtool.plan.cost import MODEL_PRESETS, CostModel, ModelSizes
-from packtool.plan.options import PlanOptions, SkrullOptions
+from packtool.planning.cost import MODEL_PRESETS, CostModel, ModelSizes
+from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import HARDWARE_PRESETS as HARDWARE
 from packtool.train.prepare.checkpoint import RunState

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from packtool.cache.origins import Origins
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
-from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
-from packtool.plan.options import PlanOptions
+from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
+from packtool.planning.options import PlanOptions
 from packtool.train.prepare import data_change
 from packtool.train.prepare.data_change import with_changed_data
 from packtool.train.prepare.inputs import Inputs

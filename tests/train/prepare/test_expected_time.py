@@ -11,9 +11,9 @@ import pytest
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
-from packtool.plan.cost import MODEL_PRESETS
-from packtool.plan.epoch import EpochPlan, plan_epoch
-from packtool.plan.towers import MediaShares
+from packtool.planning.cost import MODEL_PRESETS
+from packtool.planning.epoch import EpochPlan, plan_epoch
+from packtool.planning.towers import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.train.prepare.costs import ExpectedTime, RunCosts, sample_costs, with_model
 from packtool.train.prepare.heaviest import seen_media, share_media

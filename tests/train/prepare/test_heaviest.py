@@ -13,7 +13,7 @@ from packtool.batch.collate_shard import with_own_media
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.launch.world import World
-from packtool.plan.skrull import SHARDED
+from packtool.planning.skrull import SHARDED
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.heaviest import keys_per_pack

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from packtool.config.mixture import MixOptions, Recipe, parse_recipe, with_joined_sources
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.plan.ledger import Ledger, joined_counts
-from packtool.plan.mixture import counts_of_samples
-from packtool.plan.options import PlanOptions
+from packtool.planning.ledger import Ledger, joined_counts
+from packtool.planning.mixture import counts_of_samples
+from packtool.planning.options import PlanOptions
 from packtool.train.prepare.data_change import with_changed_data
 from packtool.train.prepare.inputs import BatchShape, Inputs
 from packtool.train.prepare.mixtures import _with_amounts

@@ -13,9 +13,9 @@ import pytest
 from packtool.attention.parallel.axes import Axes
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World
-from packtool.plan.cost import CostModel
-from packtool.plan.epoch import plan_epoch
-from packtool.plan.options import PlanOptions, SkrullOptions
+from packtool.planning.cost import CostModel
+from packtool.planning.epoch import plan_epoch
+from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.train.loop.callbacks import ends_epoch
 from packtool.train.loop.loader import StepLoader
 from packtool.train.prepare.cached import CachedRun

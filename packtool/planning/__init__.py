@@ -1,0 +1,1 @@
+"""Plan which samples share a pack, and which rank trains each pack in which step."""

@@ -1,0 +1,89 @@
+"""Everything that decides the plan of an epoch besides lengths, seed and epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.config.packing import StepOptions
+from packtool.errors import ConfigError
+from packtool.planning.cost import CostModel
+from packtool.planning.step_time import StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkrullOptions:
+    """How Skrull assigns samples, see ``skrull``.
+
+    Args:
+        bucket_size: tokens that a rank may hold in a micro-batch, C.
+        sequence_parallel_size: ranks that share a micro-batch, N; with one, every sequence is local.
+        alignment: a sharded sequence is padded to a multiple of it, and takes an N-th of that on every rank.
+        times: speed of devices and links, by which placements are compared.
+    """
+
+    bucket_size: int
+    sequence_parallel_size: int = 1
+    alignment: int = 1
+    times: StepTime = StepTime()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that fits, local or sharded."""
+        if self.sequence_parallel_size == 1:
+            return self.bucket_size
+        return max(self.bucket_size, self.bucket_size * self.sequence_parallel_size // self.alignment * self.alignment)
+
+    def check(self, lengths: npt.NDArray[np.integer[Any]]) -> None:
+        """Raise a ConfigError if the bucket size is not positive, or sequences of these lengths, (n,), do not fit."""
+        if self.bucket_size < 1:
+            raise ConfigError(f"--bucket-size is {self.bucket_size}; it must be 1 or more.")
+        longest, most, num_ranks = int(np.max(lengths, initial=0)), self.max_length, self.sequence_parallel_size
+        if longest <= most:
+            return
+        num_over = int(np.count_nonzero(np.asarray(lengths) > most))
+        padded = -(-longest // self.alignment) * self.alignment
+        shared = "" if num_ranks == 1 else f", sharded over {num_ranks} ranks"
+        raise ConfigError(
+            f"--bucket-size {self.bucket_size}: {num_over:,} samples have more than the {most:,} tokens that there is "
+            f"room for{shared}; the longest has {longest:,}",
+            f"Raise it to {min(longest, -(-padded // num_ranks))}, let more processes share a micro-batch "
+            f"(--sequence-parallel-size), or leave those samples out with --max-length {most}.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(StepOptions):
+    """The options as they were declared, and what they come to.
+
+    ``--per-device-train-batch-size`` is B here, packs (or padded rows) of a micro-batch, and
+    ``--gradient-accumulation-steps`` is G, micro-batches of a step on each rank.
+
+    Args:
+        max_length: longer samples are left out and counted.
+        packing_length: tokens that a pack may hold.
+        packing: False makes every sample a pack of its own, for padded batches.
+        world_size: data-parallel ranks, W.
+        cost: FLOPs of a pack; needed for balancing, and for figures.
+        skrull: Skrull assigns the samples of each step; packs decide which samples share a step.
+    """
+
+    max_length: int = field()
+    packing_length: int = field()
+    packing: bool = True
+    world_size: int = 1
+    cost: CostModel | None = None
+    skrull: SkrullOptions | None = None
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packs (or padded rows) of a full optimizer step over all ranks, W * G * B."""
+        return self.world_size * self.gradient_accumulation_steps * self.per_device_train_batch_size
+
+    @property
+    def samples_per_plain_step(self) -> int:
+        """Samples of a full optimizer step over all ranks where nothing is packed."""
+        return self.samples_per_step or self.packs_per_step

@@ -1,0 +1,401 @@
+"""Skrull: the sequences of an optimizer step spread over ranks and micro-batches, each local to a rank or sharded.
+
+Xu et al. 2025, "Skrull: Towards Efficient Long Context Fine-tuning through Dynamic Data Scheduling"
+(arXiv 2505.19609). Where N ranks share each micro-batch (sequence parallel), splitting a short sequence over all of
+them costs communication and gains nothing. So every sequence of a micro-batch is either *local* to one of the N ranks,
+or *sharded* over all, and while keys and values of the sharded ones travel the local ones are computed. A rank holds at
+most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
+
+    lengths 20 2 1 3 5, N = 2, C = 16       rank 0   [1][5] [half of 20]
+                                            rank 1   [2][3] [half of 20]
+
+Three parts, all deterministic; ties go to the earlier sequence and the lower rank:
+
+1. Sequences are assigned to the data-parallel ranks by falling FLOPs, each to the rank with the least so far (the
+   paper's GDS).
+2. A rank's sequences, by rising length, are divided into m micro-batches, ``ascending[j::m]``, m being the fewest that
+   the tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one.
+3. In a micro-batch (DACP) the sequences come by rising length. Each becomes local to the rank with the least FLOPs, if
+   it has room; else to the rank with most room; else it is sharded; else one is *rolled back*: the longest local
+   sequence of the fullest rank becomes sharded, and the placing of the new sequence starts over. When the fullest
+   rank has none left, all are sharded and the micro-batch is full.
+
+As printed, the algorithm has two errors, corrected here: a roll-back must give the rank its S tokens back and charge
+S / N to *every* rank, or buckets seem full that are not; and the loop over m needs its exit when all fit.
+
+Not in the paper, whose placements these are compared with by planned time (``step_time``), so that no data-parallel
+rank is ever planned slower than with all its sequences sharded:
+
+- Before m grows, m micro-batches are tried with the longest sequence first, each in the emptiest: where several
+  sequences are about as long as a micro-batch is wide, that can halve their number.
+- Placements that shard the longest sequences, however many, and give the others to the ranks by falling work, each to
+  the rank with the least so far (``_Step.shard_longest``).
+- Roll-backs that go on while they may win time: otherwise a single sequence that fits on one rank leaves N - 1 idle.
+- Micro-batches of sequences of like work, as many as it takes to have all that fits on a rank local (``_local_in``):
+  where sequences are about a bucket long, hardly anything has to travel.
+- All sequences sharded.
+- Micro-batches run heaviest first, so that those which run at the same time on different ranks are alike.
+
+A heuristic: of all placements of six sequences that nearly fill two buckets, the best is planned 1.0 % faster in the
+mean with the links of ``StepTime()``, and 0.7 % with links that are a sixteenth as fast.
+
+Price: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each m that is tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.errors import ConfigError
+from packtool.planning.balance import Costs, even_packs, share_out
+from packtool.planning.options import PlanOptions, SkrullOptions
+from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.step_time import NOTHING, Load, StepTime
+from packtool.planning.steps import Assignment
+
+SHARDED = -1
+"""The place of a sequence that all sequence parallel ranks share."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedMicroBatch:
+    """n sequences that are computed at once by the N ranks that share a micro-batch.
+
+    Args:
+        samples: int64 (n,), positions in the step's lengths, by rising length.
+        places: int64 (n,), ``SHARDED``, or the sequence parallel rank that the sequence is local to.
+    """
+
+    samples: Int64Array
+    places: Int64Array
+
+
+def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> Assignment:
+    """Assign the samples of packs to ranks: a step has those of its ``options.packs_per_step`` packs.
+
+    Price: some 10 us a sample; steps do not know of one another.
+
+    Args:
+        packs: of the epoch.
+        flops: (N,), of the samples in the order of ``packs.samples``.
+        options: with ``skrull``.
+
+    Returns:
+        The assignment of the N samples, each by itself, with their placement. The ranks of a step have equally many
+        micro-batches: those that need fewer have empty ones, last.
+
+    Raises:
+        ConfigError: a count is not positive, or samples are too long for the buckets.
+    """
+    assert options.skrull is not None
+    options.skrull.check(packs.lengths)
+    per_step, num_ranks = options.packs_per_step, options.world_size
+    bounds = packs.offsets[np.minimum(np.arange(0, packs.num_packs + per_step, per_step), packs.num_packs)]
+    order, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    cell_sizes: list[int] = []
+    cells_per_step: list[int] = []
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        ranks = schedule_step(packs.lengths[first:last], flops[first:last], options.skrull, num_ranks=num_ranks)
+        num_cells = max(map(len, ranks))
+        for micro_batches in ranks:
+            order += [batch.samples + first for batch in micro_batches]
+            places += [batch.places for batch in micro_batches]
+            cell_sizes += [len(batch.samples) for batch in micro_batches] + [0] * (num_cells - len(micro_batches))
+        cells_per_step.append(num_cells * num_ranks)
+    sizes, cells = (np.array(counts, np.int64) for counts in (cell_sizes, cells_per_step))
+    return Assignment(np.concatenate(order), sizes, cells, np.concatenate(places))
+
+
+def schedule_step(
+    lengths: npt.NDArray[np.integer[Any]],
+    flops: npt.NDArray[np.floating[Any]],
+    options: SkrullOptions,
+    *,
+    num_ranks: int,
+) -> list[list[PlacedMicroBatch]]:
+    """Spread the sequences of an optimizer step; see the module.
+
+    Args:
+        lengths: (n,), tokens.
+        flops: (n,), of each sequence, forward and backward.
+        options: of Skrull.
+        num_ranks: data-parallel ranks, W.
+
+    Returns:
+        The micro-batches of each data-parallel rank, W lists that may differ in length. Each sequence is in one.
+
+    Raises:
+        ConfigError: a count is not positive, or a sequence is too long for the buckets even alone and sharded.
+    """
+    size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
+    counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
+    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    options.check(lengths)
+    padded = -(-np.asarray(lengths) // alignment) * alignment
+    costs = np.asarray(flops, dtype=np.float64)
+    step = _Step(
+        np.asarray(lengths).tolist(),
+        padded.tolist(),
+        times.loads(lengths, costs),
+        times.loads(padded, costs, size),
+        size,
+        options.bucket_size * size,
+        times,
+    )
+    work = [load.flops for load in step.local]
+    falling = sorted(range(len(work)), key=lambda i: -work[i])
+    return [step.rank(sequences) for sequences in share_out(falling, work, num_ranks)]
+
+
+class _Placed(NamedTuple):
+    """A micro-batch: its sequences by rising length, the place of each, and how long it takes."""
+
+    sequences: list[int]
+    places: list[int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The sequences of a step; plain lists, which are faster than arrays for a handful of ranks.
+
+    Args:
+        sizes: tokens of each.
+        padded: tokens of each if it is sharded.
+        local, sharded: work of each, on one rank, and summed over all that share it.
+        num_ranks: N, that share a micro-batch.
+        room: C N: room is counted in N-ths of a token, so that a sharded sequence takes a whole number of them.
+    """
+
+    sizes: list[int]
+    padded: list[int]
+    local: list[Load]
+    sharded: list[Load]
+    num_ranks: int
+    room: int
+    times: StepTime
+
+    def rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
+        """The micro-batches of a data-parallel rank."""
+        if not sequences:
+            return []
+        ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
+        best = self._micro_batches(ascending, self._place)
+        assert best is not None, "each sequence has been seen to fit alone"
+        if self.num_ranks > 1:
+            sharded = self._micro_batches(ascending, self._shard)
+            # The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be local.
+            in_more = (self._local_in(ascending, num) for num in range(len(best), 2 * len(best) + 1))
+            candidates = filter(None, (best, sharded, next(filter(None, in_more), None)))
+            best = min(candidates, key=lambda placed: sum(each.seconds for each in placed))
+        best.sort(key=lambda placed: -math.fsum(self.local[i].flops for i in placed.sequences))
+        return [PlacedMicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in best]
+
+    def _micro_batches(
+        self, ascending: list[int], place: Callable[[list[int]], _Placed | None]
+    ) -> list[_Placed] | None:
+        """The fewest micro-batches that ``place`` manages with, or None if one for each sequence is not enough."""
+        fewest = -(-sum(self.sizes[i] for i in ascending) // self.room)
+        for num in range(fewest, len(ascending) + 1):
+            for parts in self._divisions(ascending, num):
+                # What fails is mostly the first, which is the fullest: do not place the others for nothing.
+                placed = [each for each in takewhile(bool, map(place, parts)) if each]
+                if len(placed) == num:
+                    return placed
+        return None
+
+    def _divisions(self, ascending: list[int], num: int) -> Iterator[list[list[int]]]:
+        """Sequences of ``num`` micro-batches: as in the paper each of short and long ones; then evenly by tokens."""
+        yield [ascending[first::num] for first in range(num)]
+        yield [part[::-1] for part in share_out(reversed(ascending), self.padded, num)]
+
+    def _local_in(self, ascending: list[int], num: int) -> list[_Placed] | None:
+        """Buckets of even work, N of about the same in a micro-batch; longer sequences are sharded beside them.
+
+        Each of these goes to the micro-batch with the fewest tokens so far. None where there is no room.
+        """
+        bucket = self.room // self.num_ranks
+        short = [i for i in ascending if self.sizes[i] <= bucket]
+        sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]
+        buckets = even_packs(sizes, work, num * self.num_ranks, bucket)
+        if buckets is None:
+            return None
+        benches = [_Bench(self) for _ in range(num)]
+        for number, members in enumerate(buckets):
+            for member in members:
+                benches[number // self.num_ranks].keep(short[member], number % self.num_ranks)
+        for sequence in reversed(ascending):
+            if self.sizes[sequence] > bucket:
+                max(benches, key=lambda bench: sum(bench.room)).shard(sequence)
+        if min(min(bench.room) for bench in benches) < 0:
+            return None
+        return [bench.placed() for bench in benches if bench.place_of]
+
+    def _shard(self, ascending: list[int]) -> _Placed | None:
+        """All sequences sharded, or None if they do not fit."""
+        tokens = sum(self.padded[i] for i in ascending)
+        if tokens > self.room:
+            return None
+        work = Load.sum(self.sharded[i] for i in ascending)
+        seconds = self.times.micro_batch([NOTHING], work, tokens, self.num_ranks)
+        return _Placed(ascending, [SHARDED] * len(ascending), seconds)
+
+    def _place(self, ascending: list[int]) -> _Placed | None:
+        """Each sequence local or sharded, or None if they do not fit."""
+        bench = _Bench(self)
+        placed = bench.placed() if all(map(bench.add, ascending)) else None
+        if self.num_ranks == 1:
+            return placed
+        return self.shard_longest(ascending, placed.seconds if placed is not None else math.inf) or placed
+
+    def shard_longest(self, ascending: list[int], limit: float) -> _Placed | None:
+        """The fastest placement that shards the longest sequences, if it takes less than ``limit`` seconds.
+
+            lengths 100 9 8 7 6 5 4 on two ranks     rank 0   [9][6][5]  [half of 100]
+                                                     rank 1   [8][7][4]  [half of 100]
+
+        What is sharded loses: short chunks are slow, and keys and values have to travel. But local sequences are
+        uneven: no rank is done before the longest of them. So the longest are sharded, as many as pay, and the others
+        go to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
+        multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank.
+
+        Price: O(n log N) for each number of sharded sequences that could be faster than those before it, by the mean
+        work of the ranks and the longest local sequence.
+        """
+        best, order, num_ranks = None, ascending[::-1], self.num_ranks
+        room, work, tokens, left = self.room, NOTHING, 0, Load.sum(self.local[i] for i in order)
+        for num in range(len(order) + 1):
+            if num:
+                last = order[num - 1]
+                room -= self.padded[last]
+                work = work.plus(self.sharded[last])
+                tokens += self.padded[last]
+                done = self.local[last]
+                left = Load(max(left.flops - done.flops, 0.0), max(left.attention - done.attention, 0.0))
+            if room < 0:
+                break
+            # Some rank has the longest, and by convexity one waits no less than ranks with even loads would.
+            longest = self.local[order[num]] if num < len(order) else NOTHING
+            even = Load(left.flops / num_ranks, left.attention / num_ranks)
+            if self.times.computation(even.flops + work.flops / num_ranks) >= limit:
+                break  # and more so with more of them: sharding makes work, never less
+            if self.times.micro_batch([longest, even], work, tokens, num_ranks) >= limit:
+                continue
+            placed = self.to_lightest(order[num:], room)
+            if placed is None:
+                continue
+            ranks, loads = placed
+            seconds = self.times.micro_batch(loads, work, tokens, num_ranks)
+            if seconds < limit:
+                best, limit = _Placed(ascending, [*ranks[::-1], *[SHARDED] * num], seconds), seconds
+        return best
+
+    def to_lightest(self, falling: list[int], room: int) -> tuple[list[int], list[Load]] | None:
+        """Ranks of local sequences, and the work of each rank; None where one has no room on its rank."""
+        rooms, loads = [room] * self.num_ranks, [NOTHING] * self.num_ranks
+        lightest = [(0.0, rank) for rank in range(self.num_ranks)]
+        ranks = []
+        for sequence in falling:
+            rank = lightest[0][1]
+            rooms[rank] -= self.sizes[sequence] * self.num_ranks
+            if rooms[rank] < 0:
+                return None
+            loads[rank] = loads[rank].plus(self.local[sequence])
+            heapq.heapreplace(lightest, (loads[rank].flops, rank))
+            ranks.append(rank)
+        return ranks, loads
+
+
+class _Bench:
+    """The ranks of a micro-batch while its sequences are placed.
+
+    Attributes:
+        room: of each rank, in N-ths of a token; below 0 only between two roll-backs.
+        load: of each rank's local sequences.
+        local: local sequences of each rank, by rising length.
+    """
+
+    def __init__(self, step: _Step) -> None:
+        self.step, self.ranks = step, range(step.num_ranks)
+        self.room = [step.room] * step.num_ranks
+        self.load = [NOTHING] * step.num_ranks
+        self.local: list[list[int]] = [[] for _ in self.ranks]
+        self.place_of: dict[int, int] = {}
+        self.sharded, self.sharded_tokens = NOTHING, 0
+
+    def seconds(self) -> float:
+        """Seconds that the micro-batch takes."""
+        return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
+
+    def add(self, sequence: int) -> bool:
+        """Place a sequence, no shorter than those before it; False if there is no room however these are placed."""
+        size = self.step.sizes[sequence] * self.step.num_ranks
+        while True:
+            if min(self.room) >= 0:
+                rank = self.load.index(min(self.load))
+                if self.room[rank] < size:
+                    rank = self.room.index(max(self.room))
+                if self.room[rank] >= size:
+                    self.keep(sequence, rank)
+                    return True
+                if self.step.num_ranks > 1 and min(self.room) >= self.step.padded[sequence]:
+                    self.shard(sequence)
+                    return True
+            fullest = self.room.index(min(self.room))
+            if self.step.num_ranks == 1 or not self.local[fullest]:
+                return False
+            self._roll_back(fullest)
+
+    def placed(self) -> _Placed:
+        """The current placement, or the same with more sequences sharded if that takes less."""
+        seconds = self.shard_more()
+        ascending = sorted(self.place_of, key=lambda i: (self.step.sizes[i], i))
+        return _Placed(ascending, [self.place_of[i] for i in ascending], seconds)
+
+    def shard_more(self) -> float:
+        """Roll back on the rank that computes longest while that may win time; the seconds of the best that was met."""
+        step, best, rolled_back = self.step, self.seconds(), list[int]()
+        places, num_best = dict(self.place_of), 0
+        while step.num_ranks > 1:
+            busiest = self.load.index(max(self.load))
+            # One from every rank without anything won: sharding still more only makes work.
+            if not self.local[busiest] or len(rolled_back) - num_best >= step.num_ranks:
+                break
+            rolled_back.append(self._roll_back(busiest))
+            seconds = self.seconds()
+            if seconds < best and min(self.room) >= 0:
+                best, num_best = seconds, len(rolled_back)
+        self.place_of = places | dict.fromkeys(rolled_back[:num_best], SHARDED)
+        return best
+
+    def keep(self, sequence: int, rank: int) -> None:
+        self.room[rank] -= self.step.sizes[sequence] * self.step.num_ranks
+        self.load[rank] = self.load[rank].plus(self.step.local[sequence])
+        self.local[rank].append(sequence)
+        self.place_of[sequence] = rank
+
+    def shard(self, sequence: int) -> None:
+        padded = self.step.padded[sequence]
+        self.room = [room - padded for room in self.room]
+        self.sharded = self.sharded.plus(self.step.sharded[sequence])
+        self.sharded_tokens += padded
+        self.place_of[sequence] = SHARDED
+
+    def _roll_back(self, rank: int) -> int:
+        """The longest local sequence of a rank becomes sharded: S tokens back, and an N-th of them from every rank."""
+        sequence = self.local[rank].pop()
+        self.room[rank] += self.step.sizes[sequence] * self.step.num_ranks
+        # Added up anew: a difference of floats would leave a rest on a rank that has nothing.
+        self.load[rank] = Load.sum(self.step.local[i] for i in self.local[rank])
+        self.shard(sequence)
+        return sequence

@@ -1,0 +1,53 @@
+"""The library binpacking, in batches: what it is asked, and what becomes of its answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from packtool.config.packing import PackOptions
+from packtool.planning import packing
+from packtool.planning.packing import pack, place_in_batches
+from tests.planning.test_packing import check, companions, lognormal_lengths
+
+LENGTHS = lognormal_lengths(3000, median=1500, sigma=1.0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000, 5000])
+def test_each_sample_once(batch_size: int) -> None:
+    options = PackOptions(packing_algorithm="binpacking", packing_batch_size=batch_size)
+    plan = pack(LENGTHS[:300], 10240, options, seed=0)
+    check(plan, LENGTHS[:300])
+
+
+def test_the_last_pack_goes_on() -> None:
+    order = np.arange(4)
+    packed, sizes = place_in_batches(np.array([9, 3, 7, 1], np.int32), 10, 2, 1, order)
+    # 9 | 3 from the first batch; 3 goes on and finds the 7 there.
+    assert sizes.tolist() == [1, 2, 1]
+    assert packed[1:3].tolist() == [2, 1]
+    packed, sizes = place_in_batches(np.array([9, 10, 1], np.int32), 10, 2, 1, np.arange(3))
+    assert sorted(sizes.tolist()) == [1, 2]
+
+
+def test_nothing() -> None:
+    packed, sizes = place_in_batches(np.zeros(0, np.int32), 10, 1000, 1, np.arange(0))
+    assert len(packed) == len(sizes) == 0
+
+
+def test_processes_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_MANY", 0)
+    options = [
+        PackOptions(packing_algorithm="binpacking", packing_batch_size=10, packing_num_proc=num_proc)
+        for num_proc in (1, 2, 3)
+    ]
+    plans = [pack(LENGTHS, 10240, told, seed=3, epoch=1) for told in options]
+    assert len({plan.fingerprint for plan in plans}) == 1
+
+
+def test_every_epoch_has_new_companions() -> None:
+    lengths = (np.arange(5000) * 37 % 97 + 1).astype(np.int32)
+    options = PackOptions(packing_algorithm="binpacking")
+    first, second = (pack(lengths, 128, options, seed=1, epoch=epoch) for epoch in (0, 1))
+    assert first.num_packs == second.num_packs
+    assert len(companions(first) & companions(second)) < 0.1 * first.num_packs

@@ -1,0 +1,101 @@
+"""Samples are shared out under a hard cap, and find back to their order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.errors import ConfigError
+from packtool.planning.dynamic import DEFAULT_MAX_TOKENS, plan_evaluation
+from packtool.planning.prefix_trees import Prefixes, plan_trees
+
+
+@settings(max_examples=80)
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=60),
+    num_ranks=st.integers(1, 4),
+    alignment=st.sampled_from([1, 4]),
+    max_samples=st.sampled_from([None, 1, 3]),
+)
+def test_every_sample_once_and_back_in_order(
+    lengths: list[int], num_ranks: int, alignment: int, max_samples: int | None
+) -> None:
+    array = np.array(lengths, np.int64)
+    plan = plan_evaluation(array, num_ranks=num_ranks, max_tokens=52, max_samples=max_samples, alignment=alignment)
+    shares = [plan.micro_batches(rank) for rank in range(num_ranks)]
+    assert len({len(share) for share in shares}) == 1
+    for samples in (batch for share in shares for batch in share):
+        assert sum(-(-lengths[sample] // alignment) * alignment for sample in samples) <= 52
+        assert max_samples is None or len(samples) <= max_samples
+    # Each rank returns its samples' lengths in its own order; put together, they are in the samples' order again.
+    results = np.zeros(len(lengths), np.int64)
+    for rank, share in enumerate(shares):
+        found = np.concatenate([np.zeros(0, np.int64), *share])
+        results[plan.places(rank)] = array[found]
+    assert results[plan.batches.inverse].tolist() == lengths
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=6), max_size=12),
+    num_ranks=st.integers(1, 3),
+)
+def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) -> None:
+    """Each tree has a prefix of 20 tokens, and the cap holds for what is computed of it."""
+    lengths = np.array([20 + own for tree in sizes for own in tree], np.int64)
+    offsets = np.cumsum([0, *(1 for tree in sizes for _ in tree)]).astype(np.int64)
+    hashes = np.repeat(np.arange(len(sizes)), [len(tree) for tree in sizes]).astype(np.uint64)
+    prefixes = Prefixes(offsets, np.full(len(lengths), 20, np.int32), hashes)
+    trees = plan_trees(lengths, prefixes, capacity=64, least_shared=8)
+    whole = plan_evaluation(lengths, num_ranks=num_ranks, max_tokens=64)
+    plan = dataclasses.replace(whole, trees=trees)
+    shared = np.zeros(len(lengths), np.int64)
+    shared[trees.samples] = trees.shared
+    found = [batch for rank in range(num_ranks) for batch in plan.micro_batches(rank)]
+    assert len({len(plan.micro_batches(rank)) for rank in range(num_ranks)}) == 1
+    assert sorted(sample for batch in found for sample in batch) == list(range(len(lengths)))
+    for batch in found:
+        assert (lengths[batch] - shared[batch]).sum() <= 64
+    of_batch = {int(sample): number for number, batch in enumerate(found) for sample in batch}
+    for group in np.split(trees.samples, trees.offsets[1:-1]):
+        assert len({of_batch[int(sample)] for sample in group}) <= 1
+    assert plan.num_tokens == sum(int((lengths[batch] - shared[batch]).sum()) for batch in found)
+    places = np.concatenate([plan.places(rank) for rank in range(num_ranks)])
+    results = np.zeros(len(lengths), np.int64)
+    results[places] = np.concatenate([np.zeros(0, np.int64), *(lengths[batch] for batch in found)])
+    assert results[plan.batches.inverse].tolist() == lengths.tolist()
+    assert plan.alone().fingerprint == whole.alone().fingerprint
+
+
+def test_windows_follow_one_another_and_fill_well() -> None:
+    lengths = np.random.default_rng(0).integers(20, 400, 10_000)
+    plan = plan_evaluation(lengths, num_ranks=2, max_tokens=4096)
+    assert lengths.sum() / (len(plan.batches.cell_sizes) * 4096) > 0.95
+    assert 5 < len(plan.batches.cells_per_step) < 12
+    first = int(plan.batches.cell_sizes[: plan.batches.cells_per_step[0]].sum())
+    assert sorted(plan.batches.order[:first].tolist()) == list(range(first))
+
+
+def test_the_cap_is_hard_and_has_a_default() -> None:
+    lengths = np.array([3, 9000, 5])
+    with pytest.raises(ConfigError):
+        plan_evaluation(lengths, num_ranks=1, max_tokens=8999)
+    assert plan_evaluation(lengths, num_ranks=1).max_tokens == 9000
+    assert plan_evaluation(lengths, num_ranks=1, alignment=16).max_tokens == 9008
+    assert plan_evaluation(lengths[:1], num_ranks=1).max_tokens == DEFAULT_MAX_TOKENS
+    # A sample that fits by itself may not fit any more with its pads.
+    with pytest.raises(ConfigError):
+        plan_evaluation(lengths, num_ranks=1, max_tokens=9000, alignment=16)
+
+
+def test_alone_and_fingerprints() -> None:
+    lengths = np.array([3, 7, 5, 5])
+    plan = plan_evaluation(lengths, num_ranks=2, max_tokens=10)
+    alone = plan.alone()
+    assert sorted(len(batch) for rank in (0, 1) for batch in alone.micro_batches(rank)) == [1, 1, 1, 1]
+    assert len({plan.fingerprint, alone.fingerprint, plan_evaluation(lengths, num_ranks=2).fingerprint}) == 3
+    assert plan.fingerprint == plan_evaluation(lengths, num_ranks=2, max_tokens=10).fingerprint

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe
+from packtool.errors import DataError
+from packtool.planning.epoch import EpochPlan, plan_mixture
+from packtool.planning.even import even_order, pack_evenly
+from packtool.planning.mixture import Mixture, mixture_of
+from packtool.planning.options import PlanOptions
+from packtool.planning.pack_plan import PackPlan, with_packs_in_order
+from packtool.planning.packing import pack
+
+_CAPACITY = 2048
+_WINDOW = 100
+_FEW = 4
+"""Samples that a window may have more or less of a source of which a tenth is less than that."""
+
+
+def mixed(lengths: list[np.ndarray], unit: MixUnit = "samples", media: np.ndarray | None = None) -> Mixture:
+    """Every sample of every source once."""
+    sizes = [len(own) for own in lengths]
+    together = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
+    sources = tuple(SourceRecipe(path=f"s{i}", amount=Amount(size, "samples")) for i, size in enumerate(sizes))
+    mixture = mixture_of(
+        Recipe(sources=sources),
+        np.concatenate(([0], np.cumsum(sizes))),
+        together,
+        np.zeros_like(together) if media is None else media,
+        np.maximum(together // 3, 1),
+        max_length=_CAPACITY,
+        seed=0,
+    )
+    return dataclasses.replace(mixture, unit=unit)
+
+
+def options(**changes: object) -> PlanOptions:
+    return PlanOptions(max_length=_CAPACITY, packing_length=_CAPACITY, balance="none", **changes)  # type: ignore[arg-type]
+
+
+def amounts_of_windows(packs: PackPlan, mixture: Mixture, packs_per_step: int) -> np.ndarray:
+    """What every 100 steps have of each source, less what they should have: all that they have in the whole's shares.
+
+    Returns:
+        (windows, S), and (windows, S) what they should have.
+    """
+    of, amounts, num_sources = mixture.source_of(packs.samples), mixture.amounts(packs.samples), len(mixture.counts)
+    own = np.stack([packs.sums_per_pack(np.where(of == source, amounts, 0)) for source in range(num_sources)], 1)
+    num_steps = packs.num_packs // packs_per_step
+    steps = own[: num_steps * packs_per_step].reshape(num_steps, packs_per_step, -1).sum(axis=1)
+    until = np.concatenate((np.zeros((1, num_sources)), steps.cumsum(axis=0)))
+    windows = until[_WINDOW:] - until[:-_WINDOW]
+    due = windows.sum(axis=1, keepdims=True) * own.sum(axis=0) / own.sum()
+    return np.stack((windows - due, due))
+
+
+def excess(packs: PackPlan, mixture: Mixture, packs_per_step: int) -> float:
+    """The most that a source is off in any window, over what it may be: a tenth, or a few of its longest samples."""
+    off, due = amounts_of_windows(packs, mixture, packs_per_step)
+    of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
+    longest = np.array([amounts[of == source].max() for source in range(len(mixture.counts))])
+    return float((np.abs(off) / np.maximum(due / 10, _FEW * longest)).max())
+
+
+def drawn_lengths(rng: np.random.Generator, packs_per_step: int, num_sources: int) -> list[np.ndarray]:
+    """Lengths of sources, disjoint or not, long, short or all alike, which fill 1.3 to 2.5 windows."""
+    medians = np.exp(rng.uniform(np.log(_CAPACITY / 120), np.log(_CAPACITY / 3), num_sources))
+    kinds = rng.choice(["lognormal", "uniform", "narrow", "equal"], num_sources)
+    weights = 2 ** rng.uniform(0, 5, num_sources)
+    num_tokens = _WINDOW * rng.uniform(1.3, 2.5) * packs_per_step * _CAPACITY
+    sizes = np.maximum(weights * num_tokens / (weights * medians).sum(), 3).astype(int)
+    found = []
+    for kind, median, size in zip(kinds, medians, sizes, strict=True):
+        if kind == "lognormal":
+            found.append(rng.lognormal(np.log(median), rng.uniform(0.3, 1), size))
+        elif kind == "equal" and median < _CAPACITY / 16:
+            found.append(np.full(size, median))
+        else:
+            width = 0.15 if kind == "narrow" else 0.7
+            found.append(median * rng.uniform(1 - width, 1 + width, size))
+    return found
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 10**6),
+    packs_per_step=st.sampled_from([4, 8]),
+    num_sources=st.integers(2, 6),
+    unit=st.sampled_from(["samples", "tokens"]),
+)
+def test_every_window_of_100_steps_has_each_source_within_a_tenth_or_a_few_samples(
+    seed: int, packs_per_step: int, num_sources: int, unit: MixUnit
+) -> None:
+    mixture = mixed(drawn_lengths(np.random.default_rng(seed), packs_per_step, num_sources), unit)
+    plan = plan_mixture(mixture, options(world_size=packs_per_step), seed=seed)
+    assert np.array_equal(np.sort(plan.packs.samples), np.arange(mixture.num_drawn))
+    assert plan.packs.tokens_per_pack().max() <= _CAPACITY
+    plain = pack(mixture.lengths, _CAPACITY, seed=seed)
+    assert plan.packs.num_packs <= plain.num_packs * 1.005 + 2
+    assert excess(plan.packs, mixture, packs_per_step) <= 1
+
+
+def few_short_ones(num: int = 12_000) -> Mixture:
+    """A seventh of the samples are of 25 tokens; the others have 250 to 1,000."""
+    rng = np.random.default_rng(0)
+    return mixed([np.full(num // 7, 25), rng.integers(250, 1001, num - num // 7)])
+
+
+def packed_one_by_one(mixture: Mixture) -> PackPlan:
+    """The mixture's packs in an even order, but as they are without items."""
+    packs = pack(mixture.lengths, _CAPACITY, seed=0)
+    of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
+    return with_packs_in_order(packs, even_order(packs, of, amounts, seed=0, epoch=0))
+
+
+def test_short_samples_fill_no_packs_of_their_own() -> None:
+    mixture = few_short_ones()
+    even, plain = plan_mixture(mixture, options(), seed=0).packs, packed_one_by_one(mixture)
+    for packs_per_step in (1, 2, 4):
+        assert excess(even, mixture, packs_per_step) < 0.6
+        assert excess(plain, mixture, packs_per_step) > 2  # no order would do
+    assert even.sums_per_pack(mixture.source_of(even.samples) == 0).max() <= 8
+    assert plain.sums_per_pack(mixture.source_of(plain.samples) == 0).max() > 80
+
+
+def test_epochs_have_as_many_packs_and_other_companions() -> None:
+    mixture = few_short_ones(3000)
+    plans = [plan_mixture(mixture, options(), seed=3, epoch=epoch) for epoch in (0, 0, 1, 2)]
+    assert len({plan.packs.num_packs for plan in plans}) == 1
+    assert plans[0].fingerprint == plans[1].fingerprint
+    together = [companions(plan) for plan in plans]
+    assert together[0] == together[1]
+    assert len(together[0] & together[2]) < 0.1 * len(together[0])
+    assert len(together[2] & together[3]) < 0.1 * len(together[2])
+
+
+def companions(plan: EpochPlan) -> set[tuple[int, int]]:
+    """Pairs of samples that share a pack."""
+    found = set()
+    for number in range(plan.packs.num_packs):
+        samples = np.sort(plan.packs.pack(number)).tolist()
+        found |= {(one, other) for place, one in enumerate(samples) for other in samples[place + 1 :]}
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_media_tokens_per_pack": 500},
+        {"max_samples_per_pack": 7},
+        {"max_media_tokens_per_pack": 500, "max_samples_per_pack": 7},
+        {"packing_algorithm": "binpacking"},
+        {"packing_window": 300},
+    ],
+)
+def test_all_budgets_are_kept_by_every_algorithm(changes: dict[str, object]) -> None:
+    rng = np.random.default_rng(1)
+    lengths = [np.full(100, 60), rng.integers(300, 1500, 300), rng.lognormal(5.5, 0.8, 300)]
+    whole = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
+    media = np.where(rng.random(len(whole)) < 0.4, whole // 3, 0).astype(np.int32)
+    mixture = mixed(lengths, media=np.minimum(media, 500))
+    asked = options(**changes)
+    plans = [plan_mixture(mixture, asked, seed=0, epoch=epoch).packs for epoch in (0, 1)]
+    plain = pack(mixture.lengths, _CAPACITY, asked, seed=0, media_tokens=mixture.media_tokens)
+    assert plans[0].num_packs == plans[1].num_packs <= plain.num_packs * 1.005 + 2
+    for packs in plans:
+        assert np.array_equal(np.sort(packs.samples), np.arange(mixture.num_drawn))
+        assert packs.tokens_per_pack().max() <= _CAPACITY
+        most = asked.max_media_tokens_per_pack
+        assert most is None or packs.sums_per_pack(mixture.media_tokens[packs.samples]).max() <= most
+        assert np.diff(packs.offsets).max() <= (asked.max_samples_per_pack or _CAPACITY)
+
+
+def test_samples_are_drawn_into_places_that_take_them() -> None:
+    """What a place draws in later epochs may be shorter than the place, never longer, whoever changes places."""
+    rng = np.random.default_rng(2)
+    mixture = mixed([rng.integers(20, 60, 900), rng.integers(200, 900, 900)])
+    mixture = dataclasses.replace(mixture, counts=(300, 700))
+    plans = [plan_mixture(mixture, options(), seed=0, epoch=epoch).packs for epoch in range(3)]
+    assert len({packs.num_packs for packs in plans}) == 1
+    for epoch, packs in enumerate(plans):
+        assert np.array_equal(np.sort(packs.samples), np.sort(mixture.drawn(epoch)))
+        assert packs.tokens_per_pack().max() <= _CAPACITY
+
+
+def test_what_would_cost_many_packs_is_left_as_it_is() -> None:
+    """Two samples fill a pack, and none of them has room for a short one beside it."""
+    mixture = mixed([np.full(40, 30), np.full(1000, _CAPACITY // 2)])
+    packs, taken = pack_evenly(mixture.places, options(), seed=0, epoch=0)
+    plain = pack(mixture.places.lengths, _CAPACITY, seed=0)
+    assert packs.num_packs <= plain.num_packs * 1.005 + 2
+    assert np.array_equal(np.sort(taken), np.arange(mixture.num_drawn))
+
+
+def test_packs_that_hold_a_few_tokens_and_samples_that_are_too_long() -> None:
+    mixture = mixed([np.array([1, 2, 3, 5, 5]), np.array([1, 1, 4])])
+    small = dataclasses.replace(options(), packing_length=5)
+    packs, _ = pack_evenly(mixture.places, small, seed=0, epoch=0)
+    assert packs.num_samples == 8
+    assert packs.tokens_per_pack().max() <= 5
+    with pytest.raises(DataError, match="2 of 8 samples are longer than a pack of 4 tokens"):
+        pack_evenly(mixture.places, dataclasses.replace(small, packing_length=4), seed=0, epoch=0)
+
+
+def test_samples_that_fill_their_packs_are_alone() -> None:
+    mixture = mixed([np.full(7, _CAPACITY), np.full(5, _CAPACITY - 1)])
+    packs, taken = pack_evenly(mixture.places, options(), seed=0, epoch=0)
+    assert packs.num_packs == 12
+    assert np.array_equal(taken, np.arange(12))
+
+
+def test_a_single_source_is_packed_one_by_one() -> None:
+    mixture = mixed([np.random.default_rng(0).integers(20, 900, 500)])
+    plan = plan_mixture(mixture, options(), seed=0)
+    assert plan.packs.num_packs == pack(mixture.lengths, _CAPACITY, seed=0).num_packs

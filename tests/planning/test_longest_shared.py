@@ -1,0 +1,60 @@
+"""Placements that shard the longest sequences, against all of their kind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.planning.skrull import SHARDED, _Step
+from packtool.planning.step_time import Exchange, Load, StepTime
+
+TIMES = StepTime(flops_per_second=1.0, exchanges=(Exchange(1, 2.0, 0.0, behind_local=0.5),))
+
+
+def sequences(sizes: list[int], num_ranks: int, bucket_size: int) -> _Step:
+    sizes = sorted(sizes)
+    work = [Load(float(size), size / 2) for size in sizes]
+    # Short chunks lose: two ranks' worth of queries.
+    shared = [Load(size + 2.0, size / 2 + 2.0) for size in sizes]
+    return _Step(sizes, sizes, work, shared, num_ranks, bucket_size * num_ranks, TIMES)
+
+
+def test_the_example() -> None:
+    step = sequences([100, 9, 8, 7, 6, 5, 4], 2, 80)
+    placed = step.shard_longest(list(range(7)), math.inf)
+    assert placed is not None
+    assert placed.places == [1, 0, 0, 1, 1, 0, SHARDED]
+    assert placed.seconds == 20 + 51
+    assert step.shard_longest(list(range(7)), placed.seconds) is None
+
+
+def test_what_has_no_room_is_not_placed() -> None:
+    assert sequences([9, 9, 9], 2, 10).shard_longest([0, 1, 2], math.inf) is None
+    placed = sequences([9, 9, 2], 2, 10).shard_longest([0, 1, 2], math.inf)
+    assert placed is not None
+    assert placed.places == [SHARDED] * 3
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(2, 4), st.integers(20, 100))
+def test_none_of_its_kind_is_faster(sizes: list[int], num_ranks: int, bucket_size: int) -> None:
+    step = sequences(sizes, num_ranks, bucket_size)
+    falling = list(range(len(sizes)))[::-1]
+    best = step.shard_longest(falling[::-1], math.inf)
+    seconds = []
+    for num in range(len(sizes) + 1):
+        room = step.room - sum(step.padded[i] for i in falling[:num])
+        placed = step.to_lightest(falling[num:], room) if room >= 0 else None
+        if placed is not None:
+            ranks, loads = placed
+            tokens = [0] * num_ranks
+            for sequence, rank in zip(falling[num:], ranks, strict=True):
+                tokens[rank] += step.sizes[sequence]
+            assert max(tokens) * num_ranks <= room
+            shared = Load.sum(step.sharded[i] for i in falling[:num])
+            seconds.append(TIMES.micro_batch(loads, shared, sum(step.padded[i] for i in falling[:num]), num_ranks))
+    assert (best is None) == (not seconds)
+    if best is not None:
+        assert best.seconds == pytest.approx(min(seconds))

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe, parse_amount
+from packtool.errors import ConfigError, DataError
+from packtool.planning.epoch import EpochPlan, plan_mixture
+from packtool.planning.mixture import Mixture, by_name, counts_of_steps, mixture_of, share_figures
+from packtool.planning.options import PlanOptions
+
+MAX = 512
+
+
+def made(sizes: list[int], sources: list[SourceRecipe], seed: int = 0, **recipe: object) -> Mixture:
+    rng = np.random.default_rng(seed)
+    total = sum(sizes)
+    lengths = np.clip(rng.lognormal(4, 1, total), 2, MAX).astype(np.int32)
+    lengths[:: max(total // 7, 1)] = 7  # some of one length
+    return mixture_of(
+        Recipe(sources=tuple(sources), **recipe),  # type: ignore[arg-type]
+        np.concatenate(([0], np.cumsum(sizes))),
+        lengths,
+        lengths // 2,
+        np.maximum(lengths // 3, 1),
+        max_length=MAX,
+        seed=seed,
+    )
+
+
+def of(*amounts: str) -> list[SourceRecipe]:
+    return [SourceRecipe(path=f"c{i}", amount=parse_amount(text)) for i, text in enumerate(amounts)]
+
+
+def options(**changes: object) -> PlanOptions:
+    return PlanOptions(max_length=MAX, packing_length=MAX, balance="none", **changes)  # type: ignore[arg-type]
+
+
+def planned(mixture: Mixture, epoch: int = 0, **changes: object) -> EpochPlan:
+    return plan_mixture(mixture, options(**changes), seed=mixture.seed, epoch=epoch)
+
+
+@pytest.mark.parametrize(("text", "amount"), [("7", Amount(7, "samples")), ("20%", Amount(0.2, "epochs"))])
+def test_amounts(text: str, amount: Amount) -> None:
+    assert parse_amount(text) == amount
+    assert parse_amount("2.5X") == Amount(2.5, "epochs")
+    for wrong in ("0", "0%", "1.5", "2y", ".5", "9" * 400, "9" * 20):
+        with pytest.raises(ValueError, match="#"):
+            parse_amount(wrong)
+
+
+def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="draws 99,999,999,999 samples of 30; at most 10,000,000"):
+        made([30], of("99999999999"))
+    with pytest.raises(ConfigError, match="samples of 30; at most 10,000,000"):
+        made([30], of("99999999999x"))
+    weights = [SourceRecipe(path="a", weight=1.0), SourceRecipe(path="b", weight=1e-300)]
+    with pytest.raises(ConfigError, match="samples of 60; at most 10,000,000"):
+        made([30, 30], weights, stop="all")
+
+
+@settings(max_examples=20)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    amounts=st.lists(st.sampled_from(["1", "17", "20%", "50%", "100%", "2.5x", "3x", "0.9x"]), min_size=4, max_size=4),
+    seed=st.integers(0, 5),
+)
+def test_what_an_epoch_takes(sizes: list[int], amounts: list[str], seed: int) -> None:
+    mixture = made(sizes, of(*amounts[: len(sizes)]), seed)
+    first = planned(mixture)
+    for epoch in (0, 1, 5):
+        drawn = mixture.drawn(epoch)
+        times = np.bincount(drawn, minlength=sum(sizes))
+        for start, size, count in zip(mixture.offsets, sizes, mixture.counts, strict=False):
+            own = times[start : start + size]
+            assert own.sum() == count
+            # Everything comes as often as everything else, or once more.
+            assert own.min() == count // size
+            assert own.max() == -(-count // size)
+        assert (mixture.lengths[drawn] <= mixture.places.lengths).all()
+        assert (mixture.media_tokens[drawn] <= mixture.places.media_tokens).all()
+        plan = planned(mixture, epoch)
+        assert np.array_equal(np.sort(plan.packs.samples), np.sort(drawn))
+        assert plan.packs.num_packs == first.packs.num_packs
+        assert plan.packs.tokens_per_pack().max() <= MAX
+        assert np.array_equal(plan.packs.lengths, mixture.lengths[plan.packs.samples])
+    assert planned(made(sizes, of(*amounts[: len(sizes)]), seed)).fingerprint == first.fingerprint
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 90), min_size=2, max_size=3),
+    amounts=st.lists(st.sampled_from(["7", "20%", "90%", "100%", "1.5x", "2x"]), min_size=6, max_size=6),
+    share=st.floats(0, 1),
+    resample=st.booleans(),
+)
+def test_what_other_data_have_trained_is_of_the_epoch(
+    sizes: list[int], amounts: list[str], share: float, resample: bool
+) -> None:
+    """The amounts of a recipe change within an epoch; a source is taken as often as it says, in all."""
+    num = len(sizes)
+    before, after = (
+        replace(made(sizes, of(*own), 0), resample=resample) for own in (amounts[:num], amounts[num : 2 * num])
+    )
+    some = before.drawn(1)
+    trained = np.bincount(some[: round(share * len(some))], minlength=sum(sizes))
+    assert np.array_equal(before.wanted(1, trained * 0), np.bincount(some, minlength=sum(sizes)))
+    left = np.maximum(after.wanted(1, trained) - trained, 0)
+    for start, stop, count in zip(after.offsets, after.offsets[1:], after.counts, strict=False):
+        own = slice(start, stop)
+        # More than it says only where a sample that all epochs have was not trained, and others were too often.
+        least = np.maximum(count // (stop - start) - trained[own], 0).sum()
+        assert left[own].sum() == max(count - trained[own].sum(), least)
+
+
+def test_samples_are_drawn_alike_often_and_anew() -> None:
+    mixture = made([400], of("30%"))
+    draws = [mixture.drawn(epoch) for epoch in range(400)]
+    often = np.bincount(np.concatenate(draws), minlength=400) / 400
+    assert often.min() > 0.2  # four standard deviations of a share of 0.3 are 0.09
+    assert often.max() < 0.4
+    assert len({draw.tobytes() for draw in draws}) > 380
+    kept = replace(mixture, resample=False)
+    assert np.array_equal(kept.drawn(0), kept.drawn(3))
+    assert not np.array_equal(planned(kept, 0).packs.samples, planned(kept, 1).packs.samples)
+    assert kept.fingerprint != mixture.fingerprint
+
+
+def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
+    first, second = of("50%", "2x")
+    plain = made([30, 20], [first, second])
+    assert plain.fingerprint == "e28382bec2c17ec243e32bdfddb50205a1f48bdcb7e5e96a13b98538292d4360"  # as it always was
+    scaled = [made([30, 20], [first, replace(second, loss_scale=scale)]) for scale in ("last_round", "all")]
+    assert len({mixture.fingerprint for mixture in (plain, *scaled)}) == 3
+
+
+def test_places_waste_little() -> None:
+    mixture = made([4000, 3000], of("35%", "1.3x"))
+    waste = int(mixture.places.lengths.sum()) / int(mixture.lengths[mixture.drawn(2)].sum()) - 1
+    assert 0 <= waste < 0.02
+
+
+@pytest.mark.parametrize("unit", ["samples", "tokens", "target_tokens"])
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_weights(unit: MixUnit, stop: str) -> None:
+    sources = [SourceRecipe(path=str(i), weight=weight) for i, weight in enumerate((3.0, 1.0, 1.0))]
+    mixture = made([1000, 300, 2500], sources, unit=unit, stop=stop)
+    ends = min(mixture.epochs) if stop == "all" else max(mixture.epochs)
+    assert ends == pytest.approx(1, abs=2e-3)  # the one that ends the epoch is used up
+    plan = planned(mixture, 1)
+    figures = share_figures(by_name(counts_of_steps(plan.packs, plan.steps, mixture).sum(axis=0), mixture))
+    assert [each[f"share_of_{unit}"] for each in figures.values()] == pytest.approx([0.6, 0.2, 0.2], rel=0.01)
+
+
+def test_temperature_flattens_sizes() -> None:
+    sources = [SourceRecipe(path="a"), SourceRecipe(path="b")]
+    counts = [made([1600, 100], sources, temperature=heat).counts for heat in (1.0, 2.0)]
+    assert counts == [(1600, 100), (400, 100)]  # 16 to 1, and its root
+
+
+def test_filters_and_what_they_leave() -> None:
+    sources = [SourceRecipe(path="a", min_length=20, max_length=100), SourceRecipe(path="b")]
+    mixture = made([300, 50], sources)
+    own = mixture.lengths[mixture.drawn(0)[mixture.drawn(0) < 300]]
+    assert own.min() >= 20
+    assert own.max() <= 100
+    assert planned(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(own)
+    with pytest.raises(DataError, match="nothing is left of a"):
+        made([300, 50], [replace(sources[0], min_length=MAX - 1, max_length=MAX - 1), sources[1]])
+
+
+@settings(max_examples=30)
+@given(
+    sources=st.lists(
+        st.builds(
+            SourceRecipe,
+            path=st.just("c"),
+            amount=st.sampled_from([None, "30", "40%", "1.5x", "3x"]).map(lambda text: text and parse_amount(text)),
+            min_length=st.sampled_from([None, 20]),
+            max_length=st.sampled_from([None, 200]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    epoch=st.integers(0, 2),
+    packing=st.booleans(),
+)
+def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, packing: bool) -> None:
+    mixture = made([150] * len(sources), sources)
+    summary = planned(mixture, epoch, packing=packing).summary
+    assert summary.num_cached == 150 * len(sources)
+    assert summary.num_distinct == len(np.unique(mixture.drawn(epoch)))
+    assert summary.num_samples == mixture.num_drawn
+    assert summary.num_not_drawn == sum(map(len, mixture.candidates)) - summary.num_distinct >= 0
+    assert summary.num_distinct + summary.num_filtered + summary.num_not_drawn == summary.num_cached
+
+
+def test_other_ranks_see_the_same_epoch_and_a_resumed_one_its_rest() -> None:
+    mixture = made([500, 200], of("1.5x", "50%"))
+    one, four = (planned(mixture, 1, world_size=size) for size in (1, 4))
+    assert one.packs.fingerprint == four.packs.fingerprint
+    for step in (0, 7, four.steps.num_steps - 1):
+        left = np.sort(four.packs_from(step).samples)
+        trained = [
+            pack
+            for done in range(step)
+            for rank in range(4)
+            for micro in range(four.steps.num_micro_batches(done))
+            for pack in four.samples(done, rank, micro)
+        ]
+        together = np.concatenate([left, *trained])
+        assert np.array_equal(np.sort(together), np.sort(mixture.drawn(1)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing": False},
+        {"packing": False, "group_by_length": True},
+        {"packing": False, "dynamic_batch_tokens": 900},
+        {"packing_algorithm": "sequential"},
+        {"packing_algorithm": "binpacking"},
+        {"shuffle": False},
+        {"max_media_tokens_per_pack": 256},
+        {"packing_window": 100},
+    ],
+)
+def test_every_way_of_packing_takes_repeated_samples(changes: dict[str, object]) -> None:
+    mixture = made([200, 90], of("2.5x", "40%"))
+    plans = [planned(mixture, epoch, **changes) for epoch in (0, 1)]
+    assert plans[0].packs.num_packs == plans[1].packs.num_packs
+    for epoch, plan in enumerate(plans):
+        assert np.array_equal(np.sort(plan.packs.samples), np.sort(mixture.drawn(epoch)))
+        assert plan.steps.target_tokens_per_step.sum() == mixture.target_tokens[mixture.drawn(epoch)].sum()

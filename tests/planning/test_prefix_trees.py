@@ -1,0 +1,296 @@
+"""Trees of samples that begin alike, found by hashes: what they share, in which groups, and how these are packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.planning.cost import CostModel
+from packtool.planning.epoch import assign_packs, plan_epoch
+from packtool.planning.options import PlanOptions
+from packtool.planning.packing import pack
+from packtool.planning.prefix_trees import (
+    NOTHING,
+    Branch,
+    Budget,
+    Prefixes,
+    PrefixTrees,
+    branches_of,
+    plan_trees,
+    trees_of,
+)
+from packtool.planning.summary import pack_costs
+from packtool.planning.towers import TowerWork
+
+Rows = list[list[int]]
+
+
+def prefixes_of(rows: Rows, ends: Sequence[Sequence[int]]) -> Prefixes:
+    """Hashes of the first so many tokens of each row."""
+    flat = [(end, row[:end]) for row, some in zip(rows, ends, strict=True) for end in some]
+    hashes = [int.from_bytes(hashlib.sha256(bytes(prefix)).digest()[:8], "little") for _, prefix in flat]
+    offsets = np.cumsum([0, *map(len, ends)])
+    return Prefixes(offsets, np.array([end for end, _ in flat], np.int32), np.array(hashes, np.uint64))
+
+
+def planned(rows: Rows, ends: Sequence[Sequence[int]] | None = None, **options: int) -> tuple[PrefixTrees, np.ndarray]:
+    lengths = np.array([len(row) for row in rows], np.int32)
+    given = prefixes_of(rows, ends or [range(1, len(row) + 1) for row in rows])
+    return plan_trees(lengths, given, **({"capacity": 1000, "least_shared": 1} | options)), lengths
+
+
+def test_the_trees_are_as_drawn() -> None:
+    a, b, c = [1] * 5, [2] * 2, [3] * 2
+    rows = [[*a, *b], [*a, *c, 4], [*a, *b], [*a, 5, 5, 5, 5], [6] * 5]
+    trees, lengths = planned(rows, [[5, 7], [5, 7], [5, 7], [5], [5]])
+    assert trees.samples.tolist() == [1, 3, 0, 2, 4]
+    assert lengths[trees.samples].tolist() == [8, 9, 7, 7, 5]
+    assert trees.shared.tolist() == [0, 4, 4, 6, 0]
+    assert trees.new_tokens(lengths).tolist() == [8, 5, 3, 1, 5]
+    assert trees.offsets.tolist() == [0, 4, 5]
+    assert trees.sums_per_group(trees.new_tokens(lengths)).tolist() == [17, 5]
+    assert trees.num_shared_tokens == 14
+    assert trees.saved(lengths) == pytest.approx(14 / 36)
+
+
+def test_branches_of_a_pack_are_as_drawn() -> None:
+    new, shared = np.array([8, 5, 3, 1, 5]), np.array([0, 4, 4, 6, 0])
+    assert branches_of(new, shared) == [
+        Branch(0, 4, 0, 4, NOTHING),  # A
+        Branch(0, 1, 4, 8, 0),  # (1)
+        Branch(1, 2, 4, 9, 0),  # (3)
+        Branch(2, 4, 4, 6, 0),  # B
+        Branch(2, 3, 6, 7, 3),  # (0)
+        Branch(3, 4, 6, 7, 3),  # (2)
+        Branch(4, 5, 0, 5, NOTHING),  # (4)
+    ]
+    assert branches_of(new) == [Branch(i, i + 1, 0, tokens, NOTHING) for i, tokens in enumerate(new.tolist())]
+    assert branches_of(new[:0], shared[:0]) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9), max_size=12))
+def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
+    trees, lengths = planned(rows)
+    new = trees.new_tokens(lengths)
+    branches = branches_of(new, trees.shared)
+    assert sum(branch.num_tokens for branch in branches) == new.sum()
+    for place, sample in enumerate(trees.samples):
+        mine = [branch for branch in branches if branch.first <= place < branch.last]
+        assert [branch.start for branch in mine] == [0, *(branch.stop for branch in mine[:-1])]
+        assert mine[-1].stop == lengths[sample]
+        assert [branch.num_samples == 1 for branch in mine] == [False] * (len(mine) - 1) + [True]
+        assert [branch.parent for branch in mine] == [NOTHING, *(branches.index(branch) for branch in mine[:-1])]
+        for branch in mine:
+            inside = {tuple(rows[number][: branch.stop]) for number in trees.samples[branch.first : branch.last]}
+            assert len(inside) == 1
+
+
+def test_a_tree_that_does_not_fit_is_cut_and_pays_for_its_prefix_again() -> None:
+    rows = [[1] * 10 + [2 + number] * 3 for number in range(5)]
+    ends = [[10]] * 5
+    trees, lengths = planned(rows, ends, capacity=22)
+    assert trees.new_tokens(lengths).tolist() == [13, 4, 4, 13, 4]
+    assert trees.offsets.tolist() == [0, 3, 5]
+    trees, lengths = planned(rows, ends, max_samples=2)
+    assert np.diff(trees.offsets).tolist() == [2, 2, 1]
+    trees, lengths = planned(rows, ends, capacity=13)
+    assert trees.num_shared_tokens == 0
+    assert trees.offsets.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@settings(max_examples=60)
+@given(media=st.lists(st.integers(0, 9), min_size=1, max_size=12), of_prefix=st.integers(0, 5), most=st.integers(3, 20))
+def test_a_group_keeps_a_second_budget(media: list[int], of_prefix: int, most: int) -> None:
+    """Ten tokens that all samples begin with, and media of each behind those of the prefix."""
+    rows = [[1] * 10 + [2 + number] * 3 for number in range(len(media))]
+    prefixes = prefixes_of(rows, [[10]] * len(rows))
+    values, of = np.array(media) + of_prefix, np.full(len(rows), of_prefix)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    given = {"capacity": 40, "least_shared": 1}
+    trees = plan_trees(lengths, prefixes, **given, budget=Budget(values, of, most))
+    assert sorted(trees.samples.tolist()) == list(range(len(rows)))
+    sums = trees.sums_per_group(trees.added(values, of)[trees.samples])
+    assert ((sums <= most) | (np.diff(trees.offsets) == 1)).all()
+    assert (trees.sums_per_group(trees.new_tokens(lengths)) <= 40).all()
+    ample = plan_trees(lengths, prefixes, **given, budget=Budget(values, of, 1000))
+    assert ample.offsets.tolist() == plan_trees(lengths, prefixes, **given).offsets.tolist()
+
+
+def test_short_prefixes_are_not_shared() -> None:
+    rows = [[1, 1, 1, 2], [1, 1, 1, 3]]
+    assert planned(rows, [[3], [3]], least_shared=2)[0].shared.tolist() == [0, 2]
+    assert planned(rows, [[3], [3]], least_shared=3)[0].shared.tolist() == [0, 0]
+
+
+def test_what_a_prefix_has_besides_tokens_is_added_once() -> None:
+    rows = [[1, 1, 2], [1, 1, 3], [4]]
+    trees, _ = planned(rows, [[2], [2], []])
+    media, of_prefixes = np.array([7, 9, 5]), np.array([6, 6])
+    assert trees.samples.tolist() == [0, 1, 2]
+    assert trees.added(media, of_prefixes).tolist() == [7, 3, 5]
+    assert planned(rows, [[2], [2], []], max_length=2)[0].added(media, of_prefixes).tolist() == [0, 0, 5]
+
+
+def test_groups_are_packed_and_their_samples_stay_together() -> None:
+    rows = [[1] * 10 + [2 + number // 4, 9 - number % 4] for number in range(8)] + [[7] * 4, [8] * 5]
+    trees, lengths = planned(rows, least_shared=5, capacity=20)
+    groups = pack(trees.sums_per_group(trees.new_tokens(lengths)), 20, seed=0)
+    plan = trees.unfolded(groups, lengths)
+    assert sorted(plan.samples.tolist()) == list(range(10))
+    assert plan.tokens_per_pack().tolist() == groups.tokens_per_pack().tolist()
+    assert plan.num_packs == groups.num_packs
+    together = {frozenset(plan.pack(number).tolist()) for number in range(plan.num_packs)}
+    walks = [trees.samples[a:b].tolist() for a, b in zip(trees.offsets[:-1], trees.offsets[1:], strict=True)]
+    assert all(any(set(walk) <= members for members in together) for walk in walks)
+
+
+def test_no_samples_and_no_prefixes() -> None:
+    trees, lengths = planned([])
+    assert trees.offsets.tolist() == [0]
+    assert trees.saved(lengths) == 0
+    assert trees.unfolded(pack([], 10, seed=0), lengths).num_packs == 0
+    trees, lengths = planned([[1], [1]], [[], []])
+    assert trees.samples.tolist() == [0, 1]
+    assert trees.prefixes.tolist() == [NOTHING, NOTHING]
+    assert trees.unfolded(pack([1, 1], 10, seed=0), lengths).num_samples == 2
+
+
+def options_for(capacity: int, **given: Any) -> PlanOptions:
+    cost = CostModel(per_token=3.0, per_square=0.5)
+    return PlanOptions(**({"max_length": capacity, "packing_length": capacity, "cost": cost, "world_size": 2} | given))
+
+
+def test_an_epoch_is_planned_by_what_is_computed() -> None:
+    """Forty pictures of ten tokens with four questions of one to three; their attention is that of the rows alone."""
+    rows = [[1 + i, 2 + i, *[90] * 8, *[5 + k] * (1 + k % 3)] for i in range(40) for k in range(4)]
+    rows.append([99] * 70)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    given = prefixes_of(rows, [[10]] * len(rows[:-1]) + [[]])
+    targets = np.ones(len(rows), np.int64)
+    trees = plan_trees(lengths, given, capacity=60, least_shared=5, max_length=50)
+    towers = TowerWork(np.append(np.full(160, 100), 0), np.append(np.ones(160, np.int64), 0))
+    added = TowerWork(trees.added(towers.flops, np.full(len(given.lengths), 100)), towers.num_seen)
+    options = options_for(60, max_length=50)
+    plans = [plan_epoch(lengths, targets, options, seed=1, epoch=epoch, towers=added, trees=trees) for epoch in (0, 1)]
+    plan = plans[0]
+    assert plan.summary.num_filtered == 1
+    assert plan.summary.num_samples == 160
+    assert plan.packs.num_packs == plans[1].packs.num_packs
+    assert plan.packs.samples.tolist() != plans[1].packs.samples.tolist()
+    whole = plan_epoch(lengths, targets, options, seed=1, towers=towers)
+    assert plan.summary.num_target_tokens == whole.summary.num_target_tokens
+    assert plan.packs.num_packs < 0.5 * whole.packs.num_packs
+    for number in range(plan.packs.num_packs):
+        members = [rows[i] for i in plan.packs.pack(number)]
+        # Without the last token of what is alike, which each question has for itself.
+        distinct = {tuple(row[:end]) for row in members for end in range(1, 10)}
+        own = sum(len(row) - 9 for row in members)
+        assert plan.packs.tokens_per_pack()[number] == len(distinct) + own
+        prefixes = len({tuple(row[:10]) for row in members})
+        squares = sum(len(row) ** 2 for row in members) - 81 * (len(members) - prefixes)
+        assert plan.packs.sum_squares_per_pack()[number] == squares
+    costs = pack_costs(plan.packs, options.cost, targets, added)  # type: ignore[arg-type]
+    pictures = [len({tuple(rows[i][:10]) for i in plan.packs.pack(k)}) for k in range(plan.packs.num_packs)]
+    assert costs.tolist() == pytest.approx(
+        (3 * plan.packs.tokens_per_pack() + 0.5 * plan.packs.sum_squares_per_pack() + 100 * np.array(pictures)).tolist()
+    )
+
+
+def test_a_rest_of_an_epoch_keeps_what_is_shared() -> None:
+    rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    trees = plan_trees(lengths, prefixes_of(rows, [[9]] * len(rows)), capacity=30, least_shared=5)
+    plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
+    rest = plan.packs_from(2)
+    assert 0 < rest.num_samples < 36
+    assert rest.tokens_per_pack().max() <= 30
+    again = assign_packs(rest, np.ones(36, np.int64), options_for(30, world_size=1))
+    assert again.summary.num_samples == rest.num_samples
+    assert again.packs.sum_squares_per_pack().sum() == rest.sum_squares_per_pack().sum()
+    assert rest.shared is not None
+    unlike = dataclasses.replace(rest, shared=np.zeros_like(rest.shared))
+    assert unlike.fingerprint != rest.fingerprint != dataclasses.replace(rest, shared=None).fingerprint
+
+
+def test_trees_and_samples_alone_come_in_the_order_of_their_first_samples() -> None:
+    rows = [[7] * 5, [1] * 9, [8] * 5, [2] * 9, [1] * 9, [2] * 9]
+    trees, _ = planned(rows, [[], [8], [], [8], [8], [8]])
+    assert trees.samples.tolist() == [0, 1, 4, 2, 3, 5]
+    assert trees.offsets.tolist() == [0, 1, 3, 4, 6]
+
+
+def test_trees_are_found_again_in_a_plan() -> None:
+    rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    prefixes = prefixes_of(rows, [[9]] * len(rows))
+    trees = plan_trees(lengths, prefixes, capacity=30, least_shared=5)
+    plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
+    found = trees_of(plan.packs, prefixes, least_shared=5)
+    assert found is not None
+    media, of_prefixes = np.full(36, 4), np.full(len(prefixes.lengths), 4)
+    assert found.added(media, of_prefixes).tolist() == trees.added(media, of_prefixes).tolist()
+    assert found.num_shared_tokens == trees.num_shared_tokens
+    assert trees_of(plan.packs, prefixes_of(rows, [[8]] * len(rows)), least_shared=5) is None
+    assert trees_of(plan.packs, prefixes_of(rows, [[]] * len(rows)), least_shared=5) is None
+
+
+some_rows = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9), max_size=12)
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    return next(
+        (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
+
+
+@settings(max_examples=200)
+@given(
+    rows=some_rows,
+    least_shared=st.integers(0, 4),
+    capacity=st.integers(9, 40),
+    max_samples=st.integers(1, 5),
+)
+def test_all_that_neighbours_have_in_common_is_shared(
+    rows: Rows, least_shared: int, capacity: int, max_samples: int
+) -> None:
+    trees, lengths = planned(rows, least_shared=least_shared, capacity=capacity, max_samples=max_samples)
+    assert sorted(trees.samples.tolist()) == list(range(len(rows)))
+    starts = set(trees.offsets[:-1].tolist())
+    for place in range(len(rows)):
+        before, here = (rows[int(trees.samples[at])] for at in (max(place - 1, 0), place))
+        most = _alike(before, here) - 1 if place else 0
+        assert trees.shared[place] == (0 if place in starts else most)
+        assert place in starts or most >= least_shared
+    tokens, sizes = trees.sums_per_group(trees.new_tokens(lengths)), np.diff(trees.offsets)
+    assert (tokens <= capacity).all()
+    assert (sizes <= max_samples).all()
+    assert trees.new_tokens(lengths).min(initial=1) >= 1
+    # Nothing is cut that would have fitted.
+    for group in range(len(sizes) - 1):
+        first = int(trees.offsets[group + 1])
+        most = _alike(rows[int(trees.samples[first - 1])], rows[int(trees.samples[first])]) - 1
+        if most >= max(least_shared, 1):
+            assert sizes[group] == max_samples or tokens[group] + lengths[trees.samples[first]] - most > capacity
+
+
+@settings(max_examples=200)
+@given(rows=some_rows, data=st.data())
+def test_never_more_is_shared_than_is_alike(rows: Rows, data: st.DataObject) -> None:
+    """Whichever prefixes of each sample were kept."""
+    ends = [sorted(data.draw(st.sets(st.integers(1, len(row))))) for row in rows]
+    trees, lengths = planned(rows, ends)
+    for place in range(1, len(rows)):
+        one, other = (rows[int(number)] for number in trees.samples[place - 1 : place + 1])
+        assert trees.shared[place] <= max(_alike(one, other) - 1, 0)
+    again, _ = planned(rows, ends)
+    assert again.samples.tolist() == trees.samples.tolist()
+    assert trees.unfolded(
+        pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths
+    ).num_tokens == int(trees.new_tokens(lengths).sum())
