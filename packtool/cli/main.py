@@ -16,11 +16,11 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
 
-import packtool
 from packtool.cli.demo import run_demo_command
 from packtool.cli.export import run_export, run_import
 from packtool.cli.inspect import run_inspect
@@ -94,14 +94,13 @@ _MOST_COLUMNS = 120  # of --help, in a terminal that has as many
 
 
 def _documentation() -> str:
-    """The line of ``packtool --help`` that says where the documentation is: installed with the wheel, or in a clone."""
-    root = os.path.dirname(os.path.dirname(packtool.__file__))
-    is_clone = os.path.isfile(os.path.join(root, "pyproject.toml"))
+    """The line of ``packtool --help`` with the path of the documentation, in a clone or installed with the wheel."""
+    root = Path(__file__).parents[2]
     # Beside the package after pip install --target, below the home directory after --user.
     bases = (sysconfig.get_path("data"), root, site.getuserbase())
-    folders = [os.path.join(base, "share", "doc", "packtool") for base in bases]
-    pages = [os.path.join(folder, "index.md") for folder in ([os.path.join(root, "docs")] if is_clone else folders)]
-    return next((f"Documentation: {page}" for page in pages if os.path.isfile(page)), "")
+    installed = [Path(base, "share", "doc", "packtool") for base in bases]
+    folders = [root / "docs"] if (root / "pyproject.toml").is_file() else installed
+    return next((f"Documentation: {page}" for folder in folders if (page := folder / "index.md").is_file()), "")
 
 
 app = typer.Typer(
