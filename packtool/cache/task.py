@@ -288,15 +288,15 @@ class _Outputs:
             result.bytes, result.modified = state.size, state.modified
             index = _index_bytes(self._index[split])
             result.index_sha256 = hashlib.sha256(index).hexdigest()
-            storage.publish(index_path(self._directory, number, split), index, to_stay=False)
+            storage.publish(index_path(self._directory, number, split), index, durable=False)
             prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
             result.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
-            storage.publish(prefixes_path(self._directory, number, split), prefixes, to_stay=False)
+            storage.publish(prefixes_path(self._directory, number, split), prefixes, durable=False)
         if self._drops:
             drops = "".join(self._drops).encode()
             self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
-            storage.publish(dropped_path(self._directory, number), drops, to_stay=False)
-        storage.publish(marker_path(self._directory, number), self.result.to_json(), to_stay=False)
+            storage.publish(dropped_path(self._directory, number), drops, durable=False)
+        storage.publish(marker_path(self._directory, number), self.result.to_json(), durable=False)
         return self.result
 
     def discard(self) -> None:

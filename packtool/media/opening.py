@@ -81,7 +81,7 @@ def open_medium(
 
 def _note_success(ref: MediaRef) -> None:
     if ref.path is not None and ref.data is None and storage.is_remote(ref.path):
-        storage.worked(storage.place(ref.path))
+        storage.record_success(storage.store_name(ref.path))
 
 
 def check_allowed(ref: MediaRef) -> None:
@@ -101,7 +101,7 @@ def _opened(ref: MediaRef, first_block: int, is_image: bool) -> BinaryIO:
         return io.BytesIO(_within(ref, ref.data or b"", most))
     check_allowed(ref)
     if storage.is_remote(ref.path):
-        bounds = storage.Bounds(most, ref.rights.places, storage.retries_for(storage.place(ref.path)))
+        bounds = storage.Bounds(most, ref.rights.places, storage.retries_for(storage.store_name(ref.path)))
         return storage.open_read(ref.path, first_block, bounds)
     try:
         state = os.stat(storage.normalize(ref.path))
@@ -130,16 +130,16 @@ def _told(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
     """A remote place's failure as that of a medium, or of the store as a whole."""
     assert ref.path is not None, "bytes come from no store"
     try:
-        place = storage.place(ref.path)
+        place = storage.store_name(ref.path)
     except StorageError:
         return MediaProblem("invalid_media", error.message)
     if isinstance(error, storage.TooLarge):
         return MediaProblem("media_size", f"{error.message}: --max-media-bytes allows more")
-    if isinstance(error, storage.LedElsewhere):
+    if isinstance(error, storage.RedirectRefused):
         return MediaProblem(NOT_ALLOWED, f"{error.message}: --media-access any allows it")
     # A bucket refuses keys that are not there, and everything where credentials are wrong; a web server single files.
     if error.fault == "unreachable" or (error.fault == "refused" and not place.startswith("http")):
-        count = storage.failed(place)
+        count = storage.record_failure(place)
         if 0 < ref.rights.max_failures <= count:
             if ref.rights.max_failures == 1:
                 return error
@@ -148,7 +148,7 @@ def _told(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
                 f"{error.remedy or 'Look at the store.'} --max-media-failures 0 drops such rows without end.",
             )
     else:
-        storage.worked(place)
+        storage.record_success(place)
     return MediaProblem(_REASONS.get(error.fault, "media_unreadable"), error.message)
 
 

@@ -29,7 +29,7 @@ class MediaRights:
 
     Args:
         roots: folders of this machine, without links, below which files may lie; None for anywhere.
-        places: remote stores, as ``storage.place`` names them, or ``s3:`` for all of a kind; None for any.
+        places: remote stores, as ``storage.store_name`` names them, or ``s3:`` for all of a kind; None for any.
         max_bytes: a larger file is refused; None for 4 GB, and 500 MB of a picture.
         max_failures: media in a row that one store may fail to give before it counts as down; 0 never stops.
     """
@@ -45,7 +45,7 @@ class MediaRights:
         Raises:
             StorageError: if the path is nothing that can be reached.
         """
-        place = storage.place(path)
+        place = storage.store_name(path)
         if place:
             if self.places is None or place in self.places or place.partition("//")[0] in self.places:
                 return None
@@ -78,7 +78,7 @@ def rights_of_rows(
         return MediaRights(max_bytes=max_bytes, max_failures=max_failures)
     named = [path] if media_root is None else [path, media_root]
     folders = [folder for name in named if not storage.is_remote(name) for folder in _folders(name, name != path)]
-    places = frozenset(storage.place(name) for name in named if storage.is_remote(name))
+    places = frozenset(storage.store_name(name) for name in named if storage.is_remote(name))
     return MediaRights(None if access == "local" else tuple(folders), places, max_bytes, max_failures)
 
 
@@ -96,6 +96,6 @@ def rights_of_cache(options: AccessOptions) -> MediaRights:
     Files of this machine and buckets, which the user's own credentials open, are read. Of the web only the servers that
     the command line names, if not ``any``.
     """
-    named = frozenset(storage.place(name) for name in options.named_places if storage.is_remote(name))
+    named = frozenset(storage.store_name(name) for name in options.named_places if storage.is_remote(name))
     places = None if options.media_access == "any" else _BUCKETS | named
     return MediaRights(places=places, max_bytes=options.max_media_bytes)

@@ -1,13 +1,13 @@
-"""Where files lie: this machine, ``s3://``, ``oss://`` and, to read, ``http(s)://``.
+"""Files on this machine, in ``s3://`` and ``oss://`` buckets and, to read, on ``http(s)://`` servers.
 
 Everything that export and train read or write of caches, rows and media goes through here; nothing else imports
-aiobotocore or aiohttp, which are imported here when a remote path turns up. Paths that may be remote are joined with
+aiobotocore or aiohttp, which are imported when the first remote path is used. Join paths that may be remote with
 ``join``.
 
-Requests that fail for passing reasons are sent again: see ``packtool.storage.options``. What fails for good is a
-StorageError that names path, operation, cause and remedy, without secrets. Object stores have no directories to make
-and no files to rename: an object appears whole when its upload ends, so ``publish`` and ``AtomicFile`` keep their word
-there too. Processes make connections of their own, also forked ones, and threads may share them.
+Every function raises StorageError, with path, operation, cause and remedy and without secrets, if the operation fails.
+Requests that fail for temporary reasons are retried (``packtool.storage.options``). Object stores have no directories
+and no renaming: an object appears whole when its upload ends, so ``publish`` and ``AtomicFile`` keep their guarantees
+there too. Each process opens its own connections, also after a fork; threads may share them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from functools import cache
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from packtool.errors import StorageError
-from packtool.storage.local import Bounds, FileState, LedElsewhere, LocalStore, TooLarge, final_name
-from packtool.storage.options import StorageOptions, failed, forget_failures, retries_for, set_options, worked
-from packtool.storage.options import options as options
+from packtool.storage.local import Bounds, FileState, LocalStore, RedirectRefused, TooLarge, final_name
+from packtool.storage.options import (
+    StorageOptions,
+    forget_failures,
+    options,
+    record_failure,
+    record_success,
+    retries_for,
+    set_options,
+)
 from packtool.storage.paths import (
     absolute,
     is_remote,
@@ -41,59 +48,39 @@ if TYPE_CHECKING:
     from packtool.storage.http import HttpStore
     from packtool.storage.s3 import S3Store
 
+# What other modules define; everything public below is exported too.
 __all__ = [
-    "HEADER_BLOCK",
-    "ROWS_BLOCK",
-    "AtomicFile",
     "Bounds",
     "FileState",
-    "LedElsewhere",
+    "RedirectRefused",
     "StorageOptions",
     "TooLarge",
     "absolute",
-    "configure",
-    "discard_unfinished",
-    "entries",
-    "exists",
-    "failed",
     "final_name",
-    "find",
-    "glob",
-    "is_directory",
     "is_remote",
     "join",
-    "list_names",
-    "make_directory",
     "masked",
     "name",
     "normalize",
-    "open_read",
     "options",
     "origin",
     "parent",
-    "place",
-    "publish",
-    "publish_new",
-    "read_bytes",
-    "remove",
+    "record_failure",
+    "record_success",
     "retries_for",
-    "scrub",
-    "stat",
-    "walk",
-    "worked",
 ]
 
 HEADER_BLOCK = 64 * 1024
-"""First bytes to fetch of a file whose header alone is wanted."""
+"""Bytes to fetch first of a file of which only the header is read."""
 
 ROWS_BLOCK = 2**20
-"""First bytes to fetch of a file that is read through."""
+"""Bytes to fetch first of a file that is read to its end."""
 
 _local = LocalStore()
 
 
 def _store_of(path: str) -> tuple[LocalStore | S3Store | HttpStore, str]:
-    """The store that a path belongs to, and the path as it knows it."""
+    """Return the store of a path, and the normalized path."""
     path = normalize(path)
     scheme = scheme_of(path)
     return _store(scheme) if scheme else _local, path
@@ -128,7 +115,7 @@ def _writable(path: str) -> tuple[LocalStore | S3Store, str]:
 
 
 def configure(new: StorageOptions | None) -> None:
-    """Use other options from now on, on new connections; None reads the environment again."""
+    """Use other options for all further requests, on new connections; None reads the environment again."""
     set_options(new)
     forget_failures()
     if _store.cache_info().currsize:
@@ -138,41 +125,25 @@ def configure(new: StorageOptions | None) -> None:
 
 
 def exists(path: str) -> bool:
-    """Whether a file or directory is there.
-
-    Raises:
-        StorageError: if that cannot be found out.
-    """
+    """Return whether a file or directory exists."""
     store, path = _store_of(path)
     return os.path.exists(path) if store is _local else store.find(path) is not None or store.is_directory(path)
 
 
 def is_directory(path: str) -> bool:
-    """Whether it is a directory; in object stores, whether anything lies under it.
-
-    Raises:
-        StorageError: if that cannot be found out.
-    """
+    """Return whether a path is a directory; in object stores, whether any key lies below it."""
     store, path = _store_of(path)
     return store.is_directory(path)
 
 
 def find(path: str) -> FileState | None:
-    """Size and last change of a file; None if there is none, or a directory.
-
-    Raises:
-        StorageError: if it cannot be looked at.
-    """
+    """Return size and last change of a file; None if it does not exist or is a directory."""
     store, path = _store_of(path)
     return store.find(path)
 
 
 def stat(path: str) -> FileState:
-    """Size and last change.
-
-    Raises:
-        StorageError: if there is no such file, or it cannot be looked at.
-    """
+    """Return size and last change of a file that must exist."""
     state = find(path)
     if state is None:
         what = "is a directory" if is_directory(path) else "no such file or directory"
@@ -180,13 +151,10 @@ def stat(path: str) -> FileState:
     return state
 
 
-def place(path: str) -> str:
-    """The store of a remote path: ``s3://bucket``, ``http://host`` or ``http://host:port``; "" for this machine.
+def store_name(path: str) -> str:
+    """Return the store of a remote path: ``s3://bucket``, ``http://host`` or ``http://host:port``; "" if local.
 
-    Two addresses of one web server have the same, whether by http or https: messages name the ``origin``.
-
-    Raises:
-        StorageError: if the path is nothing that can be reached.
+    http and https addresses of one web server have the same store name; messages show the ``origin`` instead.
     """
     path = normalize(path)
     scheme = scheme_of(path)
@@ -198,86 +166,64 @@ def place(path: str) -> str:
 
 
 def open_read(path: str, first_block: int = ROWS_BLOCK, bounds: Bounds | None = None) -> BinaryIO:
-    """Open for reading bytes: seekable and buffered.
+    """Open a file for reading bytes: seekable and buffered. Reading raises StorageError too.
 
     Args:
-        first_block: of a remote file, bytes to fetch at first and after a jump; where reading goes on, more.
-            ``HEADER_BLOCK`` for files whose header alone is wanted.
-        bounds: of a file that a row names.
-
-    Raises:
-        StorageError: if the file cannot be opened; reading raises it too.
+        first_block: bytes of a remote file to fetch first and after a seek; sequential reads fetch larger blocks.
+            Use ``HEADER_BLOCK`` for files of which only the header is read.
+        bounds: limits for a file that a row names.
     """
     store, path = _store_of(path)
     file = store.open_read(path, first_block, bounds)
     if bounds is not None:
-        if (size := file.seek(0, os.SEEK_END)) > bounds.most_bytes:
+        if (size := file.seek(0, os.SEEK_END)) > bounds.max_bytes:
             file.close()
-            raise TooLarge(f"{masked(path)}: {size:,} bytes, more than {bounds.most_bytes:,}")
+            raise TooLarge(f"{masked(path)}: {size:,} bytes, more than {bounds.max_bytes:,}")
         file.seek(0)
     return file
 
 
 def read_bytes(path: str) -> bytes:
-    """A whole file.
-
-    Raises:
-        StorageError: if it cannot be read.
-    """
+    """Return the content of a file."""
     with open_read(path) as file:
         return file.read()
 
 
 def list_names(path: str) -> list[str]:
-    """Names in a directory, sorted; none if there is no such directory.
-
-    Raises:
-        StorageError: if it cannot be looked into.
-    """
+    """Return the names in a directory, sorted; none if the directory does not exist."""
     store, path = _listable(path)
     return store.list_names(path)
 
 
 def entries(path: str) -> dict[str, FileState | None]:
-    """Names in a directory, sorted, each with its file's state, or None if it is a directory, from one listing.
-
-    Raises:
-        StorageError: if it cannot be looked into.
-    """
+    """Return the state of each file in a directory by name, sorted, and None for sub-directories, in one listing."""
     store, path = _listable(path)
     return store.entries(path)
 
 
 def walk(path: str) -> Iterator[str]:
-    """Paths of all files under a directory, in an order that does not change.
-
-    Raises:
-        StorageError: if it cannot be looked into.
-    """
+    """Yield the paths of all files below a directory, in a stable order."""
     store, path = _listable(path)
     return store.walk(path)
 
 
 def glob(pattern: str) -> list[str]:
-    """Files and directories that fit a pattern with ``*``, ``?``, ``[...]`` and ``**``, sorted.
+    """Return files and directories that match a pattern with ``*``, ``?``, ``[...]`` and ``**``, sorted.
 
-    Names that begin with a dot fit only where the pattern does too. A web address stands for itself, for nothing can be
-    listed there.
-
-    Raises:
-        StorageError: if a directory cannot be looked into.
+    Names that begin with a dot match only if the pattern has the dot. A web address matches itself, because servers
+    list no files.
     """
     if not is_remote(pattern):
         return sorted(_glob.glob(normalize(pattern), recursive=True))
     if (pattern := normalize(pattern)).startswith("http"):
         return [pattern]
-    scheme, _, place = pattern.partition("://")
-    bucket, *parts = place.rstrip("/").split("/")
+    scheme, _, path = pattern.partition("://")
+    bucket, *parts = path.rstrip("/").split("/")
     return sorted(set(_expand(f"{scheme}://{bucket}", parts)))
 
 
 def _expand(base: str, parts: list[str]) -> Iterator[str]:
-    """Paths under ``base`` that fit the pattern's parts, one directory at a time."""
+    """Yield the paths below ``base`` that match the parts of a pattern, one directory at a time."""
     if not parts:
         yield base
         return
@@ -292,90 +238,71 @@ def _expand(base: str, parts: list[str]) -> Iterator[str]:
                 if not rest:
                     yield f"{base}/{child}"
     elif _glob.has_magic(part):
-        fits = re.compile(translate(part))
+        matches = re.compile(translate(part)).match
         for child, state in entries(base).items():
-            hidden = child.startswith(".") and not part.startswith(".")
-            if fits.match(child) and not hidden and (state is None or not rest):
+            is_hidden = child.startswith(".") and not part.startswith(".")
+            if matches(child) and not is_hidden and (state is None or not rest):
                 yield from _expand(f"{base}/{child}", rest)
     elif rest or exists(f"{base}/{part}"):
         yield from _expand(f"{base}/{part}", rest)
 
 
 def make_directory(path: str) -> None:
-    """Make a directory and its parents; in object stores there is nothing to do.
-
-    Raises:
-        StorageError: if that fails.
-    """
+    """Make a directory and its parents; does nothing in object stores."""
     store, path = _writable(path)
     store.make_directory(path)
 
 
-def publish(path: str, data: bytes, *, to_stay: bool = True) -> None:
-    """Write a whole file so that nobody ever sees a part of it.
+def publish(path: str, data: bytes, *, durable: bool = True) -> None:
+    """Write a whole file atomically: readers see all of it or none, and a failure leaves nothing behind.
 
     Args:
-        to_stay: wait until this machine's disk has it. Without, a power failure may leave nothing there, or nonsense:
-            for what is held against a checksum before it is used, and can be made again.
-
-    Raises:
-        StorageError: if it cannot be written; nothing is left behind then.
+        durable: wait until this machine's disk has the data. Without it, a power failure may lose or damage the file:
+            for files that are compared with a checksum before use and can be made again.
     """
     store, path = _writable(path)
-    store.publish(path, data, to_stay)
+    store.publish(path, data, durable)
 
 
 def publish_new(path: str, data: bytes) -> bool:
-    """Write a whole file if there is none of that name: of several processes that try, one succeeds.
+    """Write a whole file if there is none of that name; if several processes try at once, one succeeds.
 
     Returns:
-        False if there is such a file with other content; with the same, an answer may have got lost on its way.
-
-    Raises:
-        StorageError: if it cannot be written.
+        False if a file with other content exists. With the same content it is True: a retried request may find what
+        its first attempt wrote.
     """
     store, path = _writable(path)
     return store.publish_new(path, data)
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a directory with all in it; nothing there is fine.
-
-    Raises:
-        StorageError: if it cannot be removed.
-    """
+    """Remove a file, or a directory with its content, if it exists."""
     store, path = _writable(path)
     store.remove(path)
 
 
 def discard_unfinished(path: str) -> None:
-    """Remove what killed processes left half-written under a directory: temporary files, or uploads that never ended.
+    """Remove temporary files and unfinished uploads that killed processes left below a directory.
 
-    Only to be called while nobody writes there.
-
-    Raises:
-        StorageError: if that fails.
+    Call it only while no process writes there.
     """
     store, path = _writable(path)
     store.discard_unfinished(path)
 
 
 def scrub(text: str) -> str:
-    """A library's message without URLs' passwords and queries and without the values of secret variables."""
+    """Remove passwords and queries of URLs and the values of secret variables from a library's message."""
     return scrubbed(text, os.environ)
 
 
 class AtomicFile:
-    """A file written in pieces that appears whole or not at all: ``commit`` puts it in its place.
+    """A file written in pieces that appears whole on ``commit``, or not at all.
 
-    Here it is written under a temporary name beside its place. In object stores it is uploaded in parts while it is
-    written: no copy on disk, 32 MiB in memory.
+    On this machine it is written under a temporary name beside its final path. In object stores it is uploaded in
+    parts while it is written: no copy on disk, 32 MiB in memory.
 
     Args:
-        path: its final place.
-
-    Raises:
-        StorageError: from every method but ``discard``, naming the path.
+        path: the final path.
     """
 
     def __init__(self, path: str) -> None:
@@ -387,9 +314,9 @@ class AtomicFile:
         return self._writer.write(data)
 
     def commit(self) -> FileState:
-        """Put the file in its place, to stay; gives what ``stat`` says of it until somebody else writes there."""
+        """Publish the file durably; return its state, as ``stat`` would until another process writes there."""
         return self._writer.commit()
 
     def discard(self) -> None:
-        """Forget what was written."""
+        """Remove what was written; never raises."""
         self._writer.discard()

@@ -1,4 +1,4 @@
-"""What went wrong at a remote place: whether it may pass, and what to tell the user."""
+"""Failures of remote requests: which are temporary, and the error with cause and remedy for the user."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from packtool.errors import RemoteError, RemoteFault
 from packtool.storage.options import options
 from packtool.storage.paths import masked, scheme_of, scrubbed
 
-_PASSING_CODES = {
+_TEMPORARY_CODES = {
     *("SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "TooManyRequests", "RequestLimitExceeded"),
     *("BandwidthLimitExceeded", "RequestTimeout", "RequestTimeoutException", "InternalError", "ServiceUnavailable"),
     *("OperationAborted", "XAmzContentSHA256Mismatch", "BadDigest", "IncompleteBody"),
 }
-_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_TEMPORARY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 _DENIED = {"AccessDenied", "AllAccessDisabled", "Forbidden", "403", "401"}
 _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "InvalidToken"}
 _OLD_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "SecurityTokenExpired"}
 _WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
-_GONE = {"NoSuchKey", "NotFound", "404", "410"}
+_MISSING = {"NoSuchKey", "NotFound", "404", "410"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 
 
 class HttpStatus(Exception):
-    """A web server's answer that is no success."""
+    """A web server's answer with an error status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"{status} {reason}".strip())
@@ -33,7 +33,7 @@ class HttpStatus(Exception):
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that a server answered with."""
+    """Return the HTTP status of the server's answer, None if there was none."""
     if isinstance(error, HttpStatus):
         return error.status
     response: Any = getattr(error, "response", None)
@@ -44,21 +44,21 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """S3's word for it, or the HTTP status as text, or nothing."""
+    """Return S3's error code, else the HTTP status as text, else ""."""
     response: Any = getattr(error, "response", None)
     code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     return str(code or status_of(error) or "")
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether it says that there is no such file."""
-    return code_of(error) in _GONE
+    """Return whether the error says that the file does not exist."""
+    return code_of(error) in _MISSING
 
 
-def is_passing(error: BaseException) -> bool:
-    """Whether the same request may succeed in a moment: dropped connections, silence, busy or broken servers."""
+def is_temporary(error: BaseException) -> bool:
+    """Return whether a retry may succeed: dropped connections, timeouts, busy or broken servers."""
     if status_of(error) is not None:
-        return code_of(error) in _PASSING_CODES or status_of(error) in _PASSING_STATUS
+        return code_of(error) in _TEMPORARY_CODES or status_of(error) in _TEMPORARY_STATUS
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
     import aiohttp
@@ -73,76 +73,59 @@ def is_passing(error: BaseException) -> bool:
 
 
 def storage_error(path: str, operation: str, error: BaseException) -> RemoteError:
-    """The error for the user, without secrets.
+    """Return the error for the user, without secrets.
 
     Args:
-        path: the place.
-        operation: what was being done: ``reading``.
+        operation: what failed, as in ``reading``.
         error: as the library raised it.
     """
-    what, remedy = _explained(path, error)
-    return RemoteError(f"{masked(path)}: {operation} failed: {what}", remedy, _fault(error))
+    cause, remedy, fault = _explained(path, error)
+    return RemoteError(f"{masked(path)}: {operation} failed: {cause}", remedy, fault)
 
 
-def _fault(error: BaseException) -> RemoteFault:
-    code, status = code_of(error), status_of(error)
-    if code == "NoSuchBucket" or code in _OLD_KEY | _WRONG_KEY | _WRONG_REGION or code == "RequestTimeTooSkewed":
-        return "unreachable"
-    if type(error).__name__ in _NO_CREDENTIALS:
-        return "unreachable"
-    if code in _GONE:
-        return "missing"
-    if is_passing(error) or "SSL" in type(error).__name__ or "Certificate" in type(error).__name__:
-        return "unreachable"
-    return "refused" if status is not None and status >= 400 else "invalid"
-
-
-def _explained(path: str, error: BaseException) -> tuple[str, str]:
-    """The cause and the remedy, a sentence each."""
+def _explained(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
+    """Return cause, remedy and kind of a failure."""
     text = scrubbed(" ".join(str(error).split()), os.environ) or type(error).__name__
-    scheme, code, kind = scheme_of(path), code_of(error), type(error).__name__
+    scheme, code, kind, status = scheme_of(path), code_of(error), type(error).__name__, status_of(error)
     bucket = masked(path).partition("://")[2].partition("/")[0]
-    keys = _key_names(scheme)
+    keys, region = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", "AWS_REGION"
+    if scheme == "oss":
+        keys = "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET (and OSS_SESSION_TOKEN)"
+        region = "OSS_ENDPOINT and OSS_REGION"
+    endpoint = {"oss": "OSS_ENDPOINT", "s3": "AWS_ENDPOINT_URL"}.get(scheme, "the address")
+    is_unreachable = is_temporary(error) or "SSL" in kind or "Certificate" in kind
+    is_answer = status is not None and status >= 400
+    fault: RemoteFault = "unreachable" if is_unreachable else "refused" if is_answer else "invalid"
     if kind in _NO_CREDENTIALS:
-        return f"no credentials ({text})", f"Set {keys} in the environment."
+        return f"no credentials ({text})", f"Set {keys} in the environment.", "unreachable"
     if code == "NoSuchBucket":
-        return f"there is no bucket {bucket}", f"Create it, or check its name and {_endpoint_name(scheme)}."
+        return f"there is no bucket {bucket}", f"Create it, or check its name and {endpoint}.", "unreachable"
     if code in _OLD_KEY:
-        return f"the credentials have expired ({code})", "Log in again, or renew the session token, and run again."
+        remedy = "Log in again, or renew the session token, and run again."
+        return f"the credentials have expired ({code})", remedy, "unreachable"
     if code in _WRONG_KEY:
-        return f"the server does not accept the credentials ({code})", f"Check {keys}."
+        return f"the server does not accept the credentials ({code})", f"Check {keys}.", "unreachable"
     if code == "RequestTimeTooSkewed":
-        return "this machine's clock is too far from the server's", "Set the clock, for example with NTP."
+        cause = "this machine's clock is too far from the server's"
+        return cause, "Set the clock, for example with NTP.", "unreachable"
     if code in _WRONG_REGION:
-        return f"the bucket is in another region ({text})", f"Set {_region_name(scheme)} to the bucket's region."
-    if code in _DENIED or status_of(error) in (401, 403):
+        remedy = f"Set {region} to the bucket's region."
+        return f"the bucket is in another region ({text})", remedy, "unreachable"
+    if code in _DENIED or status in (401, 403):
         if scheme in ("http", "https"):
-            return f"the server refuses ({text})", "Check the address; a signed one may have expired."
-        return f"access denied ({code})", f"Let these credentials do it to bucket {bucket}, or check {keys}."
-    if code in _GONE:
-        return "no such file", "Check the path."
-    if is_passing(error):
+            return f"the server refuses ({text})", "Check the address; a signed one may have expired.", fault
+        return f"access denied ({code})", f"Let these credentials do it to bucket {bucket}, or check {keys}.", fault
+    if code in _MISSING:
+        return "no such file", "Check the path.", "missing"
+    if is_temporary(error):
         tries = getattr(error, "tries", options().retries + 1)
         text = "no answer in time" if kind == "TimeoutError" else text
         return (
             f"given up after {tries} {'try' if tries == 1 else 'tries'}: {text}",
-            f"Check network and {_endpoint_name(scheme)}, then run again; PACKTOOL_STORAGE_RETRIES and "
+            f"Check network and {endpoint}, then run again; PACKTOOL_STORAGE_RETRIES and "
             "PACKTOOL_STORAGE_TIMEOUT make it wait longer.",
+            fault,
         )
     if kind == "TooManyRedirects":
-        return "it redirects in a circle", "Check the address."
-    return f"{kind}: {text}", f"Check the path and {_endpoint_name(scheme)}."
-
-
-def _key_names(scheme: str) -> str:
-    if scheme == "oss":
-        return "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET (and OSS_SESSION_TOKEN)"
-    return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-
-
-def _endpoint_name(scheme: str) -> str:
-    return {"oss": "OSS_ENDPOINT", "s3": "AWS_ENDPOINT_URL"}.get(scheme, "the address")
-
-
-def _region_name(scheme: str) -> str:
-    return "OSS_ENDPOINT and OSS_REGION" if scheme == "oss" else "AWS_REGION"
+        return "it redirects in a circle", "Check the address.", fault
+    return f"{kind}: {text}", f"Check the path and {endpoint}.", fault

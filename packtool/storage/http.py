@@ -1,4 +1,4 @@
-"""``http://`` and ``https://``: single files to read."""
+"""Single files to read from ``http://`` and ``https://`` servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import HttpStatus, is_missing
-from packtool.storage.local import Bounds, FileState, LedElsewhere, TooLarge
+from packtool.storage.local import Bounds, FileState, RedirectRefused, TooLarge
 from packtool.storage.options import options
 from packtool.storage.paths import masked, origin
 from packtool.storage.remote import Range, answer, check_complete, connection, open_ranges, with_retries
@@ -21,52 +21,53 @@ _IN_MEMORY = 16 * 2**20
 _CHUNK = 2**20
 
 
-def _connect(anywhere: bool) -> Any:
-    """Make a session; unless ``anywhere``, names that lead into private networks are refused."""
+def _connect(any_server: bool) -> Any:
+    """Make a session; unless ``any_server``, names that resolve to private networks are refused."""
     import aiohttp
 
-    silence = options().timeout
+    timeout = options().timeout
     tracing = aiohttp.TraceConfig()
-    tracing.on_request_redirect.append(_on_redirect)
-    # A proxy looks names up by itself, and may well lie in a private network.
-    resolver: Any = None if anywhere or urllib.request.getproxies() else _PublicNames(aiohttp.ThreadedResolver())
+    tracing.on_request_redirect.append(_check_redirect)
+    # A proxy resolves names itself, and may well be in a private network.
+    resolver: Any = None if any_server or urllib.request.getproxies() else _PublicNames(aiohttp.ThreadedResolver())
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(resolver=resolver),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(silence, 10.0), sock_read=silence),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(timeout, 10.0), sock_read=timeout),
         trust_env=True,
-        headers={"Accept-Encoding": "identity"},  # compressed on the way, a file would have other offsets
+        headers={"Accept-Encoding": "identity"},  # with compression in transit, offsets would be wrong
         trace_configs=[tracing],
     )
 
 
 class _PublicNames:
-    """Looks up names, and refuses one that leads into a private network: whoever owns a name decides where it leads.
+    """A resolver that refuses names in private networks: the owner of a name decides where it leads.
 
-    The addresses that it gives are those that are connected to. Hosts that are addresses themselves never come here.
+    The returned addresses are those that are connected to. Hosts given as addresses are never resolved.
     """
 
-    def __init__(self, names: Any) -> None:
-        self._names = names
+    def __init__(self, resolver: Any) -> None:
+        self._resolver = resolver
 
     async def resolve(self, host: str, *settings: Any, **more: Any) -> Any:
-        found = await self._names.resolve(host, *settings, **more)
-        private = [one["host"] for one in found if not ipaddress.ip_address(one["host"].partition("%")[0]).is_global]
+        addresses = await self._resolver.resolve(host, *settings, **more)
+        hosts = [address["host"] for address in addresses]
+        private = [name for name in hosts if not ipaddress.ip_address(name.partition("%")[0]).is_global]
         if private and host != "localhost":
-            raise LedElsewhere(f"{host}: the name leads to {private[0]}, an address of a private network")
-        return found
+            raise RedirectRefused(f"{host}: the name leads to {private[0]}, an address of a private network")
+        return addresses
 
     async def close(self) -> None:
-        await self._names.close()
+        await self._resolver.close()
 
 
 def server_of(address: str) -> str:
-    """The web server of an address: its host, and its port if that is not the usual one.
+    """Return the web server of an address: its host, and its port unless it is the default one.
 
     Raises:
-        StorageError: if the address is none.
+        StorageError: if the address is invalid.
     """
     try:
-        return _place(_url(address))
+        return _server_of_url(_url(address))
     except ValueError as error:
         raise RemoteError(f"{masked(address)}: no valid address: {error}", "Check the address.") from None
 
@@ -74,27 +75,27 @@ def server_of(address: str) -> str:
 def _url(address: str) -> Any:
     import yarl
 
-    # Signed addresses must arrive as they are, letter by letter.
+    # Signed addresses must be sent unchanged.
     return yarl.URL(address, encoded=re.search(r"[^!-~]", address) is None)
 
 
-def _place(url: Any) -> str:
+def _server_of_url(url: Any) -> str:
     if not url.host:
         raise ValueError("it names no host")
     return f"http://{url.host}" if url.is_default_port() else f"http://{url.host}:{url.port}"
 
 
-async def _on_redirect(session: Any, context: Any, asked: Any) -> None:
-    """Called before a redirect is followed."""
+async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
+    """Refuse a redirect to a server outside the request's bounds; aiohttp calls it before following."""
     import yarl
 
     bounds: Bounds | None = context.trace_request_ctx
-    if bounds is None or bounds.places is None:
+    if bounds is None or bounds.stores is None:
         return
-    target = asked.url.join(yarl.URL(asked.response.headers.get("Location", ""), encoded=True))
-    if _place(target) not in bounds.places:
-        asked.response.close()
-        raise LedElsewhere(f"{masked(str(asked.url))}: redirects to another server, {origin(str(target))}")
+    target = redirect.url.join(yarl.URL(redirect.response.headers.get("Location", ""), encoded=True))
+    if _server_of_url(target) not in bounds.stores:
+        redirect.response.close()
+        raise RedirectRefused(f"{masked(str(redirect.url))}: redirects to another server, {origin(str(target))}")
 
 
 class _NoRanges(StorageError):
@@ -102,65 +103,65 @@ class _NoRanges(StorageError):
 
 
 class HttpStore:
-    """Files on web servers, which are only read."""
+    """Files on web servers, which can only be read."""
 
     def find(self, path: str) -> FileState | None:
-        """Size and entity tag, or date, of a file."""
+        """Return size and entity tag, or date, of a file; None if it does not exist."""
         return answer(path, "looking", self._find(path))
 
     async def _find(self, path: str) -> FileState | None:
         # Not HEAD: addresses signed for reading refuse it.
-        async def once() -> FileState | None:
+        async def attempt() -> FileState | None:
             async with await self._get(path, "bytes=0-0") as response:
                 if response.status == 416:
                     return FileState(0, _tag(response))
-                _check(response)
+                _check_status(response)
                 size = _size(response)
-                if size is None:  # the server does not say: count
+                if size is None:  # not sent: count
                     size = sum([len(chunk) async for chunk in response.content.iter_chunked(_CHUNK)])
                 return FileState(size, _tag(response))
 
         try:
-            return await with_retries(once)
+            return await with_retries(attempt)
         except HttpStatus as error:
             if is_missing(error):
                 return None
             raise
 
     def is_directory(self, path: str) -> bool:
-        """Always False: web servers list no directories."""
+        """Return False: web servers list no directories."""
         return False
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
-        """Open for reading by ranges, or whole where the server has no ranges."""
+        """Open for reading by ranges, or download the file if the server supports no ranges."""
 
         async def fetch(begin: int, stop: int) -> Range:
-            async def once() -> Range:
+            async def attempt() -> Range:
                 async with await self._get(path, f"bytes={begin}-{stop - 1}", bounds) as response:
                     if response.status == 416 and begin == 0:
                         return Range(b"", 0, _tag(response))
-                    _check(response)
+                    _check_status(response)
                     size = _size(response)
                     if response.status != 206 or size is None:
                         raise _NoRanges(f"{masked(path)}: the server sends whole files only")
-                    data = await _body(path, response, stop - begin)
+                    data = b"".join([chunk async for chunk in _chunks(path, response, stop - begin)])
                     check_complete(data, begin, response.headers.get("Content-Range", ""))
                     return Range(data, size, _tag(response))
 
-            return await with_retries(once, stop - begin, bounds.retries if bounds else None)
+            return await with_retries(attempt, stop - begin, bounds.retries if bounds else None)
 
         try:
             return open_ranges(path, fetch, first_block)
         except _NoRanges:
-            return answer(path, "reading", self._whole(path, bounds))
+            return answer(path, "reading", self._download(path, bounds))
 
-    async def _whole(self, path: str, bounds: Bounds | None) -> BinaryIO:
-        async def once() -> BinaryIO:
+    async def _download(self, path: str, bounds: Bounds | None) -> BinaryIO:
+        async def attempt() -> BinaryIO:
             copy = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
             try:
                 async with await self._get(path, None, bounds) as response:
-                    _check(response)
-                    async for chunk in _chunks(path, response, bounds.most_bytes if bounds else None):
+                    _check_status(response)
+                    async for chunk in _chunks(path, response, bounds.max_bytes if bounds else None):
                         copy.write(chunk)
             except BaseException:
                 copy.close()
@@ -168,38 +169,34 @@ class HttpStore:
             copy.seek(0)
             return cast(BinaryIO, copy)
 
-        # Of unknown size: silence or a crawl ends it.
-        return await with_retries(once, 2**60, bounds.retries if bounds else None)
+        # The size is unknown, so there is no limit on the whole; silence or a slow server ends it.
+        return await with_retries(attempt, 2**60, bounds.retries if bounds else None)
 
-    async def _get(self, path: str, wanted: str | None = None, bounds: Bounds | None = None) -> Any:
-        anywhere = bounds is None or bounds.places is None
-        session = await connection(("http", anywhere), lambda: _connect(anywhere))
-        return session.get(_url(path), headers={"Range": wanted} if wanted else {}, trace_request_ctx=bounds)
+    async def _get(self, path: str, byte_range: str | None = None, bounds: Bounds | None = None) -> Any:
+        any_server = bounds is None or bounds.stores is None
+        session = await connection(("http", any_server), lambda: _connect(any_server))
+        return session.get(_url(path), headers={"Range": byte_range} if byte_range else {}, trace_request_ctx=bounds)
 
 
-def _check(response: Any) -> None:
+def _check_status(response: Any) -> None:
     if response.status >= 400:
         raise HttpStatus(response.status, response.reason or "")
 
 
-async def _body(path: str, response: Any, most: int) -> bytes:
-    return b"".join([chunk async for chunk in _chunks(path, response, most)])
-
-
-async def _chunks(path: str, response: Any, most: int | None) -> AsyncIterator[bytes]:
-    """An answer's body, of at most so many bytes, as long as they come at the slowest rate of a request."""
-    begun, count = time.monotonic(), 0
+async def _chunks(path: str, response: Any, max_bytes: int | None) -> AsyncIterator[bytes]:
+    """Yield a body in chunks; raise if it exceeds ``max_bytes`` or comes slower than a request may be."""
+    start, num_bytes = time.monotonic(), 0
     async for chunk in response.content.iter_chunked(_CHUNK):
-        count += len(chunk)
-        if most is not None and count > most:
-            raise TooLarge(f"{masked(path)}: more than {most:,} bytes, and the server sends on")
-        if time.monotonic() - begun > options().limit(count):
+        num_bytes += len(chunk)
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise TooLarge(f"{masked(path)}: more than {max_bytes:,} bytes, and the server sends on")
+        if time.monotonic() - start > options().limit(num_bytes):
             raise TimeoutError
         yield chunk
 
 
 def _size(response: Any) -> int | None:
-    """Size of the whole file in bytes, if the server tells it."""
+    """Return the size of the whole file in bytes; None if the server does not send it."""
     text = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""This machine's file system, and what all stores have in common: the state of a file and bounds of reading it."""
+"""Files on this machine, and the types that all stores share: the state of a file and the bounds of reading it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -17,11 +17,11 @@ from packtool.errors import RemoteError, StorageError
 
 @dataclass(frozen=True)
 class FileState:
-    """What a place says of a file.
+    """Size and version of a file.
 
     Args:
         size: bytes.
-        modified: of the last change, or an entity tag; equal means unchanged.
+        modified: time of the last change, or an entity tag; equal means unchanged.
     """
 
     size: int
@@ -30,36 +30,36 @@ class FileState:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What reading a file may cost and where it may lead, if a row named the file and nobody looked at it.
+    """Limits on reading a file that a row names and nobody has checked.
 
     Args:
-        most_bytes: a larger file is refused.
-        places: web servers (``storage.place``) that an address and its redirects may lead to; None for any.
-        retries: further tries of a request; None for those of the options.
+        max_bytes: a larger file is refused.
+        stores: web servers (``storage.store_name``) that an address and its redirects may lead to; None for any.
+        retries: further attempts of a request; None for those of the options.
     """
 
-    most_bytes: int
-    places: frozenset[str] | None = None
+    max_bytes: int
+    stores: frozenset[str] | None = None
     retries: int | None = None
 
 
 class TooLarge(RemoteError):
-    """A file is larger than its bounds."""
+    """A file is larger than its bounds allow."""
 
 
-class LedElsewhere(RemoteError):
-    """A redirect, or a server's name, leads readers to a server that they may not ask."""
+class RedirectRefused(RemoteError):
+    """A redirect, or a server's name, leads to a server outside the bounds."""
 
 
 _UNFINISHED = re.compile(r"\.\d+-[0-9a-f]{8}\.partial\Z")
-"""What a file's name ends in while it is written: process, chance, and a word for people."""
+"""End of the name of a file that is being written: process, random number, and a word for people."""
 
 
 class LocalStore:
     """Files and directories of this machine."""
 
     def find(self, path: str) -> FileState | None:
-        """Size and last change of a file; None if there is none, or a directory."""
+        """Return size and last change of a file; None if it does not exist or is a directory."""
         try:
             state = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -69,186 +69,182 @@ class LocalStore:
         return None if stat.S_ISDIR(state.st_mode) else FileState(state.st_size, str(state.st_mtime_ns))
 
     def is_directory(self, path: str) -> bool:
-        """Whether it is a directory."""
+        """Return whether a path is a directory."""
         return os.path.isdir(path)
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
-        """Open for reading bytes; the system reads ahead by itself.
+        """Open for reading; the system reads ahead itself.
 
-        A pipe would wait for somebody to write into it, and a device may never end: neither is opened.
+        Pipes and devices are refused: a pipe would wait for its writer, and a device may have no end.
         """
-        try:
+        with _local_errors(path):
             mode = os.stat(path).st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise StorageError(f"{path} is a pipe, a socket or a device, not a file", "Write it to a file first.")
             return open(path, "rb")
-        except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
-            raise local_error(path, error) from error
 
     def entries(self, path: str) -> dict[str, FileState | None]:
-        """Names in a directory, sorted, with None for directories."""
-        found: dict[str, FileState | None] = {}
-        try:
+        """Return the state of each file in a directory by name, sorted, and None for sub-directories."""
+        states: dict[str, FileState | None] = {}
+        with _local_errors(path):
             if os.path.isdir(path):
                 for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-                    with suppress(FileNotFoundError):  # a dangling link, or gone since
+                    with suppress(FileNotFoundError):  # a dangling link, or removed since
                         state = entry.stat()
                         is_directory = entry.is_dir()
-                        found[entry.name] = None if is_directory else FileState(state.st_size, str(state.st_mtime_ns))
-        except OSError as error:
-            raise local_error(path, error) from error
-        return found
+                        states[entry.name] = None if is_directory else FileState(state.st_size, str(state.st_mtime_ns))
+        return states
 
     def list_names(self, path: str) -> list[str]:
-        """Names in a directory, sorted, also those of dangling links."""
-        try:
+        """Return the names in a directory, sorted, also those of dangling links."""
+        with _local_errors(path):
             return sorted(os.listdir(path)) if os.path.isdir(path) else []
-        except OSError as error:
-            raise local_error(path, error) from error
 
     def walk(self, path: str) -> Iterator[str]:
-        """Paths of all files under a directory, in the order of their names."""
+        """Yield the paths of all files below a directory, in the order of their names."""
 
-        def stop(error: OSError) -> None:
+        def fail(error: OSError) -> None:
             raise local_error(path, error) from error
 
-        for folder, folders, files in os.walk(path, onerror=stop, followlinks=True):
+        for folder, folders, files in os.walk(path, onerror=fail, followlinks=True):
             folders.sort()
             yield from (os.path.join(folder, name) for name in sorted(files))
 
     def make_directory(self, path: str) -> None:
         """Make a directory and its parents."""
-        try:
+        with _local_errors(path):
             os.makedirs(path, exist_ok=True)
-        except OSError as error:
-            raise local_error(path, error) from error
 
-    def publish(self, path: str, data: bytes, to_stay: bool = True) -> None:
-        """Write a whole file so that nobody ever sees a part of it."""
+    def publish(self, path: str, data: bytes, durable: bool = True) -> None:
+        """Write a whole file atomically."""
         file = self.writer(path)
         file.write(data)
-        file.commit(to_stay)
+        file.commit(durable)
 
     def publish_new(self, path: str, data: bytes) -> bool:
-        """Write a whole file if there is none of that name; False if there is, with other content."""
+        """Write a whole file if there is none of that name; False if there is one with other content."""
         file = self.writer(path)
         file.write(data)
-        return file.commit_new() or self._holds(path, data)
-
-    @staticmethod
-    def _holds(path: str, data: bytes) -> bool:
+        if file.commit_new():
+            return True
         try:
-            with open(path, "rb") as file:
-                return file.read() == data
+            with open(path, "rb") as other:
+                return other.read() == data
         except OSError:
-            return False  # gone again, or not to be read
+            return False  # removed since, or not readable
 
     def writer(self, path: str) -> LocalWriter:
         """Begin a file that is written in pieces."""
         return LocalWriter(path)
 
     def remove(self, path: str) -> None:
-        """Remove a file or a whole directory; nothing there is fine."""
-        try:
+        """Remove a file or a whole directory if it exists."""
+        with _local_errors(path):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
             elif os.path.lexists(path):
                 os.remove(path)
-        except OSError as error:
-            raise local_error(path, error) from error
 
     def discard_unfinished(self, path: str) -> None:
-        """Remove the temporary files of killed processes under a directory."""
+        """Remove the temporary files of killed processes below a directory."""
         for file in self.walk(path):
             if final_name(file) != file:
-                _forget(file)
+                _remove_if_possible(file)
 
 
 class LocalWriter:
-    """A file under a temporary name beside its place, renamed at the end.
+    """A file that is written under a temporary name beside its final path and renamed on commit.
 
-    The name is this writer's own: two processes that write the same file do not write into each other's.
+    Each writer has a name of its own, so two processes that write the same file do not mix their data.
     """
 
     def __init__(self, path: str) -> None:
         self._path, self._temporary = path, f"{path}.{os.getpid()}-{secrets.token_hex(4)}.partial"
-        self._failed: StorageError | None = None
-        try:
+        self._failure: StorageError | None = None
+        with _local_errors(path):
             self._file = open(self._temporary, "wb")  # noqa: SIM115
-        except OSError as error:
-            raise local_error(path, error) from error
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes."""
-        if self._failed is not None:  # who writes through a library may hear of the first failure only afterwards
-            raise self._failed
-        try:
+        with self._discarded_on_failure():
             return self._file.write(data)
-        except OSError as error:
-            raise self._failure(error) from error
 
-    def commit(self, to_stay: bool = True) -> FileState:
-        """Put the file in its place, safely on the disk unless it need not stay."""
-        try:
-            state = self._finish(to_stay)
+    def commit(self, durable: bool = True) -> FileState:
+        """Rename the file to its final path, after the disk has its data if ``durable``."""
+        with self._discarded_on_failure():
+            state = self._finish(durable)
             os.replace(self._temporary, self._path)
-        except OSError as error:
-            raise self._failure(error) from error
-        return state
+            return state
 
     def commit_new(self) -> bool:
-        """Put the file in its place if there is none yet, which no other process can do at the same time."""
+        """Publish the file if there is none yet, atomically among processes; False if there is one."""
         try:
-            self._finish()
-            try:
-                os.link(self._temporary, self._path)
-            except (FileExistsError, FileNotFoundError):  # or cleared away by who was quicker
-                return False
-            except OSError:  # a file system without links
+            with self._discarded_on_failure():
+                self._finish()
                 try:
-                    with open(self._temporary, "rb") as done, open(self._path, "xb") as file:
-                        shutil.copyfileobj(done, file)
-                except FileExistsError:
+                    os.link(self._temporary, self._path)
+                except (FileExistsError, FileNotFoundError):  # or cleared away by a quicker process
                     return False
-            return True
-        except OSError as error:
-            raise self._failure(error) from error
+                except OSError:  # a file system without links
+                    try:
+                        with open(self._temporary, "rb") as written, open(self._path, "xb") as file:
+                            shutil.copyfileobj(written, file)
+                    except FileExistsError:
+                        return False
+                return True
         finally:
-            _forget(self._temporary)
+            _remove_if_possible(self._temporary)
 
-    def _finish(self, to_stay: bool = True) -> FileState:
-        if self._failed is not None:
-            raise self._failed
+    def _finish(self, durable: bool = True) -> FileState:
         self._file.flush()
-        if to_stay:
+        if durable:
             os.fsync(self._file.fileno())
         state = os.fstat(self._file.fileno())
         self._file.close()
         return FileState(state.st_size, str(state.st_mtime_ns))
 
-    def _failure(self, error: OSError) -> StorageError:
-        self.discard()
-        self._failed = local_error(self._path, error)
-        return self._failed
+    @contextmanager
+    def _discarded_on_failure(self) -> Iterator[None]:
+        """Remove the file on an OSError, which becomes a StorageError that every later call raises again.
+
+        A library that writes through this object may report the first failure only later.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            self._failure = local_error(self._path, error)
+            raise self._failure from error
 
     def discard(self) -> None:
-        """Forget what was written."""
-        with suppress(OSError):  # closing writes what is still buffered, which may be what has just failed
+        """Remove what was written."""
+        with suppress(OSError):  # closing writes buffered data, which may be what has just failed
             self._file.close()
-        _forget(self._temporary)
+        _remove_if_possible(self._temporary)
 
 
 def final_name(path: str) -> str:
-    """The place for which a temporary file was written; the path itself if it is no such file."""
+    """Return the final path of a temporary file; any other path as it is."""
     return _UNFINISHED.sub("", path)
 
 
 def local_error(path: str, error: OSError | ValueError) -> StorageError:
-    """What the operating system said, in words for the user."""
-    said = error.strerror if isinstance(error, OSError) else None
-    return StorageError(f"{path}: {said or error}", "Check the path, its permissions and the free space.")
+    """Return the operating system's error as a StorageError."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return StorageError(f"{path}: {reason or error}", "Check the path, its permissions and the free space.")
 
 
-def _forget(path: str) -> None:
+@contextmanager
+def _local_errors(path: str) -> Iterator[None]:
+    """Raise errors of the operating system as StorageError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a null byte in a name is a ValueError
+        raise local_error(path, error) from error
+
+
+def _remove_if_possible(path: str) -> None:
     with suppress(OSError):
         os.remove(path)

@@ -1,20 +1,18 @@
-"""How patient the storage is, and where OSS is: read from the environment once, when a remote place is first used.
+"""Retry and timeout options of remote storage, read from the environment when a remote path is first used.
 
-    PACKTOOL_STORAGE_RETRIES   how often a request that failed for a passing reason is sent again
-    PACKTOOL_STORAGE_TIMEOUT   seconds without a byte after which a connection is given up
+    PACKTOOL_STORAGE_RETRIES   how often a request that failed for a temporary reason is retried
+    PACKTOOL_STORAGE_TIMEOUT   seconds without a byte after which a connection is closed
     OSS_ENDPOINT, OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET, OSS_SESSION_TOKEN, OSS_REGION
 
-S3's own (``AWS_*`` and the profiles in ``~/.aws``) are read by botocore.
+botocore reads S3's own variables (``AWS_*``) and the profiles in ``~/.aws``.
 
-A request is tried ``retries + 1`` times. Between two tries it waits 0.25, 0.5, 1, ... seconds, at most 20 and with some
-chance in it. A try ends after ``timeout`` seconds of silence, and in any case after ``timeout`` seconds and one more
-for each 128 KiB that it moves. So nothing waits for ever, and the defaults outlive an outage of half a minute.
+A request has ``retries + 1`` attempts, with pauses of 0.25, 0.5, 1, ... seconds between them, at most 20, shortened at
+random. An attempt ends after ``timeout`` seconds without a byte, and at the latest after ``timeout`` seconds plus one
+second for each 128 KiB that it moves. So every request ends, and the defaults outlast an outage of half a minute.
 
-How stores have answered lately, so that one that is down is not waited for again and again.
-
-Only for files that rows name, of which there may be a million: the first waits as long as the options say, the next one
-that fails right after it half as often, and so on, until a success. A web server that has never answered gets a quarter
-of the tries. Counted by every process for itself, as connections are.
+Backoff by store, for files that rows name, of which there may be a million: each failure in a row halves the retries
+for the next file of the same store, until a success. A web server that has never answered gets a quarter of the
+retries. Each process counts for itself.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ from urllib.parse import urlsplit
 
 from packtool.errors import ConfigError
 
-_SLOWEST_BYTES_PER_S = 128 * 1024
-_LONGEST_PAUSE_S = 20.0
-_MOST_RETRIES = 100
+_MIN_BYTES_PER_S = 128 * 1024
+_MAX_PAUSE_S = 20.0
+_MAX_RETRIES = 100
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """Settings of remote places.
+    """Options of remote storage.
 
     Args:
-        retries: further tries of a request after the first.
+        retries: further attempts of a request after the first.
         timeout: seconds without a byte.
-        first_pause: seconds between the first try and the second.
-        s3_endpoint: of S3 if it is not Amazon's, as botocore will take it from the environment.
-        oss_*: place and credentials of OSS.
+        first_pause: seconds between the first attempt and the second.
+        s3_endpoint: address of S3 if it is not Amazon's, as botocore takes it from the environment.
+        oss_*: address and credentials of OSS.
     """
 
     retries: int = 8
@@ -55,15 +53,11 @@ class StorageOptions:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> StorageOptions:
-        """Read the variables above.
-
-        Raises:
-            ConfigError: if one is no number.
-        """
+        """Read the variables above; raises ConfigError if one is no number."""
         problems: list[str] = []
         endpoint = environ.get("OSS_ENDPOINT")
         options = cls(
-            retries=int(_number(environ, "PACKTOOL_STORAGE_RETRIES", cls.retries, 0, _MOST_RETRIES, problems)),
+            retries=int(_number(environ, "PACKTOOL_STORAGE_RETRIES", cls.retries, 0, _MAX_RETRIES, problems)),
             timeout=_number(environ, "PACKTOOL_STORAGE_TIMEOUT", cls.timeout, 0.1, 3600.0, problems),
             s3_endpoint=environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None,
             oss_endpoint=endpoint if not endpoint or "://" in endpoint else f"https://{endpoint}",
@@ -77,23 +71,19 @@ class StorageOptions:
         return options
 
     def pause(self, attempt: int) -> float:
-        """Seconds to wait after the failed try ``attempt`` (0-based), before chance shortens them."""
-        return float(min(self.first_pause * 2.0**attempt, _LONGEST_PAUSE_S))
+        """Return the seconds to wait after failed attempt ``attempt`` (0-based), before random shortening."""
+        return float(min(self.first_pause * 2.0**attempt, _MAX_PAUSE_S))
 
     def limit(self, num_bytes: int) -> float:
-        """Seconds that one try may take that moves so many bytes."""
-        return self.timeout + num_bytes / _SLOWEST_BYTES_PER_S
+        """Return the seconds after which an attempt that moves ``num_bytes`` is ended."""
+        return self.timeout + num_bytes / _MIN_BYTES_PER_S
 
 
 _current: StorageOptions | None = None
 
 
 def options() -> StorageOptions:
-    """The settings of this process, read once.
-
-    Raises:
-        ConfigError: if the environment is wrong.
-    """
+    """Return the options of this process, read from the environment once (ConfigError if that is wrong)."""
     global _current
     if _current is None:
         _current = StorageOptions.from_environment(os.environ)
@@ -101,7 +91,7 @@ def options() -> StorageOptions:
 
 
 def set_options(new: StorageOptions | None) -> None:
-    """Use others; None reads the environment again."""
+    """Replace the options of this process; None reads the environment again."""
     global _current
     _current = new
 
@@ -123,7 +113,7 @@ def _number(
 
 
 def _oss_region(endpoint: str | None) -> str | None:
-    """``cn-hangzhou`` of ``https://oss-cn-hangzhou-internal.aliyuncs.com``: what signatures are made for."""
+    """Return the region for signatures: ``cn-hangzhou`` of ``https://oss-cn-hangzhou-internal.aliyuncs.com``."""
     if not endpoint:
         return None
     host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
@@ -133,30 +123,30 @@ def _oss_region(endpoint: str | None) -> str | None:
     return None
 
 
-_UNKNOWN_WEB = 2
+_UNKNOWN_WEB_SHIFT = 2
 _failures: dict[str, int] = {}
-_answered: set[str] = set()
+_responsive: set[str] = set()
 
 
 def forget_failures() -> None:
-    """Every store is as good as new."""
+    """Reset the backoff of all stores."""
     _failures.clear()
-    _answered.clear()
+    _responsive.clear()
 
 
-def retries_for(place: str) -> int:
-    """Further tries that a request to a store is worth now."""
-    unknown = _UNKNOWN_WEB if place.startswith("http:") and place not in _answered else 0
-    return options().retries >> min(_failures.get(place, 0) + unknown, 16)
+def retries_for(store: str) -> int:
+    """Return the retries of the next request to a store."""
+    unknown = _UNKNOWN_WEB_SHIFT if store.startswith("http:") and store not in _responsive else 0
+    return options().retries >> min(_failures.get(store, 0) + unknown, 16)
 
 
-def worked(place: str) -> None:
-    """The store has answered."""
-    _answered.add(place)
-    _failures.pop(place, None)
+def record_success(store: str) -> None:
+    """Record that a store has answered."""
+    _responsive.add(store)
+    _failures.pop(store, None)
 
 
-def failed(place: str) -> int:
-    """The store could not be reached; how often now in a row."""
-    _failures[place] = _failures.get(place, 0) + 1
-    return _failures[place]
+def record_failure(store: str) -> int:
+    """Record that a store could not be reached; return the number of failures in a row."""
+    _failures[store] = _failures.get(store, 0) + 1
+    return _failures[store]

@@ -14,17 +14,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from packtool.errors import StorageError
-from packtool.storage.faults import is_passing, storage_error
+from packtool.storage.faults import is_temporary, storage_error
 from packtool.storage.options import options
 
 T = TypeVar("T")
 
-_LARGEST_BLOCK = 8 * 2**20
-_KEPT_BYTES = 16 * 2**20
+_MAX_BLOCK = 8 * 2**20
+_MAX_CACHED_BYTES = 16 * 2**20
 _POLL_S = 0.5
 _CLOSE_S = 2.0
 
@@ -33,7 +32,7 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _connections: dict[Hashable, asyncio.Future[Any]] = {}
 _closing = contextlib.AsyncExitStack()
-# Of a forked process's parent: neither used nor closed here, for that would close the parent's connections.
+# After a fork: objects of the parent, neither used nor closed here, because that would close the parent's connections.
 _inherited: list[object] = []
 
 
@@ -49,10 +48,10 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 async def connection(key: Hashable, connect: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-    """Return the connections that belong to a key, made when they are first needed; called on the I/O thread.
+    """Return the connection pool of a key, opened on first use; call it on the I/O thread.
 
     Args:
-        connect: makes them, to be kept until ``forget_connections``.
+        connect: opens the pool, which is kept until ``forget_connections``.
     """
     if key not in _connections:
         _connections[key] = asyncio.ensure_future(_closing.enter_async_context(connect()))
@@ -66,7 +65,7 @@ async def connection(key: Hashable, connect: Callable[[], AbstractAsyncContextMa
 
 
 def forget_connections() -> None:
-    """Close all connections; the next requests make new ones, with the options and credentials of then."""
+    """Close all connections; the next requests open new ones with the options and credentials of that time."""
     global _closing
     if _loop is not None:
         closing, _closing = _closing, contextlib.AsyncExitStack()
@@ -86,7 +85,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def wait(work: Coroutine[Any, Any, T] | Future[T]) -> T:
-    """Return the result of requests; Ctrl-C ends the waiting and the requests."""
+    """Return the result of requests; Ctrl-C cancels them."""
     future = work if isinstance(work, Future) else start(work)
     try:
         # With a timeout, because a signal that another thread receives does not end the wait.
@@ -99,23 +98,23 @@ def wait(work: Coroutine[Any, Any, T] | Future[T]) -> T:
 
 
 def answer(path: str, operation: str, work: Coroutine[Any, Any, T] | Future[T]) -> T:
-    """Return the result of requests; every error becomes a StorageError that names path and operation."""
+    """Return the result of requests; raise every error as a StorageError that names path and operation."""
     try:
         return wait(work)
     except StorageError:
         raise
     except Exception as error:
-        # Not chained: what libraries say may hold signed URLs, and --debug would print it.
+        # Not chained: libraries' messages may hold signed URLs, and --debug would print them.
         raise storage_error(path, operation, error) from None
 
 
 async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, retries: int | None = None) -> T:
-    """Do one request, and again while it fails for passing reasons: see ``packtool.storage.options``.
+    """Make a request, and retry it while it fails for temporary reasons: see ``packtool.storage.options``.
 
     Args:
-        work: makes the request; called for each try.
-        num_bytes: that it moves.
-        retries: further tries, if not those of the options.
+        work: makes the request; called for each attempt.
+        num_bytes: bytes that the request moves, for its time limit.
+        retries: further attempts; None for those of the options.
     """
     settings = options()
     retries = settings.retries if retries is None else retries
@@ -123,21 +122,20 @@ async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, ret
         try:
             return await asyncio.wait_for(work(), settings.limit(num_bytes))
         except Exception as error:
-            if attempt == retries or not is_passing(error):
+            if attempt == retries or not is_temporary(error):
                 error.__dict__["tries"] = attempt + 1  # for the message
                 raise
         await asyncio.sleep(settings.pause(attempt) * random.uniform(0.5, 1.0))
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
-@dataclass(frozen=True)
-class Range:
-    """A piece of a remote file.
+class Range(NamedTuple):
+    """A range of bytes of a remote file.
 
     Args:
-        data: its bytes.
-        size: of the whole file.
-        tag: changes when the file does; empty if the place does not say.
+        data: the bytes.
+        size: bytes of the whole file.
+        tag: changes when the file does; "" if the store sends none.
     """
 
     data: bytes
@@ -146,33 +144,32 @@ class Range:
 
 
 def check_complete(data: bytes, begin: int, content_range: str) -> None:
-    """Compare an answer's body with its ``Content-Range``: proxies may cut it and set a length to match.
+    """Compare a body with its ``Content-Range``: proxies may truncate it and set a length to match.
 
     Args:
         begin: first byte that was requested.
 
     Raises:
-        ConnectionError: which counts as passing.
+        ConnectionError: if they differ; it counts as temporary.
     """
-    found = re.match(r"bytes (\d+)-(\d+)/", content_range)
-    if found and (int(found[1]), int(found[2]) + 1) != (begin, begin + len(data)):
+    match = re.match(r"bytes (\d+)-(\d+)/", content_range)
+    if match and (int(match[1]), int(match[2]) + 1) != (begin, begin + len(data)):
         raise ConnectionError(f"the server sent {len(data):,} bytes and announced {content_range}")
 
 
 class RemoteReader(io.RawIOBase):
-    """A remote file, read by ranges; to be wrapped into a BufferedReader.
+    """A remote file read by ranges; wrap it into a BufferedReader.
 
-    The first block is small, so that a look into a header costs one short request. Where reading goes on, blocks double
-    up to 8 MiB and the next is fetched while this one is used; after a jump they are small again. At most 24 MiB are
-    held.
+    The first block is small, so that reading a header costs one short request. Blocks of a sequential read double up
+    to 8 MiB, and the next one is fetched while this one is used; after a seek they are small again. At most 24 MiB are
+    kept in memory. Every read may raise StorageError.
 
     Args:
         path: for messages.
-        fetch: gives bytes [start, stop), fewer at the end of the file.
-        first_block: bytes to fetch at first and after a jump.
+        fetch: returns bytes [start, stop), fewer at the end of the file.
+        first_block: bytes to fetch first and after a seek.
+        first: the first block.
 
-    Raises:
-        StorageError: from here and from every read.
     Attributes:
         tag: see ``Range``.
     """
@@ -189,19 +186,15 @@ class RemoteReader(io.RawIOBase):
         self._ahead: tuple[int, Future[Range]] | None = None
 
     def readable(self) -> bool:
-        """Always True."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always True: seeking costs nothing."""
+        """Return True: seeking costs nothing."""
         return True
 
-    def tell(self) -> int:
-        """The position in bytes."""
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position; nothing is fetched until something is read."""
+        """Set the position; nothing is fetched before the next read."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"position {base + offset} is before the file")
@@ -209,7 +202,7 @@ class RemoteReader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read what is at hand, and fetch only if nothing is."""
+        """Read bytes of one block; fetch it if it is not in memory."""
         view = memoryview(buffer).cast("B")
         if self._position >= self._size or not len(view):
             return 0
@@ -221,67 +214,59 @@ class RemoteReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        """Let go of the blocks."""
+        """Release the blocks and cancel the read-ahead."""
         if not self.closed:
-            self._forget_ahead()
-            self._blocks = []
+            if self._ahead is not None and os.getpid() == self._process:
+                self._ahead[1].cancel()
+            self._ahead, self._blocks = None, []
         super().close()
 
     def _block_at(self, position: int) -> tuple[int, bytes]:
-        for i in range(len(self._blocks) - 1, -1, -1):
+        for i in reversed(range(len(self._blocks))):
             begin, data = self._blocks[i]
             if begin <= position < begin + len(data):
                 self._blocks.append(self._blocks.pop(i))
                 return begin, data
-        goes_on = position == self._next
-        self._step = min(self._step * 2, _LARGEST_BLOCK) if goes_on else self._first_block
-        data = self._take_ahead(position) or self._read(position, self._stop(position))
+        is_sequential = position == self._next
+        self._step = min(self._step * 2, _MAX_BLOCK) if is_sequential else self._first_block
+        data = self._take_ahead(position) or self._checked(position, self._fetch(position, self._stop(position)))
         self._next = position + len(data)
-        self._keep(position, data)
-        if goes_on and self._next < self._size:
+        self._blocks.append((position, data))
+        while len(self._blocks) > 1 and sum(len(block) for _, block in self._blocks) > _MAX_CACHED_BYTES:
+            self._blocks.pop(0)
+        if is_sequential and self._next < self._size:
             self._ahead = self._next, start(self._fetch(self._next, self._stop(self._next)))
         return position, data
 
     def _stop(self, position: int) -> int:
-        """End of a new block: of the size that is due, and never into one that is held."""
+        """Return the end of a new block: of the current block size, but not into a block that is in memory."""
         ends = [begin for begin, _ in self._blocks if begin > position]
         return min(position + self._step, self._size, *ends)
 
-    def _keep(self, position: int, data: bytes) -> None:
-        self._blocks.append((position, data))
-        while len(self._blocks) > 1 and sum(len(block) for _, block in self._blocks) > _KEPT_BYTES:
-            self._blocks.pop(0)
-
-    def _read(self, begin: int, stop: int) -> bytes:
-        return self._checked(begin, answer(self._path, "reading", self._fetch(begin, stop)))
-
     def _take_ahead(self, position: int) -> bytes | None:
-        """The block that was fetched ahead, if it is this one."""
+        """Return the block that was fetched ahead if it begins at ``position``, else cancel it."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or os.getpid() != self._process:
             return None
         if ahead[0] != position:
             ahead[1].cancel()
             return None
-        return self._checked(position, answer(self._path, "reading", ahead[1]))
+        return self._checked(position, ahead[1])
 
-    def _forget_ahead(self) -> None:
-        if self._ahead is not None and os.getpid() == self._process:
-            self._ahead[1].cancel()
-        self._ahead = None
-
-    def _checked(self, begin: int, piece: Range) -> bytes:
-        if (piece.size, piece.tag) != (self._size, self.tag) or (not piece.data and begin < self._size):
+    def _checked(self, begin: int, work: Coroutine[Any, Any, Range] | Future[Range]) -> bytes:
+        """Return the data of a request, or raise if it comes from another version of the file."""
+        block = answer(self._path, "reading", work)
+        if (block.size, block.tag) != (self._size, self.tag) or (not block.data and begin < self._size):
             raise StorageError(
                 f"{self._path} was replaced while it was being read", "Run again when nobody writes to it any more."
             )
-        return piece.data
+        return block.data
 
 
 def open_ranges(
     path: str, fetch: Callable[[int, int], Coroutine[Any, Any, Range]], first_block: int
 ) -> io.BufferedReader:
-    """A seekable, buffered file over range requests; the first is made here, so that a missing file is told now.
+    """Return a seekable, buffered file over range requests; the first request is made here, to report missing files.
 
     Raises:
         StorageError: if the file cannot be opened.

@@ -1,8 +1,7 @@
 """``s3://`` and ``oss://``: buckets with the S3 protocol, by single requests of aiobotocore.
 
-s3fs's file operations do not pass the tests with faults: bodies that are cut are not requested again, answers that get
-lost leave uploads behind or fail exclusive writes, opening a file takes two requests, and OSS does not take its request
-that deletes many objects.
+s3fs's file operations fail the fault tests: truncated bodies are not requested again, lost answers leave uploads behind
+or fail exclusive writes, opening a file takes two requests, and OSS rejects its request that deletes many objects.
 """
 
 from __future__ import annotations
@@ -24,40 +23,37 @@ from packtool.storage.options import StorageOptions, options
 from packtool.storage.remote import Range, answer, check_complete, connection, open_ranges, start, wait, with_retries
 
 PART_BYTES = 8 * 2**20
-_PARTS_AT_ONCE = 3
-# S3 allows 10,000 parts: from here on they are larger, which makes room for 350 GB.
+_MAX_PARTS_IN_FLIGHT = 3
+# S3 allows 10,000 parts; the larger ones after the first 5,000 allow objects of 350 GB.
 _LARGE_FROM, _LARGE_PART_BYTES = 5000, 64 * 2**20
 _ABORT_S = 10.0
 
 
 class S3Writer:
-    """A ``Writer`` to an object. What is smaller than a part is put whole on ``commit``.
+    """An object that is uploaded in parts while it is written; one smaller than a part is put on ``commit``.
 
-    Three parts travel while the next is filled, so it holds 32 MiB at most.
+    Three parts are in flight while the next is filled, so at most 32 MiB are in memory. If ``write`` or ``commit``
+    raises StorageError, nothing is left behind.
 
     Args:
-        store: that makes the requests.
+        store: makes the requests.
         path: for messages.
-        bucket, key: the place.
-
-    Raises:
-        StorageError: from write and commit; nothing is left behind then.
     """
 
     def __init__(self, store: S3Store, path: str, bucket: str, key: str) -> None:
         self._store, self._path = store, path
-        self._place = {"Bucket": bucket, "Key": key}
+        self._object = {"Bucket": bucket, "Key": key}
         self._buffer = bytearray()
         self._upload: str | None = None
-        self._num_begun = 0  # requests to begin: an answer that got lost leaves an upload that nobody knows
-        self._under_way: deque[Future[str]] = deque()
+        self._num_begun = 0  # requests to begin an upload: a lost answer leaves an upload of unknown id
+        self._in_flight: deque[Future[str]] = deque()
         self._tags: list[str] = []
         self._tag = ""  # of the whole object
         self._num_parts = self._num_bytes = 0
         self._ended = False
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes; waits while too many parts are under way."""
+        """Append bytes; waits while too many parts are in flight."""
         if self._ended:
             raise StorageError(f"{self._path}: written to after its end")
         view = memoryview(data).cast("B")
@@ -71,7 +67,7 @@ class S3Writer:
         return len(view)
 
     def commit(self) -> FileState:
-        """Finish the upload: the object appears under its name, whole."""
+        """Complete the upload, so that the object appears."""
         if self._ended:
             raise StorageError(f"{self._path}: committed after its end")
         self._guarded(self._finish)
@@ -79,12 +75,12 @@ class S3Writer:
         return FileState(self._num_bytes, self._tag)
 
     def discard(self) -> None:
-        """End the upload and let its parts go; tried for some seconds, for there may be no network left."""
+        """Abort the upload; gives up after some seconds, because the network may be down."""
         if self._ended:
             return
         self._ended = True
         self._buffer = bytearray()
-        for future in self._under_way:
+        for future in self._in_flight:
             future.cancel()
         if self._num_begun:
             with suppress(Exception):
@@ -104,88 +100,85 @@ class S3Writer:
             raise storage_error(self._path, "writing", error) from None
 
     def _send(self) -> None:
-        """Let the filled part go."""
+        """Start to upload the filled part."""
         if self._upload is None:
-            self._upload = wait(self._begin())
-        while len(self._under_way) >= _PARTS_AT_ONCE:
-            self._tags.append(wait(self._under_way.popleft()))
+            self._upload = wait(with_retries(self._begin))
+        while len(self._in_flight) >= _MAX_PARTS_IN_FLIGHT:
+            self._tags.append(wait(self._in_flight.popleft()))
         data, self._buffer = bytes(self._buffer), bytearray()
         self._num_parts += 1
         self._num_bytes += len(data)
-        self._under_way.append(start(self._send_part(self._upload, self._num_parts, data)))
+        self._in_flight.append(start(self._send_part(self._upload, self._num_parts, data)))
 
     async def _begin(self) -> str:
-        async def once() -> str:
-            self._num_begun += 1
-            begun = await self._store.request_once("create_multipart_upload", **self._place)
-            return str(begun["UploadId"])
-
-        return await with_retries(once)
+        self._num_begun += 1
+        begun = await self._store.request_once("create_multipart_upload", **self._object)
+        return str(begun["UploadId"])
 
     async def _send_part(self, upload: str, number: int, data: bytes) -> str:
         part = {"UploadId": upload, "PartNumber": number, "Body": data}
-        sent = await self._store.request("upload_part", len(data), **self._place, **part)
+        sent = await self._store.request("upload_part", len(data), **self._object, **part)
         return str(sent["ETag"])
 
     def _finish(self) -> None:
         if self._upload is None:
             data, self._buffer = bytes(self._buffer), bytearray()
-            put = self._store.request("put_object", len(data), **self._place, Body=data)
+            put = self._store.request("put_object", len(data), **self._object, Body=data)
             self._num_bytes, self._tag = len(data), _tag(answer(self._path, "writing", put))
             return
         if self._buffer:
             self._send()
-        while self._under_way:
-            self._tags.append(wait(self._under_way.popleft()))
+        while self._in_flight:
+            self._tags.append(wait(self._in_flight.popleft()))
         wait(self._complete(self._upload))
         if self._num_begun > 1:
-            with suppress(Exception):  # the object is there; what could not be cleared is no reason to fail
+            with suppress(Exception):  # the object is complete; a failed clean-up is no reason to fail
                 wait(asyncio.wait_for(self._abort_others(self._upload), _ABORT_S))
 
     async def _complete(self, upload: str) -> None:
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(self._tags, start=1)]
-        num_tries = 0
+        num_attempts = 0
 
-        async def once() -> None:
-            nonlocal num_tries
-            num_tries += 1
+        async def attempt() -> None:
+            nonlocal num_attempts
+            num_attempts += 1
             try:
                 completed = await self._store.request_once(
-                    "complete_multipart_upload", **self._place, UploadId=upload, MultipartUpload={"Parts": parts}
+                    "complete_multipart_upload", **self._object, UploadId=upload, MultipartUpload={"Parts": parts}
                 )
                 self._tag = _tag(completed)
             except Exception as error:
-                # The first answer may have got lost on its way back.
-                if code_of(error) != "NoSuchUpload" or num_tries == 1 or not await self._is_there():
+                # The answer to an earlier attempt may have been lost.
+                if code_of(error) != "NoSuchUpload" or num_attempts == 1 or not await self._is_complete():
                     raise
 
-        # The server puts the parts together before it answers.
-        await with_retries(once, self._num_bytes // 8)
+        # The server joins the parts before it answers.
+        await with_retries(attempt, self._num_bytes // 8)
 
-    async def _is_there(self) -> bool:
-        """Whether the object is the one that was uploaded: its size, and the tag of so many parts."""
-        head = await self._store.request_once("head_object", **self._place)
+    async def _is_complete(self) -> bool:
+        """Return whether the object is the uploaded one, by its size and its tag with the number of parts."""
+        head = await self._store.request_once("head_object", **self._object)
         self._tag = _tag(head)
         return head["ContentLength"] == self._num_bytes and self._tag.endswith(f"-{len(self._tags)}")
 
     async def _abort(self) -> None:
-        # A part that is still under way would outlive the abortion.
-        await asyncio.gather(*(asyncio.wrap_future(future) for future in self._under_way), return_exceptions=True)
+        # A part that is still in flight would outlive the abort.
+        await asyncio.gather(*(asyncio.wrap_future(future) for future in self._in_flight), return_exceptions=True)
         if self._upload is not None:
-            await self._store.abort_upload(self._place["Bucket"], self._place["Key"], self._upload)
+            await self._store.abort_upload(self._object["Bucket"], self._object["Key"], self._upload)
         if self._num_begun > 1 or self._upload is None:
             await self._abort_others(self._upload)
 
     async def _abort_others(self, own: str | None) -> None:
-        """End uploads to the same place whose beginning was not heard of."""
-        key = self._place["Key"]
-        await self._store.abort_uploads(self._place["Bucket"], key, lambda name, upload: name == key and upload != own)
+        """Abort uploads to the same key whose id is unknown, because the answer with it was lost."""
+        key = self._object["Key"]
+        await self._store.abort_uploads(self._object["Bucket"], key, lambda name, upload: name == key and upload != own)
 
 
-_MOST_CONNECTIONS = 32
-_DELETES_AT_ONCE = 16
-# What servers answer to a conditional write whose object is there, or is being written.
-_THERE = {"PreconditionFailed", "ConditionalRequestConflict", "FileAlreadyExists", "412", "409"}
+_MAX_CONNECTIONS = 32
+_MAX_CONCURRENT_DELETES = 16
+# Codes for a conditional write whose object exists or is being written.
+_EXISTS = {"PreconditionFailed", "ConditionalRequestConflict", "FileAlreadyExists", "412", "409"}
 
 
 def _connect(scheme: str) -> Any:
@@ -201,21 +194,21 @@ def _connect(scheme: str) -> Any:
 
 
 def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]:
-    """Arguments of the S3 client; S3's credentials are not among them, for botocore finds them by itself.
+    """Return the arguments of the S3 client; botocore finds S3's credentials itself.
 
     Args:
         scheme: ``s3`` or ``oss``.
 
     Raises:
-        StorageError: if OSS is asked for and the environment does not say where it is.
+        StorageError: if the environment lacks the endpoint or the credentials of OSS.
     """
     config: dict[str, Any] = {
         "connect_timeout": min(settings.timeout, 10.0),
         "read_timeout": settings.timeout,
-        "retries": {"total_max_attempts": 1, "mode": "standard"},  # ours are the only ones
-        "max_pool_connections": _MOST_CONNECTIONS,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},  # with_retries makes the only retries
+        "max_pool_connections": _MAX_CONNECTIONS,
     }
-    # Checksums behind the body, botocore's default, are Amazon's own: OSS and older servers refuse them.
+    # Trailing checksums, botocore's default, are Amazon's own: OSS and older servers reject them.
     plain = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     if scheme == "oss":
         if not settings.oss_endpoint:
@@ -250,7 +243,7 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
 
 
 def _needs_path_style(endpoint: str) -> bool:
-    """Whether the host can have no bucket's name in front: an address, or a name without a domain."""
+    """Return whether buckets cannot be sub-domains of the host: an IP address, or a name without a domain."""
     host = urlsplit(endpoint).hostname or ""
     try:
         ipaddress.ip_address(host)
@@ -260,28 +253,28 @@ def _needs_path_style(endpoint: str) -> bool:
 
 
 def split(path: str) -> tuple[str, str]:
-    """The bucket and the key of a path."""
+    """Return bucket and key of a path."""
     bucket, _, key = path.partition("://")[2].partition("/")
     return bucket, key
 
 
 class S3Store:
-    """Buckets of one scheme; a ``Store``."""
+    """Buckets of one scheme."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
 
     async def request(self, method: str, num_bytes: int = 0, **arguments: Any) -> Any:
-        """One request of S3's, with_retries."""
+        """Make a request with retries."""
         return await with_retries(lambda: self.request_once(method, **arguments), num_bytes)
 
     async def request_once(self, method: str, **arguments: Any) -> Any:
-        """One request of S3's."""
+        """Make one attempt of a request."""
         client = await connection(self.scheme, lambda: _connect(self.scheme))
         return await getattr(client, method)(**arguments)
 
     def find(self, path: str) -> FileState | None:
-        """Size and entity tag of an object."""
+        """Return size and entity tag of an object; None if it does not exist."""
         bucket, key = split(path)
         if not key or key.endswith("/"):
             return None
@@ -297,7 +290,7 @@ class S3Store:
         return FileState(head["ContentLength"], _tag(head))
 
     def is_directory(self, path: str) -> bool:
-        """Whether anything lies under it."""
+        """Return whether any key lies below a path."""
         bucket, key = split(path)
         return answer(path, "looking", self._has_children(bucket, _prefix(key)))
 
@@ -316,39 +309,39 @@ class S3Store:
         return open_ranges(path, fetch, first_block)
 
     async def _range(self, bucket: str, key: str, begin: int, stop: int) -> Range:
-        """Bytes [begin, stop) of an object, fewer at its end, by one request."""
+        """Read bytes [begin, stop) of an object, fewer at its end, in one attempt."""
         try:
-            wanted = f"bytes={begin}-{stop - 1}"
-            found = await self.request_once("get_object", Bucket=bucket, Key=key, Range=wanted)
+            byte_range = f"bytes={begin}-{stop - 1}"
+            response = await self.request_once("get_object", Bucket=bucket, Key=key, Range=byte_range)
         except Exception as error:
             if begin == 0 and (code_of(error) == "InvalidRange" or status_of(error) == 416):
                 return Range(b"", 0, "")  # an empty object has no first byte
             raise
-        async with found["Body"] as body:
+        async with response["Body"] as body:
             data = await body.read()
-        content_range = found.get("ContentRange", "")
+        content_range = response.get("ContentRange", "")
         check_complete(data, begin, content_range)
-        return Range(data, int(content_range.rpartition("/")[2] or found["ContentLength"]), _tag(found))
+        return Range(data, int(content_range.rpartition("/")[2] or response["ContentLength"]), _tag(response))
 
     def entries(self, path: str) -> dict[str, FileState | None]:
-        """Names in a directory, sorted, with None for directories."""
+        """Return the state of each object in a directory by name, sorted, and None for sub-directories."""
         bucket, key = split(path)
         prefix = _prefix(key)
-        found: dict[str, FileState | None] = {}
+        states: dict[str, FileState | None] = {}
         for page in self._listing(path, Bucket=bucket, Prefix=prefix, Delimiter="/"):
             for folder in page.get("CommonPrefixes", ()):
-                found[folder["Prefix"][len(prefix) :].rstrip("/")] = None
+                states[folder["Prefix"][len(prefix) :].rstrip("/")] = None
             for item in page.get("Contents", ()):
-                if item["Key"] != prefix:  # what consoles put there when they make a folder
-                    found[item["Key"][len(prefix) :]] = FileState(item["Size"], _tag(item))
-        return dict(sorted(found.items()))
+                if item["Key"] != prefix:  # the empty object by which consoles make a folder
+                    states[item["Key"][len(prefix) :]] = FileState(item["Size"], _tag(item))
+        return dict(sorted(states.items()))
 
     def list_names(self, path: str) -> list[str]:
-        """Names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         return list(self.entries(path))
 
     def walk(self, path: str) -> Iterator[str]:
-        """Paths of all objects under a directory, sorted by key."""
+        """Yield the paths of all objects below a directory, sorted by key."""
         bucket, key = split(path)
         for page in self._listing(path, Bucket=bucket, Prefix=_prefix(key)):
             for item in page.get("Contents", ()):
@@ -365,81 +358,77 @@ class S3Store:
             yield page
 
     def make_directory(self, path: str) -> None:
-        """Nothing to do: directories are where objects are."""
+        """Do nothing: buckets have no directories."""
 
-    def publish(self, path: str, data: bytes, to_stay: bool = True) -> None:
-        """Put a whole object; nobody sees a part of it."""
+    def publish(self, path: str, data: bytes, durable: bool = True) -> None:
+        """Put a whole object atomically."""
         bucket, key = split(path)
         answer(path, "writing", self.request("put_object", len(data), Bucket=bucket, Key=key, Body=data))
 
     def publish_new(self, path: str, data: bytes) -> bool:
-        """Put a whole object if there is none of that name; False if there is, with other content."""
+        """Put a whole object if there is none of that name; False if there is one with other content."""
         bucket, key = split(path)
         return answer(path, "writing", self._publish_new(bucket, key, data))
 
     async def _publish_new(self, bucket: str, key: str, data: bytes) -> bool:
-        place = {"Bucket": bucket, "Key": key}
+        new = {"Bucket": bucket, "Key": key, "Body": data}
         try:
-            await self.request("put_object", len(data), **place, Body=data, IfNoneMatch="*")
+            await self.request("put_object", len(data), **new, IfNoneMatch="*")
         except Exception as error:
-            if code_of(error) in _THERE:
+            if code_of(error) in _EXISTS:
                 return await self._holds(bucket, key, data)
             if code_of(error) != "NotImplemented" and status_of(error) != 501:
                 raise
-            # A server without conditional writes: the next best.
+            # A server without conditional writes: look before writing.
             if await self._find(bucket, key) is not None:
                 return await self._holds(bucket, key, data)
-            await self.request("put_object", len(data), **place, Body=data)
-        # A server may have ignored the condition, and another process written behind this one.
+            await self.request("put_object", len(data), **new)
+        # A server may have ignored the condition, and another process may have written after this one.
         return await self._holds(bucket, key, data)
 
     async def _holds(self, bucket: str, key: str, data: bytes) -> bool:
         try:
-            found = await with_retries(lambda: self._range(bucket, key, 0, len(data) + 1), len(data))
+            content = await with_retries(lambda: self._range(bucket, key, 0, len(data) + 1), len(data))
         except Exception as error:
             if is_missing(error):
-                return False  # gone again
+                return False  # removed since
             raise
-        return found.data == data
+        return content.data == data
 
     def writer(self, path: str) -> S3Writer:
         """Begin an object that is uploaded while it is written."""
         return S3Writer(self, path, *split(path))
 
     def remove(self, path: str) -> None:
-        """Remove an object and all under it; nothing there is fine."""
+        """Remove an object and all below it, if any."""
         bucket, key = split(path)
         if not key.strip("/"):
             raise StorageError(f"{path}: a whole bucket is not removed", "Name a directory in it.")
         answer(path, "removing", self._remove(bucket, key.rstrip("/")))
 
     async def _remove(self, bucket: str, key: str) -> None:
-        # One by one: the request that deletes many needs a checksum that botocore no longer sends and OSS insists on.
+        # One by one: the request for many needs a checksum that botocore no longer sends and OSS requires.
         names = [key]
         async for page in self._pages("list_objects_v2", Bucket=bucket, Prefix=f"{key}/"):
             names += [item["Key"] for item in page.get("Contents", ())]
-        for i in range(0, len(names), _DELETES_AT_ONCE):
-            part = names[i : i + _DELETES_AT_ONCE]
+        for i in range(0, len(names), _MAX_CONCURRENT_DELETES):
+            part = names[i : i + _MAX_CONCURRENT_DELETES]
             await asyncio.gather(*(self.request("delete_object", Bucket=bucket, Key=name) for name in part))
 
     def discard_unfinished(self, path: str) -> None:
-        """End the uploads that killed processes left under a directory: they are invisible, and cost money."""
+        """Abort uploads that killed processes left below a directory: they are invisible and cost money."""
         bucket, key = split(path)
         answer(path, "clearing", self.abort_uploads(bucket, _prefix(key), lambda name, upload: True))
 
     async def abort_uploads(self, bucket: str, prefix: str, wanted: Callable[[str, str], bool]) -> None:
-        """End unfinished uploads.
-
-        Args:
-            wanted: says so for a key and an upload id.
-        """
+        """Abort the unfinished uploads for which ``wanted(key, upload id)`` is true."""
         async for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
             for item in page.get("Uploads", ()):
                 if wanted(item["Key"], item["UploadId"]):
                     await self.abort_upload(bucket, item["Key"], item["UploadId"])
 
     async def abort_upload(self, bucket: str, key: str, upload: str) -> None:
-        """End one unfinished upload; one that is gone is fine."""
+        """Abort an unfinished upload if it still exists."""
         try:
             await self.request("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
         except Exception as error:
@@ -447,7 +436,7 @@ class S3Store:
                 raise
 
     async def _pages(self, method: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
-        """The pages of a listing."""
+        """Yield the pages of a listing."""
         position: dict[str, Any] = {}
         while True:
             page = await self.request(method, **arguments, **position)
@@ -459,7 +448,7 @@ class S3Store:
 
 
 def _forbid_overwriting(params: dict[str, Any], **_: Any) -> None:
-    """A conditional write in OSS's words, which S3's do not reach in all its regions."""
+    """Add OSS's header for a conditional write, because not all its regions understand S3's."""
     if params["headers"].get("If-None-Match") == "*":
         params["headers"]["x-oss-forbid-overwrite"] = "true"
 
@@ -469,6 +458,6 @@ def _prefix(key: str) -> str:
     return f"{key}/" if key else ""
 
 
-def _tag(found: dict[str, Any]) -> str:
-    tag = found.get("ETag")
-    return str(tag).strip('"') if tag else str(found.get("LastModified", ""))
+def _tag(response: dict[str, Any]) -> str:
+    tag = response.get("ETag")
+    return str(tag).strip('"') if tag else str(response.get("LastModified", ""))

@@ -163,7 +163,7 @@ def test_any_address_is_a_medium_or_a_dropped_row(
             measure_image(media_ref("image", text, source))
     for path in opened:
         if storage.is_remote(path):
-            assert access == "any" or storage.place(path) == "http://named", path
+            assert access == "any" or storage.store_name(path) == "http://named", path
         elif access == "root":
             assert os.path.realpath(storage.normalize(path)).startswith(root + os.sep), path
 
@@ -210,7 +210,7 @@ def test_an_endless_body_is_given_up(web: WebServer) -> None:
 
 def test_redirects_go_where_the_row_may(web: WebServer) -> None:
     other = WebServer()
-    named = frozenset({storage.place(web.url)})
+    named = frozenset({storage.store_name(web.url)})
     assert reason_of(f"{web.url}/to={other.url}/a", places=named) == "media_not_allowed"
     assert not other.asked
     assert measure_image(MediaRef(f"{web.url}/to={web.url}/a", rights=MediaRights(places=named))) == (20, 30)
@@ -227,7 +227,7 @@ def test_a_name_that_leads_into_a_private_network_is_not_followed(
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     path = web.url.replace("127.0.0.1", "data.example") + "/a.png"
-    named = frozenset({storage.place(path)})
+    named = frozenset({storage.store_name(path)})
     with pytest.raises(MediaProblem, match=r"leads to 127\.0\.0\.1, an address of a private network.*any") as caught:
         measure_image(MediaRef(path, rights=MediaRights(places=named)))
     assert caught.value.reason == "media_not_allowed"
@@ -309,10 +309,10 @@ def test_a_cache_reaches_no_web_server_by_itself(web: WebServer, tmp_path: Path)
 
 def test_names_of_stores() -> None:
     same = ["http://Host/x", "https://host", "http://user:pass@host:80/y?z", "https://host:443/"]
-    assert {storage.place(path) for path in same} == {"http://host"}
-    assert storage.place("http://host:8000/x") == "http://host:8000"
-    assert storage.place("s3a://bucket/a/b") == "s3://bucket"
-    assert storage.place("/a/b") == storage.place("file:///a") == ""
+    assert {storage.store_name(path) for path in same} == {"http://host"}
+    assert storage.store_name("http://host:8000/x") == "http://host:8000"
+    assert storage.store_name("s3a://bucket/a/b") == "s3://bucket"
+    assert storage.store_name("/a/b") == storage.store_name("file:///a") == ""
     assert json.dumps(Source("s3://b/r.jsonl", media_root="/m").media_rights.roots) == '["/m"]'
 
 
