@@ -75,8 +75,8 @@ def kernels_at_hand(device: torch.device) -> tuple[list[str], dict[str, str]]:
     for name, kernel in KERNELS.items():
         problem = kernel.unavailable(device, work_type(device))
         if problem is not None:
-            missing[name] = problem.reason
-        elif isinstance(kernel, FlashKernel) and not kernel.is_at_hand():
+            missing[name] = problem.message
+        elif isinstance(kernel, FlashKernel) and not kernel.is_available():
             missing[name] = "it is not installed, and the hub's has not been downloaded"
         elif name != "reference":
             there.append(name)

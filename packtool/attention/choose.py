@@ -1,4 +1,4 @@
-"""Which kernel computes a run's attention."""
+"""Choice of the kernel that computes a run's attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from packtool.attention.flash import FlashKernel, FlexKernel, TorchVarlenKernel
-from packtool.attention.kernel import Kernel, ReferenceKernel, Unavailable, needs_half
+from packtool.attention.kernel import Kernel, ReferenceKernel, needs_half
 from packtool.attention.sdpa import SdpaKernel
 from packtool.errors import ConfigError
 
@@ -23,57 +23,52 @@ KERNELS: dict[str, Kernel] = {
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool = False, head_dim: int = 0
 ) -> Kernel:
-    """The kernel of that name, or with ``auto`` the best that is there.
+    """Choose the kernel of that name, or with ``auto`` the fastest available one.
 
     ``auto`` takes flash attention 3, then 2, if the package is installed or the hub's kernel has been downloaded, then
-    torch's varlen attention on CUDA in 16 bits, and SDPA for each document elsewhere.
+    torch's varlen attention on CUDA in 16 bits, and otherwise SDPA for each document.
 
     Args:
-        device: of the tensors to come.
-        dtype: theirs.
+        device, dtype: of Q, K and V.
         needs_dropout: the model drops attention weights.
-        head_dim: D of its heads; 0 where it is not known.
+        head_dim: D of its heads; 0 if unknown.
 
     Raises:
-        ConfigError: naming what is missing, and the remedy.
+        ConfigError: if the kernel is not available, with the reason and the remedy.
     """
     if name == AUTO:
-        preferred: list[Kernel] = [kernel for kernel in _FLASH if kernel.is_at_hand()]
+        preferred: list[Kernel] = [kernel for kernel in _FLASH if kernel.is_available()]
         preferred += [KERNELS["varlen"], KERNELS["sdpa"]]
-        return next(kernel for kernel in preferred if _problem(kernel, device, dtype, needs_dropout, head_dim) is None)
+        return next(kernel for kernel in preferred if not _error(kernel, device, dtype, needs_dropout, head_dim))
     kernel = KERNELS.get(name)
     if kernel is None:
         raise ConfigError(f"--attn-impl {name}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
-    if missing := _problem(kernel, device, dtype, needs_dropout, head_dim):
-        found = choose(AUTO, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
+    if error := _error(kernel, device, dtype, needs_dropout, head_dim):
+        best = choose(AUTO, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
         raise ConfigError(
-            f"--attn-impl {name}: {missing.reason}",
-            f"{missing.remedy} --attn-impl auto takes the best that is there, here {found.name}.",
+            f"--attn-impl {name}: {error.message}",
+            f"{error.remedy} --attn-impl auto takes the best that is there, here {best.name}.",
         )
     return kernel
 
 
-def choose_elsewhere(name: str, dtype: torch.dtype) -> None:
-    """Refuse a kernel that cannot compute numbers of this type on any GPU; whether it is installed there is not asked.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ConfigError if a kernel computes numbers of this type on no GPU, whether or not it is installed here."""
     kernel = KERNELS.get(name)
-    if kernel is not None and kernel.is_half_only and (missing := needs_half(name, dtype)):
-        raise ConfigError(f"--attn-impl {name}: {missing.reason}", missing.remedy)
+    if kernel is not None and kernel.is_half_only and (error := needs_half(name, dtype)):
+        raise ConfigError(f"--attn-impl {name}: {error.message}", error.remedy)
 
 
-def _problem(
+def _error(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, needs_dropout: bool, head_dim: int
-) -> Unavailable | None:
-    if missing := kernel.unavailable(device, dtype):
-        return missing
+) -> ConfigError | None:
+    if error := kernel.unavailable(device, dtype):
+        return error
     if needs_dropout and not kernel.has_dropout:
-        return Unavailable(
+        return ConfigError(
             "the model drops attention weights (attention_dropout), which this kernel cannot",
             "Use sdpa, or set attention_dropout to 0 in the model's config.json.",
         )
     if kernel.max_head_dim is not None and head_dim > kernel.max_head_dim:
-        return Unavailable(f"the model's heads have {head_dim} numbers, more than {kernel.max_head_dim}", "Use sdpa.")
+        return ConfigError(f"the model's heads have {head_dim} numbers, more than {kernel.max_head_dim}", "Use sdpa.")
     return None

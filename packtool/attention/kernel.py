@@ -1,18 +1,15 @@
-"""The one interface of all attention kernels.
+"""The interface of all attention kernels, the documents that they keep apart, and the reference.
 
-A kernel computes attention inside each document of a packed sequence, and nowhere else: causal, or in both directions,
-as towers of media have it; ``Varlen`` says which. Which kernel runs is a matter of speed: ``reference`` defines the
-result, and tests compare every kernel with it, forward and backward.
+A kernel computes attention inside each document of a packed sequence and nowhere else: causal, or in both directions as
+in the towers of media. All kernels compute the same; they differ in speed and in what they need:
 
-| kernel | where | price |
+| kernel | where | cost |
 |---|---|---|
 | ``reference`` | anywhere, float64 | T x T scores: for tests |
-| ``sdpa`` | anywhere | a call for each document and layer |
+| ``sdpa`` | anywhere | one call per document and layer |
 | ``varlen`` | CUDA, bfloat16 and float16 | one call for all documents |
 | ``flash_attention_2``, ``flash_attention_3`` | CUDA, bfloat16 and float16; a package or a hub kernel | the same |
-| ``flex`` | CUDA; on the CPU without gradients | compiles at first, and again for new shapes; a block mask a batch |
-
-Where the documents of a packed sequence lie, and what each of their tokens sees.
+| ``flex`` | CUDA; on the CPU without gradients | compiles at first and for new shapes; one block mask per batch |
 
 Three documents of 3, 2 and 4 tokens, ``cu_seqlens = [0, 3, 5, 9]``; a query (row) sees the keys (columns) marked x::
 
@@ -29,7 +26,7 @@ Three documents of 3, 2 and 4 tokens, ``cu_seqlens = [0, 3, 5, 9]``; a query (ro
 
 Documents that begin alike can have their common prefix computed once. A prefix p of 3 tokens with the continuations a
 and b, of 2 tokens each, are 7 tokens, ``cu_seqlens = [0, 3, 5, 7]``. Their keys and values are gathered into the layout
-of whole documents, ``keys.cu_seqlens = [0, 3, 8, 13]``, and the queries of a document are the last of its keys::
+of complete documents, ``keys.cu_seqlens = [0, 3, 8, 13]``, and the queries of a document are the last of its keys::
 
         p p p p p p a a p p p b b
     p   x . . . . . . . . . . . .
@@ -40,40 +37,59 @@ of whole documents, ``keys.cu_seqlens = [0, 3, 8, 13]``, and the queries of a do
     b   . . . . . . . . x x x x .
     b   . . . . . . . . x x x x x
 
-No kernel builds this mask but the reference. Shapes use T packed tokens, S documents, Hq and Hkv heads, D head size.
-
-What every attention kernel is compared with: dense, in float64, with the whole mask written out.
+Only the reference builds this mask. Shapes use T packed tokens, S documents, Hq and Hkv heads, D head size.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packtool.errors import UnsupportedModelError
+from packtool.errors import ConfigError, UnsupportedModelError
 
 
 class LeakError(RuntimeError):
-    """A call in which one document of a pack could see another: a bug in the caller, or a model that is not known."""
+    """A call in which one document of a pack could see another: a bug in the caller, or an unknown kind of model."""
+
+
+def refuse_leaks(layer: object, states: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], ranks: object) -> None:
+    """Raise if documents could see each other in a layer's call. Not asserts, which ``python -O`` would remove.
+
+    Args:
+        states: queries or hidden states, (1, ...); more than one sequence is refused.
+        mask: the attention mask, which must be None.
+        kwargs: of the call; must have ``cu_seq_lens_q`` or ``sequence_shard``.
+        ranks: the ranks that share the layer's sequences; must not be None if there is a ``sequence_shard``.
+    """
+    name, is_shard = type(layer).__name__, kwargs.get("sequence_shard") is not None
+    if is_shard and ranks is None:
+        raise LeakError(f"{name} was given a part of a sequence, but the model was not told which ranks have the rest")
+    if not is_shard and kwargs.get("cu_seq_lens_q") is None:
+        raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
+    if mask is not None:
+        raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
+    if len(states) != 1:
+        raise LeakError(f"{name} was given {len(states)} sequences; a packed micro-batch is one sequence")
 
 
 @dataclass(frozen=True, eq=False)
 class Varlen:
-    """Where the documents of a packed sequence lie.
+    """Document boundaries of a packed sequence.
 
     Args:
         cu_seqlens: int32 (S + 1,), starts of the documents and T at the end.
-        max_seqlen: tokens of the longest one.
-        lengths: the S lengths on the host, if the caller has them; saves reading ``cu_seqlens`` back from a GPU.
-        causal: no token sees later ones; False, as in the towers of media, each sees its whole document.
-        keys: where the S documents of keys and values lie, if these begin before their queries do: document i of the
-            queries is the end of document i of the keys, and none has keys alone. None where both are the same tokens.
+        max_seqlen: tokens of the longest document.
+        lengths: the S lengths on the host, if known; saves reading ``cu_seqlens`` back from a GPU.
+        causal: no token sees later ones; False: each sees its complete document, as in the towers of media.
+        keys: boundaries of the S documents of keys and values, if these begin before their queries: the queries of
+            document i are the last tokens of its keys. None where queries and keys are the same tokens.
     """
 
     cu_seqlens: Tensor
@@ -95,9 +111,7 @@ class Varlen:
 
     def host_lengths(self) -> tuple[int, ...]:
         """Length of every document, as Python integers."""
-        if self.lengths is not None:
-            return self.lengths
-        return tuple(self.cu_seqlens.diff().tolist())
+        return tuple(self.cu_seqlens.diff().tolist()) if self.lengths is None else self.lengths
 
     def documents(self, num_tokens: int) -> Iterator[slice]:
         """The tokens of each document that has any, in order.
@@ -115,27 +129,48 @@ class Varlen:
             start += length
 
 
-HALF_TYPES = (torch.bfloat16, torch.float16)
-_MIN_CAPABILITY = (8, 0)
-_HEAD_MULTIPLE = 8
+_BOUNDARY_NAMES = frozenset(
+    (
+        *("cu_seq_lens_q", "max_length_q", "document_lengths"),
+        *("cu_seq_lens_k", "max_length_k", "key_lengths", "key_index"),
+        "sequence_shard",
+    )
+)
+_HIDDEN_NAME = "packtool_boundaries"
 
 
-@dataclass(frozen=True)
-class Unavailable:
-    """Why a kernel cannot be used, and what to do about it."""
+class _Opaque:
+    """Keyword arguments that torch.compile does not look into."""
 
-    reason: str
-    remedy: str
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+
+
+def hide_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Put the document boundaries among a layer's keyword arguments into one opaque object.
+
+    torch.compile guards whatever it can see of a call, so a compiled layer would be compiled again for nearly every
+    micro-batch. Only attention and recurrent layers need the boundaries, and these are not compiled.
+    """
+    hidden = {name: value for name, value in kwargs.items() if name in _BOUNDARY_NAMES}
+    return {name: value for name, value in kwargs.items() if name not in hidden} | {_HIDDEN_NAME: _Opaque(hidden)}
+
+
+def reveal_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Undo ``hide_boundaries``; keyword arguments without hidden boundaries stay as they are."""
+    if (opaque := kwargs.get(_HIDDEN_NAME)) is None:
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name != _HIDDEN_NAME} | opaque.arguments
 
 
 class Kernel(abc.ABC):
-    """Causal attention of every document on its own.
+    """Attention of every document on its own.
 
     Attributes:
-        name: as ``--attn-impl`` has it.
+        name: the value of ``--attn-impl``.
         has_dropout: whether attention weights can be dropped.
         max_head_dim: largest D, or None.
-        is_half_only: whether it computes numbers of 16 bits only.
+        is_half_only: whether it computes 16-bit numbers only.
     """
 
     name: str
@@ -144,27 +179,8 @@ class Kernel(abc.ABC):
     is_half_only: bool = False
 
     @abc.abstractmethod
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-        """Why tensors of this device and type cannot be computed here; None if they can."""
-
-    @abc.abstractmethod
-    def fwd(
-        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Attention with what is needed to merge it with more keys of the same queries.
-
-        Args:
-            q: (T, Hq, D).
-            k: (T', Hkv, D); Hq is a multiple of Hkv. T' is T but where ``varlen.keys`` says otherwise.
-            v: (T', Hkv, D).
-            varlen: boundaries of the documents; their lengths add up to T, those of its keys to T'.
-            scale: factor on the scores, by default 1 / sqrt(D).
-            window: a query sees itself and at most ``window - 1`` tokens before it.
-
-        Returns:
-            out (T, Hq, D), differentiable, and lse float32 (Hq, T), the logarithm of the sum of the exponentials of
-            the scores, without a graph: no fast kernel differentiates it. The reference gives both in float64.
-        """
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+        """The reason and the remedy if tensors of this device and type cannot be computed here; None if they can."""
 
     def attend(
         self,
@@ -177,19 +193,29 @@ class Kernel(abc.ABC):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """The output of ``fwd``, (T, Hq, D), without the lse, where that is cheaper: what models call.
-
-        The others of the arguments are as for ``fwd``.
+        """Attention output (T, Hq, D) in the type of q, differentiable.
 
         Args:
+            q: (T, Hq, D).
+            k: (T', Hkv, D); Hq is a multiple of Hkv. T' is T unless ``varlen.keys`` is set.
+            v: (T', Hkv, D).
+            varlen: boundaries of the documents; their lengths add up to T, those of its keys to T'.
+            scale: factor on the scores, by default 1 / sqrt(D).
+            window: a query sees itself and at most ``window - 1`` tokens before it.
             dropout: probability with which an attention weight is zeroed; for kernels with ``has_dropout``.
         """
-        if dropout:
+        if dropout and not self.has_dropout:
             raise UnsupportedModelError(
                 f"the model drops {dropout:g} of its attention weights, which {self.name} attention cannot",
                 "Use --attn-impl sdpa, or set attention_dropout to 0 in the model's config.json.",
             )
-        return self.fwd(q, k, v, varlen, scale=scale, window=window)[0]
+        return self._attend(q, k, v, varlen, default_scale(q, scale), window, dropout)
+
+    @abc.abstractmethod
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        """``attend`` with a scale."""
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
@@ -198,86 +224,72 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 
 
 def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """All three, (T, H, D), with heads of one size D, a multiple of 8, as flash kernels want them.
+    """All three, (T, H, D), with heads of one size D that is a multiple of 8, as flash kernels need them.
 
-    Zeros behind a head of Q and K change no score; behind one of V they come out as zeros, to be cut off.
+    Zeros appended to a head of Q and K change no score; those appended to V come out as zeros, to be cut off.
     """
     size = max(q.shape[-1], v.shape[-1])
-    size += -size % _HEAD_MULTIPLE
+    size += -size % 8
     return [F.pad(heads, (0, size - heads.shape[-1])) if heads.shape[-1] != size else heads for heads in (q, k, v)]
 
 
-def needs_fast_gpu(name: str, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-    """What all flash kernels have in common: an NVIDIA GPU since Ampere, and numbers of 16 bits."""
+def needs_fast_gpu(name: str, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+    """The error unless the requirements of all flash kernels are met: an NVIDIA GPU since Ampere, 16-bit numbers."""
     if device.type != "cuda":
-        return Unavailable(
+        return ConfigError(
             f"{name} attention runs on CUDA only, and this run is on the {device.type}",
             "Use sdpa, which runs anywhere.",
         )
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
-        return Unavailable(f"{name} attention needs a GPU since Ampere (compute capability 8.0)", "Use sdpa.")
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return ConfigError(f"{name} attention needs a GPU since Ampere (compute capability 8.0)", "Use sdpa.")
     return needs_half(name, dtype)
 
 
-def needs_half(name: str, dtype: torch.dtype) -> Unavailable | None:
-    """What flash kernels can never compute, on whatever machine."""
-    if dtype not in HALF_TYPES:
-        shown = str(dtype).removeprefix("torch.")
-        return Unavailable(
-            f"{name} attention computes in bfloat16 or float16, and this run is in {shown}",
-            "Use --torch-dtype bfloat16, or sdpa.",
-        )
-    return None
+def needs_half(name: str, dtype: torch.dtype) -> ConfigError | None:
+    """The error for numbers that flash kernels can compute on no machine."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return None
+    return ConfigError(
+        f"{name} attention computes in bfloat16 or float16, and this run is in {str(dtype).removeprefix('torch.')}",
+        "Use --torch-dtype bfloat16, or sdpa.",
+    )
 
 
 class ReferenceKernel(Kernel):
-    """Causal attention within documents, by definition; O(T^2) memory, for tests and ``packtool verify``."""
+    """Attention by its definition, dense, in float64; O(T^2) memory, for tests and ``packtool verify``."""
 
     name = "reference"
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-        """Everywhere where there is float64."""
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+        """Available on every device with float64."""
         if device.type == "mps":
-            return Unavailable("the reference needs float64, which this device lacks", "Use the CPU.")
+            return ConfigError("the reference needs float64, which this device lacks", "Use the CPU.")
         return None
 
-    def fwd(
-        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Attend as ``Kernel.fwd`` says, but in float64 and with a graph for the lse too."""
-        num_tokens, num_heads, _ = q.shape
-        scale = default_scale(q, scale)
-        groups = num_heads // k.shape[1]
-        q, k, v = q.double(), k.double().repeat_interleave(groups, dim=1), v.double().repeat_interleave(groups, dim=1)
-        query, query_ends = _places(num_tokens, varlen)
-        key, key_ends = _places(len(k), varlen.of_keys)
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        values = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        scores = self.scores(q, k, varlen, scale, window)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+
+    @staticmethod
+    def scores(q: Tensor, k: Tensor, varlen: Varlen, scale: float, window: int | None = None) -> Tensor:
+        """Scores of q (T, Hq, D) and k (T', Hkv, D), float64 (Hq, T, T'); -inf where a query does not see a key."""
+        query, query_ends = _positions_from_end(len(q), varlen)
+        key, key_ends = _positions_from_end(len(k), varlen.of_keys)
         visible = query[:, None] == key[None, :]
-        # Counted back from the end of the document, which both have in common.
+        # Queries and keys of a document end with the same token, so positions are counted back from it.
         if varlen.causal:
             visible &= query_ends[:, None] >= key_ends[None, :]
         if window is not None:
             visible &= key_ends[None, :] > query_ends[:, None] - window
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        scores = scores.masked_fill(~visible, -math.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        varlen: Varlen,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        """Attend as ``Kernel.attend`` says, in float64; of the type that q has, as the next layers expect."""
-        return super().attend(q, k, v, varlen, scale=scale, window=window, dropout=dropout).to(q.dtype)
+        keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return (torch.einsum("qhd,khd->hqk", q.double(), keys) * scale).masked_fill(~visible, -math.inf)
 
 
-def _places(num_tokens: int, varlen: Varlen) -> tuple[Tensor, Tensor]:
-    """The number of each token's document, and its distance to the end of it, below zero; int64 (T,) each."""
+def _positions_from_end(num_tokens: int, varlen: Varlen) -> tuple[Tensor, Tensor]:
+    """Each token's document number and its (negative) distance to the document's end; int64 (T,) each."""
     index = torch.arange(num_tokens, device=varlen.cu_seqlens.device)
     ends = varlen.cu_seqlens.to(index)[1:]
     document = torch.bucketize(index, ends, right=True)

@@ -1,13 +1,13 @@
-"""packtool's kernels under names that transformers' models can be told to use.
+"""Registration of packtool's kernels as attention functions of transformers' models.
 
-transformers builds no mask for an attention function that is registered without one, and hands a model's extra keyword
-arguments through to the function: that is how ``cu_seq_lens_q`` comes here [read in masking_utils and modeling_qwen3_vl
-of 5.23]. Nothing else says where a document ends, so a call without it is an error, never a guess.
+transformers builds no mask for an attention function that is registered without one, and passes a model's extra keyword
+arguments through to the function, such as ``cu_seq_lens_q`` [read in masking_utils and modeling_qwen3_vl of 5.23].
+Documents have no other boundaries, so a call without it is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,8 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.features import own_features, share_features, towers_of_media
-from packtool.attention.kernel import LeakError, Varlen
-from packtool.attention.opaque import with_shown_boundaries
+from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.parallel.blocks import choose_blocks
@@ -39,39 +38,33 @@ ATTENTION_NAME = "packtool"
 TOWER_ATTENTION = "packtool_flash_towers"
 """transformers' name of the attention inside towers of media.
 
-With "flash" in it: without, transformers calls it for each picture by itself. The text tower's name is to be without
-for its masks; a tower builds none.
+It contains "flash", as transformers would otherwise call it once per picture. The text tower's name must not contain
+it, as transformers would build flash attention's masks; towers build none.
 """
 
-_SHARED = "_shared"
 _NO_PACKING = "Train this model with --packing false."
 
 
 def attention_name(impl: str) -> str:
-    """transformers' name of a kernel.
+    """transformers' name of a kernel; ConfigError if there is none.
 
-    Never with "flash" in it: transformers takes that for its own flash attention, with masks of its own.
-
-    Raises:
-        ConfigError: if there is no such kernel.
+    It never contains "flash", which transformers takes for its own flash attention, with masks of its own.
     """
     if impl == AUTO:
         return ATTENTION_NAME
     if impl not in KERNELS:
         raise ConfigError(f"--attn-impl {impl}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
-    short = impl.replace("flash_attention_", "fa")
-    return f"{ATTENTION_NAME}_{short}"
+    return f"{ATTENTION_NAME}_{impl.replace('flash_attention_', 'fa')}"
 
 
 def register() -> None:
-    """Make all kernels known to transformers; may be called again."""
+    """Register all kernels with transformers; may be called again."""
     for impl in (AUTO, *KERNELS):
-        function: Callable[..., Any] = partial(packed_attention, impl=impl)
-        AttentionInterface.register(attention_name(impl), function)
+        AttentionInterface.register(attention_name(impl), partial(packed_attention, impl=impl))
 
 
 def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
-    """The ``attn_implementation`` that gives a model's text tower, and only it, the attention of that name."""
+    """The ``attn_implementation`` that sets the attention of a model's text tower, and of no other, to ``name``."""
     towers = [tower for tower in config.sub_configs if getattr(config, tower, None) is not None]
     if "text_config" not in towers:
         return name
@@ -79,34 +72,34 @@ def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of a model's text tower by transformers' name; its other towers keep ``tower_attention``."""
+    """Set the attention of a model's text tower by transformers' name; its media towers keep ``tower_attention``."""
     model.set_attn_implementation(route(model.config, name))
     route_towers(model)
 
 
 def route_towers(model: nn.Module) -> None:
-    """Route the towers of a model's media, where it has some, through ``tower_attention``."""
+    """Route a model's vision and audio towers, if any, through ``tower_attention``."""
     AttentionInterface.register(TOWER_ATTENTION, tower_attention)
     for tower in towers_of_media(model):
-        # Not set_attn_implementation, which takes every name with "flash" in it for a package to import.
+        # Not set_attn_implementation, which takes every name that contains "flash" for a package to import.
         tower.config._attn_implementation = TOWER_ATTENTION
 
 
 def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequenceParallel | None = None) -> None:
-    """Make a loaded model keep packed samples apart: the one line that packed training needs.
+    """Make a loaded model keep packed samples apart: the one call that packed training needs.
 
-    Its text tower is routed through a kernel, and its recurrent layers start anew with every document. The kernel must
-    be there for the model's device and precision (``choose`` tells); each call asks again, so the model may still be
-    moved or cast.
+    Routes its text tower through a kernel and makes its recurrent layers start anew with every document. The kernel
+    must be available for the model's device and precision (see ``choose``) when the model is called, not before, so the
+    model may still be moved or cast.
 
     Args:
-        model: bare, not yet wrapped in adapters.
-        impl: what ``--attn-impl`` takes.
-        parallel: ranks that share each sequence; the model takes a ``ShardedBatch`` then, a ``PackedBatch`` as ever.
+        model: not yet wrapped in adapters.
+        impl: a value of ``--attn-impl``.
+        parallel: ranks that share each sequence; the model then also takes a ``ShardedBatch``.
 
     Raises:
         ConfigError: if there is no such kernel.
-        UnsupportedModelError: for what cannot be computed of sequences that ranks share.
+        UnsupportedModelError: if its sequences cannot be shared by ranks.
     """
     register()
     name = attention_name(impl)
@@ -114,7 +107,7 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     share_recurrent_layers(model, parallel)
     if parallel is not None:
         refuse_shared(model.config.to_dict(), parallel.cut.size)
-        name += _SHARED
+        name += "_shared"
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
     set_text_attention(model, name)
     isolate_recurrent_layers(model)
@@ -122,9 +115,9 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes as transformers would by itself: SDPA, its own recurrent layers and calls of towers.
+    """Inside, the model computes as with transformers alone: SDPA, its own recurrent layers and towers.
 
-    For comparisons; what was set before is set again afterwards.
+    For comparisons; the attention set before is restored afterwards.
     """
     text: Any = model.config.get_text_config()
     name = text._attn_implementation
@@ -158,24 +151,29 @@ def packed_attention(
         query: (1, Hq, T, D).
         key: (1, Hkv, T, D).
         value: (1, Hkv, T, D).
-        attention_mask: must be None; documents are told apart by ``cu_seq_lens_q``.
+        attention_mask: must be None; ``cu_seq_lens_q`` separates the documents.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
-            ``sliding_window``; ``impl``, as ``--attn-impl`` has it, or a ``kernel`` and ``blocks`` themselves. Where
-            documents share prefixes also ``key_index`` int64 (T',), the tokens of all documents with their prefixes,
-            with ``cu_seq_lens_k``, ``max_length_k`` and optionally ``key_lengths``. Instead of boundaries a
-            ``sequence_shard``, for a sequence that the ranks of ``parallel`` share.
+            ``sliding_window``; ``impl``, a value of ``--attn-impl``, or a ``kernel`` and ``blocks``. Where documents
+            share prefixes also ``key_index`` int64 (T',), the tokens of all documents with their prefixes, with
+            ``cu_seq_lens_k``, ``max_length_k`` and optionally ``key_lengths``. For a sequence that the ranks of
+            ``parallel`` share, ``sequence_shard`` instead of boundaries.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
 
     Raises:
-        UnsupportedModelError: the layer asks for something that would silently be left out.
-        LeakError: the call does not say where the documents end, or there is a mask or a cache.
+        UnsupportedModelError: if the layer needs a feature that the kernels would silently leave out.
+        LeakError: if the call has no boundaries, or a mask or a cache.
     """
-    kwargs = with_shown_boundaries(kwargs)
-    _refuse_leaks(module, query, key, attention_mask, kwargs)
+    kwargs = reveal_boundaries(kwargs)
+    refuse_leaks(module, query, attention_mask, kwargs, kwargs.get("parallel"))
+    if query.shape[2] != key.shape[2]:
+        raise LeakError(
+            f"{type(module).__name__} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on"
+        )
     window = _window(module, kwargs)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))
+    q, k, v = _as_kernels_take(query, key, value)
+    impl, head_dims = kwargs.get("impl", AUTO), (q.shape[-1], v.shape[-1])
     if (shard := kwargs.get("sequence_shard")) is not None:
         if dropout:
             raise UnsupportedModelError(
@@ -183,21 +181,17 @@ def packed_attention(
                 "cannot",
                 "Set attention_dropout to 0 in the model's config.json.",
             )
-        head_dims = q.shape[-1], v.shape[-1]
-        blocks = kwargs.get("blocks") or choose_blocks(kwargs["impl"], q.device, q.dtype, head_dims=head_dims)
+        blocks = kwargs.get("blocks") or choose_blocks(impl, q.device, q.dtype, head_dims=head_dims)
         parallel = kwargs["parallel"].of(shard.cut)
-        shared = attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window)
-        return shared.unsqueeze(0), None
+        return attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window).unsqueeze(0), None
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     if (key_index := kwargs.get("key_index")) is not None:
-        # The backward pass of this adds up what a prefix gets from all documents that begin with it.
+        # In the backward pass this adds up a prefix's gradients from all documents that begin with it.
         k, v = k.index_select(0, key_index), v.index_select(0, key_index)
         keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
         varlen = replace(varlen, keys=keys)
-    impl, head_dim = kwargs.get("impl", AUTO), max(q.shape[-1], v.shape[-1])
-    kernel = kwargs.get("kernel") or choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=head_dim)
-    out = kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout)
-    return out.unsqueeze(0), None
+    kernel = kwargs.get("kernel") or choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=max(head_dims))
+    return kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout).unsqueeze(0), None
 
 
 def tower_attention(
@@ -210,71 +204,49 @@ def tower_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface for a tower: all pictures, frames or sounds of a micro-batch by one call.
+    """transformers' attention interface for a tower: all pictures, frames or sounds of a micro-batch in one call.
 
     Args:
         module: the attention layer.
         query, key, value: (1, H, T, D).
         attention_mask: None.
-        kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``: which tokens see each other, in both directions;
-            ``kernel``, by default the best that is there.
+        kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``, the boundaries inside which tokens see each other
+            in both directions; ``kernel``, by default the best available.
 
     Returns:
         (1, T, H, D) and None for the weights, which are never built.
 
     Raises:
-        LeakError: the call does not say where pictures end.
+        LeakError: if the call has no boundaries.
     """
     if attention_mask is not None or kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))
+    q, k, v = _as_kernels_take(query, key, value)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], causal=False)
     kernel = kwargs.get("kernel") or choose(AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1])
     return kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout).unsqueeze(0), None
 
 
-def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast to the precision of an active autocast, which torch does for its own attention only."""
+def _as_kernels_take(*tensors: Tensor) -> list[Tensor]:
+    """(1, H, T, D) as (T, H, D), cast to the precision of an active autocast as torch does for its own attention."""
     device_type = tensors[0].device.type
-    is_known = torch.amp.is_autocast_available(device_type)
-    if not is_known or not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-def _refuse_leaks(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
-) -> None:
-    """Raise on any call in which one document could see another. Not asserts: ``python -O`` must not open the door."""
-    name = type(module).__name__
-    shard = kwargs.get("sequence_shard")
-    if shard is not None and kwargs.get("parallel") is None:
-        raise LeakError(f"{name} was given a part of a sequence, but the model was not told which ranks have the rest")
-    if shard is None and kwargs.get("cu_seq_lens_q") is None:
-        raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
-    if attention_mask is not None:
-        raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
-    if query.shape[0] != 1:
-        raise LeakError(f"{name} was given {query.shape[0]} sequences; a packed micro-batch is one sequence")
-    if query.shape[2] != key.shape[2]:
-        raise LeakError(f"{name} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on")
+    has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    if has_autocast and tensors[0].dtype != torch.float64:
+        tensors = tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+    return [tensor[0].transpose(0, 1) for tensor in tensors]
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """The layer's sliding window; refuses what the kernels do not know."""
-    for name, what in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks"), ("position_bias", "biases")):
-        if kwargs.get(name) is not None:
+    """The layer's sliding window; raises UnsupportedModelError for features that the kernels do not have."""
+    name = type(module).__name__
+    for key, feature in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks"), ("position_bias", "biases")):
+        if kwargs.get(key) is not None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} uses {what} ({name}), which packed attention does not compute", _NO_PACKING
+                f"{name} uses {feature} ({key}), which packed attention does not compute", _NO_PACKING
             )
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends in both directions; packed attention is causal", _NO_PACKING
-        )
+        raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _NO_PACKING)
     window: int | None = kwargs.get("sliding_window")
     if window is None and getattr(module, "layer_type", None) == "sliding_attention":
-        raise UnsupportedModelError(
-            f"{type(module).__name__} is a sliding layer but does not say how wide its window is", _NO_PACKING
-        )
+        raise UnsupportedModelError(f"{name} is a sliding layer but does not say how wide its window is", _NO_PACKING)
     return window

@@ -20,10 +20,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _chosen_anew() -> Any:
-    for cached in (choose, flash._function, flash._module):
+    for cached in (choose, flash._flash_function, flash._varlen_module):
         cached.cache_clear()
     yield
-    for cached in (choose, flash._function, flash._module):
+    for cached in (choose, flash._flash_function, flash._varlen_module):
         cached.cache_clear()
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from packtool.attention.choose import KERNELS
 from packtool.attention.kernel import Kernel, Varlen
-from packtool.attention.sdpa import SdpaKernel
 from tests.attention.against_reference import (
     HEADS,
     LENGTHS,
@@ -25,32 +24,18 @@ from tests.attention.against_reference import (
 torch.set_num_threads(1)
 
 
-class SdpaElsewhere(SdpaKernel):
-    """SDPA as it runs where torch tells no lse: the function that asks for one is taken away."""
-
-    def fwd(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        import packtool.attention.sdpa as module
-
-        real, module._has_cpu_flash = module._has_cpu_flash, lambda q, v: False
-        try:
-            return super().fwd(*args, **kwargs)
-        finally:
-            module._has_cpu_flash = real
-
-
 HERE: dict[str, Kernel] = {
     name: kernel for name, kernel in KERNELS.items() if kernel.unavailable(torch.device("cpu"), torch.float32) is None
-} | {"sdpa elsewhere": SdpaElsewhere()}
+}
 
 
 @pytest.mark.smoke
 def test_the_reference_is_a_dense_causal_softmax() -> None:
     """One document, against torch's own attention in float64."""
     heads = random_heads(11, 4, 2, 8, dtype=torch.float64)
-    out, lse = KERNELS["reference"].fwd(*heads, Varlen.of_lengths([11]))
+    out = KERNELS["reference"].attend(*heads, Varlen.of_lengths([11]))
     q, k, v = (tensor.transpose(0, 1).repeat_interleave(4 // tensor.shape[1], 0) for tensor in heads)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1))
-    assert float(lse[:, 0].detach().sub((q[:, 0] * k[:, 0]).sum(-1).detach() / 8**0.5).abs().max()) < 1e-12
 
 
 @pytest.mark.smoke
@@ -90,9 +75,8 @@ def test_equals_the_reference_on_anything(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_in_other_precisions(dtype: torch.dtype) -> None:
     heads = random_heads(60, 4, 2, 16, dtype=dtype)
-    for kernel in (HERE["sdpa"], HERE["sdpa elsewhere"]):
-        for window in (None, 7):
-            check_kernel(kernel, heads, Varlen.of_lengths([41, 1, 18]), window=window)
+    for window in (None, 7):
+        check_kernel(HERE["sdpa"], heads, Varlen.of_lengths([41, 1, 18]), window=window)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -107,11 +91,10 @@ def test_flex_computes_the_same_where_it_has_no_gradients(num_kv_heads: int, win
 def test_a_document_does_not_see_another_at_all(name: str) -> None:
     heads = [tensor.detach() for tensor in random_heads(12, 2, 2, 16)]
     varlen = Varlen.of_lengths([5, 7])
-    before, lse_before = KERNELS[name].fwd(*heads, varlen)
+    before = KERNELS[name].attend(*heads, varlen)
     changed = [torch.cat([tensor[:5], tensor[5:] + 100.0]) for tensor in heads]
-    after, lse_after = KERNELS[name].fwd(*changed, varlen)
+    after = KERNELS[name].attend(*changed, varlen)
     assert torch.equal(before[:5], after[:5])
-    assert torch.equal(lse_before[:, :5], lse_after[:, :5])
     assert not torch.equal(before[5:], after[5:])
 
 
@@ -119,23 +102,17 @@ def test_values_may_be_narrower_than_keys() -> None:
     q, k, v = random_heads(9, 4, 2, 16)
     narrow = v[..., :6].detach().requires_grad_()
     varlen = Varlen.of_lengths([4, 5])
-    expected, expected_lse = KERNELS["reference"].fwd(q, k, narrow, varlen)
-    out, lse = KERNELS["sdpa"].fwd(q, k, narrow, varlen)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+    expected = KERNELS["reference"].attend(q, k, narrow, varlen)
+    torch.testing.assert_close(KERNELS["sdpa"].attend(q, k, narrow, varlen), expected, rtol=0, atol=1e-5)
 
 
 def test_no_tokens_at_all() -> None:
     heads = random_heads(0, 4, 2, 8)
     for kernel in HERE.values():
-        out, lse = kernel.fwd(*heads, Varlen.of_lengths([0]))
-        assert out.shape == (0, 4, 8)
-        assert lse.shape == (4, 0)
         assert kernel.attend(*heads, Varlen.of_lengths([0])).shape == (0, 4, 8)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "sdpa elsewhere"])
-def test_the_sliding_window_builds_no_full_mask(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sliding_window_builds_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     import packtool.attention.sdpa as module
 
     sizes = []
@@ -148,9 +125,8 @@ def test_the_sliding_window_builds_no_full_mask(kernel: str, monkeypatch: pytest
 
     monkeypatch.setattr(module, "_blocks", spy)
     heads = random_heads(1000, 1, 1, 4)
-    HERE[kernel].fwd(*heads, Varlen.of_lengths([1000]), window=50)
-    HERE[kernel].attend(*heads, Varlen.of_lengths([1000]), window=50)
-    assert len(sizes) == 40
+    HERE["sdpa"].attend(*heads, Varlen.of_lengths([1000]), window=50)
+    assert len(sizes) == 20
     assert max(sizes) <= 50 * 99
 
 
@@ -170,7 +146,6 @@ def test_grouped_heads_are_not_copied() -> None:
 
     varlen = Varlen.of_lengths([1024] * 4)
     with Spy():
-        KERNELS["sdpa"].fwd(q, k, v, varlen)
         KERNELS["sdpa"].attend(q, k, v, varlen)
     assert allocated
     # The whole output is the largest thing that is made, and no K or V of all heads for a document is among the others.
@@ -235,8 +210,8 @@ def test_a_tree_equals_the_reference(name: str, tree: Tree) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_a_tree_in_other_precisions(dtype: torch.dtype) -> None:
     parents, lengths = TREES["several levels"]
-    for kernel in (HERE["sdpa"], HERE["sdpa elsewhere"]):
-        check_tree(kernel, random_heads(sum(lengths), 4, 2, 16, dtype=dtype), tree_varlen(parents, lengths), window=7)
+    heads = random_heads(sum(lengths), 4, 2, 16, dtype=dtype)
+    check_tree(HERE["sdpa"], heads, tree_varlen(parents, lengths), window=7)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

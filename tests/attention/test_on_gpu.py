@@ -23,7 +23,7 @@ def test_equals_the_reference(name: str, lengths: list[int]) -> None:
     kernel, dtype = KERNELS[name], torch.bfloat16
     missing = kernel.unavailable(GPU, dtype)
     if missing is not None:
-        pytest.skip(missing.reason)
+        pytest.skip(missing.message)
     varlen = Varlen.of_lengths([length for length in lengths if length], GPU)
     for num_heads, num_kv_heads in HEADS:
         for window in (None, 5):
@@ -38,7 +38,7 @@ def test_a_tree_equals_the_reference(name: str, tree: tuple[list[int], list[int]
     kernel, dtype = KERNELS[name], torch.bfloat16
     missing = kernel.unavailable(GPU, dtype)
     if missing is not None:
-        pytest.skip(missing.reason)
+        pytest.skip(missing.message)
     on_host, index = tree_varlen(*tree)
     assert on_host.keys is not None
     keys = Varlen.of_lengths(on_host.keys.host_lengths(), GPU)

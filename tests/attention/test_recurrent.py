@@ -200,7 +200,7 @@ def test_layers_are_tried_and_not_believed(
     layer_class: type[Recurrence], honours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With kernels that heed both boundaries there is one call for all documents, else one for each."""
-    monkeypatch.setattr(recurrent, "ISOLATED_CLASSES", {layer_class.__name__})
+    monkeypatch.setattr(recurrent, "_ISOLATED_CLASSES", {layer_class.__name__})
     layer, calls = layer_class(), []
     state = torch.get_rng_state()
     assert keeps_documents_apart(layer, torch.zeros(1, 3)) is honours

@@ -45,8 +45,8 @@ def test_returns_tokens_before_heads_as_transformers_wants() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     heads = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
-    expected, _ = KERNELS["reference"].fwd(*heads, Varlen.of_lengths([4, 2]), scale=0.3)
-    torch.testing.assert_close(call(scaling=0.3)[0].double(), expected, rtol=1e-5, atol=1e-5)
+    expected = KERNELS["reference"].attend(*heads, Varlen.of_lengths([4, 2]), scale=0.3)
+    torch.testing.assert_close(call(scaling=0.3)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.smoke

@@ -32,7 +32,7 @@ KERNEL_OF = {
     "kernels-community/vllm-flash-attn3": "flash_attention_3",
 }
 WITHOUT_LSE = [("flash-attn-3", version) for version in ("2.8.2", "2.8.3", "2.8.3.post2")]
-"""Neither do these builds tell it unasked, nor can they be asked; read in their sources."""
+"""Builds that never return the lse; read in their sources. Others without ``return_attn_probs`` always do."""
 LENGTHS = [5, 7]
 
 
@@ -48,7 +48,7 @@ def versions(*packages: str) -> list[tuple[str, str]]:
     return [(package, version) for package in packages for version in next(iter(SIGNATURES[package].values()))]
 
 
-def by_reference(found: dict[str, Any], *, scale: float, left: int, causal: bool) -> tuple[Tensor, Tensor]:
+def by_reference(found: dict[str, Any], *, scale: float, left: int, causal: bool) -> Tensor:
     """What these kernels compute: their window counts the keys before the query only.
 
     Args:
@@ -62,8 +62,7 @@ def by_reference(found: dict[str, Any], *, scale: float, left: int, causal: bool
     # For bounds that are one tensor torch may take cuDNN, which aligns causal masks at the beginning.
     assert (bounds is other_bounds) == torch.equal(bounds, other_bounds)
     varlen = Varlen(bounds, longest, causal=causal, keys=Varlen(other_bounds, other_longest))
-    out, lse = KERNELS["reference"].fwd(q, k, v, varlen, scale=scale, window=None if left < 0 else left + 1)
-    return out.to(q.dtype), lse.float()
+    return KERNELS["reference"].attend(q, k, v, varlen, scale=scale, window=None if left < 0 else left + 1)
 
 
 def flash_of(package: str, version: str) -> Callable[..., Any]:
@@ -78,10 +77,8 @@ def flash_of(package: str, version: str) -> Callable[..., Any]:
         found = {name: found[name] for name in order} | found
         left, right = found["window_size"]
         assert right == (-1 if left < 0 else 0)
-        out, lse = by_reference(found, scale=found["softmax_scale"], left=left, causal=found["causal"])
-        if "return_attn_probs" in found:
-            return (out, lse, None) if found["return_attn_probs"] else out
-        return out if (package, version) in WITHOUT_LSE else (out, lse)
+        out = by_reference(found, scale=found["softmax_scale"], left=left, causal=found["causal"])
+        return out if "return_attn_probs" in found or (package, version) in WITHOUT_LSE else (out, "lse")
 
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
@@ -95,7 +92,6 @@ def varlen_of(version: str) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         found = bound.arguments
-        assert found["return_aux"].lse
         # Fewer heads of K and V than of Q are an error where they are not asked for.
         assert found.get("enable_gqa", False) == (found["query"].shape[1] != found["key"].shape[1])
         left, right = found.get("window_size", (-1, -1))
@@ -129,12 +125,12 @@ def check_calls(kernel: Kernel, *, head_dim: int, has_windows: bool) -> None:
 def test_torchs_varlen_is_called_as_each_version_wants(
     version: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash._module(), "varlen_attn", varlen_of(version))
+    monkeypatch.setattr(flash._varlen_module(), "varlen_attn", varlen_of(version))
     kernel, has_windows = KERNELS["varlen"], version != "2.10.0"
     check_calls(kernel, head_dim=head_dim, has_windows=has_windows)
     if not has_windows:
         with pytest.raises(ConfigError, match="without sliding windows"):
-            kernel.fwd(*random_heads(sum(LENGTHS), 4, 2, head_dim), varlen=Varlen.of_lengths(LENGTHS), window=3)
+            kernel.attend(*random_heads(sum(LENGTHS), 4, 2, head_dim), varlen=Varlen.of_lengths(LENGTHS), window=3)
 
 
 @pytest.mark.parametrize("head_dim", [8, 6])
@@ -142,16 +138,8 @@ def test_torchs_varlen_is_called_as_each_version_wants(
 def test_flash_attention_is_called_as_each_version_wants(
     package: str, version: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "_function", lambda _: flash_of(package, version))
-    kernel = KERNELS[KERNEL_OF[package]]
-    if (package, version) not in WITHOUT_LSE:
-        check_calls(kernel, head_dim=head_dim, has_windows=True)
-        return
-    heads, varlen = random_heads(sum(LENGTHS), 4, 2, head_dim), Varlen.of_lengths(LENGTHS)
-    expected = KERNELS["reference"].attend(*heads, varlen=varlen, window=3)
-    torch.testing.assert_close(kernel.attend(*heads, varlen=varlen, window=3), expected.float(), rtol=0, atol=2e-5)
-    with pytest.raises(ConfigError, match="does not tell the lse"):
-        kernel.fwd(*heads, varlen=varlen)
+    monkeypatch.setattr(flash, "_flash_function", lambda _: flash_of(package, version))
+    check_calls(KERNELS[KERNEL_OF[package]], head_dim=head_dim, has_windows=True)
 
 
 @pytest.mark.parametrize(("package", "version"), versions("flash-attn", "kernels-community/flash-attn2"))
@@ -197,7 +185,7 @@ def test_the_installed_torch_agrees_with_its_entry() -> None:
     assert minor is not None
     its = [version for version in SIGNATURES["torch"]["varlen_attn"] if version.startswith(f"{minor[0]}.")]
     assert its, f"scripts/kernel_signatures.py has not seen torch {minor[0]}"
-    installed = inspect.signature(flash._module().varlen_attn).parameters.values()
+    installed = inspect.signature(flash._varlen_module().varlen_attn).parameters.values()
     untyped = inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in installed])
     assert untyped == rebuilt(SIGNATURES["torch"]["varlen_attn"][its[-1]])
     for name in ("_flash_attention_forward", "_flash_attention_backward"):

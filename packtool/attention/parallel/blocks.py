@@ -290,8 +290,8 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
             "only",
             "Use --attn-impl auto: on CUDA that is torch's flash attention 2.",
         )
-    if impl == "varlen" and (missing := needs_fast_gpu("torch's varlen", device, dtype)):
-        raise ConfigError(f"--attn-impl varlen: {missing.reason}", missing.remedy)
+    if impl == "varlen" and (error := needs_fast_gpu("torch's varlen", device, dtype)):
+        raise ConfigError(f"--attn-impl varlen: {error.message}", error.remedy)
     if impl in ("auto", "varlen") and needs_fast_gpu("flash", device, dtype) is None and max(head_dims) <= 256:
         return CudaFlashBlockKernel()
     has_flash = device.type == "cpu" and head_dims[0] == head_dims[1] and hasattr(torch.ops.aten, _CPU_FLASH)

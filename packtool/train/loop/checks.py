@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, TrainingArguments
 
-from packtool.attention.choose import choose, choose_elsewhere
+from packtool.attention.choose import check_dtype, choose
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec
@@ -92,7 +92,7 @@ def _check_layers(config: TrainConfig, model_config: PreTrainedConfig) -> None:
 def _check_kernel(config: TrainConfig, dtype: torch.dtype) -> None:
     on_gpu = has_gpu(config)
     if on_gpu and not torch.cuda.is_available():
-        choose_elsewhere(config.attn_impl, dtype)
+        check_dtype(config.attn_impl, dtype)
         return
     device = torch.device("cuda" if on_gpu else "cpu")
     choose(config.attn_impl, device, dtype)

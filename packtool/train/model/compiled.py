@@ -25,7 +25,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import list_backends
 
-from packtool.attention.opaque import with_hidden_boundaries
+from packtool.attention.kernel import hide_boundaries
 from packtool.errors import ConfigError, UnsupportedModelError, did_you_mean
 
 _MOST_COMPILATIONS = 128
@@ -86,7 +86,7 @@ def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not layer.training:
             return own(layer, *args, **kwargs)
-        return compiled(layer, *args, **with_hidden_boundaries(kwargs))
+        return compiled(layer, *args, **hide_boundaries(kwargs))
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
 

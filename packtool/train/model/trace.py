@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface
 
 from packtool.attention.features import share_features, towers_of_media
-from packtool.attention.kernel import Kernel, Varlen
+from packtool.attention.kernel import Kernel
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
 from packtool.attention.parallel.mesh import AbsentRanks, SequenceParallel
@@ -278,16 +278,12 @@ class _TracedKernel(Kernel):
     """What flash attention keeps, without the attention."""
 
     name = "traced"
+    has_dropout = True
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> None:
-        """None: it runs anywhere."""
+        """Always None: it runs anywhere."""
 
-    def fwd(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **_: Any) -> tuple[Tensor, Tensor]:
-        """See ``Kernel``."""
-        raise AssertionError("models call attend")
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **_: Any) -> Tensor:
-        """See ``Kernel``."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         out: Tensor = _Keep.apply(q, k, v)
         return out
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from packtool.attention.choose import KERNELS
-from packtool.attention.kernel import Varlen
+from packtool.attention.kernel import ReferenceKernel, Varlen
 from packtool.attention.parallel.blocks import (
     AttentionBlock,
     BlockKernel,
@@ -38,7 +38,8 @@ def test_causal_blocks_equal_the_reference(blocks: BlockKernel, heads: tuple[int
     documents = Varlen.of_lengths([270, 1, 0, 33])
     q, k, v, above = random_tensors(304, 304, heads, torch.float32)
     wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected, expected_lse = KERNELS["reference"].fwd(*wide, documents, scale=0.3, window=window)
+    expected = KERNELS["reference"].attend(*wide, documents, scale=0.3, window=window)
+    expected_lse = ReferenceKernel.scores(wide[0], wide[1], documents, 0.3, window).logsumexp(-1)
     wanted = torch.autograd.grad(expected, wide, above.double())
     block = AttentionBlock(documents, documents, True, 0.3, window)
     out, lse = blocks.fwd(q, k, v, block)
