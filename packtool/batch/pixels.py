@@ -64,13 +64,13 @@ def resized(
 
 def _key(medium: EncodedImage | EncodedVideo, spec: InputSpec, processor: Any) -> str | None:
     """All that its pixels depend on; None where nothing tells of its content."""
-    rights, is_image = spec.media_rights, isinstance(medium, EncodedImage)
+    policy, is_image = spec.media_policy, isinstance(medium, EncodedImage)
     indices = () if isinstance(medium, EncodedImage) else medium.indices
     if isinstance(medium, EncodedVideo) and medium.frames:
-        known = [content_state(*medium.frames[number], rights, is_image=True) for number in indices]
+        known = [content_state(*medium.frames[number], policy, is_image=True) for number in indices]
         indices = ()
     else:
-        known = [content_state(medium.path, medium.data, rights, is_image=is_image)]
+        known = [content_state(medium.path, medium.data, policy, is_image=is_image)]
     if None in known:
         return None
     made_by = type(processor).__name__, str(processor.resample), processor.patch_size
@@ -154,7 +154,7 @@ def _decoded_pictures(
         settings: of the processor.
     """
     assert spec.limits.image is not None, "a sample with pictures for a model without limits"
-    pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
+    pictures = [load_image(image.path, image.data, spec.media_policy) for image, _ in images]
     pixels, places = spec.family.visual_inputs["image"]
     own = spec.limits.image
     bounds = (
@@ -212,7 +212,7 @@ def _video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[
 def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: Any) -> dict[str, Tensor]:
     """Patches and grid of a video, read and decoded; as ``_decoded_pictures``."""
     frames = load_video(
-        *(video.path, video.data, video.frames, video.indices, spec.media_rights),
+        *(video.path, video.data, video.frames, video.indices, spec.media_policy),
         (video.num_frames, video.height, video.width),
     )
     if not spec.family.keeps_bounds:

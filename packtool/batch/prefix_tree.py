@@ -33,7 +33,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, files_of
 from packtool.encode.media_spans import placed_media
 from packtool.media.content import content_digest, content_name
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 
@@ -45,11 +45,11 @@ class MediaNumbers:
     them where these are equal. Media that cannot be read are the same only in the same place.
 
     Args:
-        rights: which media may be read.
+        policy: which media may be read.
     """
 
-    def __init__(self, rights: MediaRights) -> None:
-        self._rights = rights
+    def __init__(self, policy: MediaPolicy) -> None:
+        self._policy = policy
         self._numbers: dict[Medium, int] = {}
         self._alike: dict[Medium, list[Medium]] = {}
         self._names: dict[Medium, tuple[str, ...]] = {}
@@ -70,8 +70,8 @@ class MediaNumbers:
         if self._names_of(one) != self._names_of(other):
             return False
         for mine, its in zip(files_of(one), files_of(other), strict=True):
-            digest = None if mine == its else content_digest(*mine, self._rights)
-            if mine != its and (digest is None or digest != content_digest(*its, self._rights)):
+            digest = None if mine == its else content_digest(*mine, self._policy)
+            if mine != its and (digest is None or digest != content_digest(*its, self._policy)):
                 return False
         return True
 
@@ -131,7 +131,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared
     Returns:
         nodes, each behind the one that it goes on from. A sample without tokens of its own has no node of its own.
     """
-    numbers = MediaNumbers(spec.media_rights)
+    numbers = MediaNumbers(spec.media_policy)
     read = [_Read.of(sample, spec, numbers) for sample in samples]
     nodes: list[Node] = []
     # Groups of samples that are alike so far, how much of them their ancestors hold, and the last of these.

@@ -56,7 +56,7 @@ def _pictures(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Te
     images = [(image, sample) for sample in samples for image in sample.images]
     if not images:
         return {}
-    pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
+    pictures = [load_image(image.path, image.data, spec.media_policy) for image, _ in images]
     counts, made = _looked_at(pictures, spec)
     for (image, sample), picture, count in zip(images, pictures, counts, strict=True):
         if (*picture.size, count) != (image.width, image.height, image.num_tokens):
@@ -71,7 +71,7 @@ def _frames(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str,
     found = []
     for video, sample in [(video, of) for of in samples for video in of.videos]:
         frames = load_video(
-            *(video.path, video.data, video.frames, video.indices, spec.media_rights),
+            *(video.path, video.data, video.frames, video.indices, spec.media_policy),
             (video.num_frames, video.height, video.width),
         )
         pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)

@@ -50,7 +50,7 @@ def _features(
     """Mel frames of one sound, float32 (bins, frames)."""
     limits = spec.limits.audio
     assert limits is not None, "a sample with sound for a model without limits"
-    wave = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_rights)
+    wave = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_policy)
     extractor = _extractor(spec.model)
     cut: dict[str, Any] = {"padding": True, "truncation": False}
     if limits.max_features is not None:

@@ -30,7 +30,7 @@ from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, f
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import ConfigError
 from packtool.planning.cost import CostModel
-from packtool.rows.rights import MediaRights, rights_of_cache
+from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class InputSpec:
         config: the model's configuration; of an Omni model its thinker's.
         limits: bounds on media that the cache was made with.
         loss_reduction: ``sample`` makes labels weigh so that each sample's mean counts once.
-        media_rights: which media may be read.
+        media_policy: which media may be read.
         media_cache: where resized pictures and frames are kept; None for nowhere.
     """
 
@@ -50,7 +50,7 @@ class InputSpec:
     config: PreTrainedConfig
     limits: MediaLimits
     loss_reduction: LossReduction = "token"
-    media_rights: MediaRights = rights_of_cache(AccessOptions())
+    media_policy: MediaPolicy = policy_for_cache(AccessOptions())
     media_cache: MediaCache | None = field(default=None, compare=False)
 
     @classmethod
@@ -71,7 +71,7 @@ class InputSpec:
                 f"train{f': {family.refused}' if family.refused else ' yet'}",
                 f"Those it can train are {', '.join(known)}, and every model of text alone.",
             )
-        return cls(model, config, limits, media_rights=rights_of_cache(access or AccessOptions()))
+        return cls(model, config, limits, media_policy=policy_for_cache(access or AccessOptions()))
 
     def keeping_media(self, options: MediaCacheOptions, name: str) -> InputSpec:
         """This specification, with the media cache that the options name.

@@ -15,7 +15,7 @@ import pyarrow as pa
 from packtool import storage
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.media.opening import MediaProblem, open_medium
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import Dropped, MediaRef
 from packtool.storage import AtomicFile, FileState
 
@@ -343,7 +343,7 @@ _BYTES_AT_ONCE = 64 << 20
 
 
 def embedded(
-    rows: Sequence[list[EncodedSample]], rights_of: Mapping[str, MediaRights], lose: Callable[[Dropped], None]
+    rows: Sequence[list[EncodedSample]], rights_of: Mapping[str, MediaPolicy], lose: Callable[[Dropped], None]
 ) -> Iterator[list[list[EncodedSample]]]:
     """Rows with the bytes of their samples' media, in groups of bounded size; paths stay, for messages.
 
@@ -371,23 +371,23 @@ def embedded(
         yield group
 
 
-def _with_bytes(sample: EncodedSample, rights: MediaRights) -> EncodedSample:
+def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
     return replace(
         sample,
         images=tuple(
-            replace(image, path=_shown(image.path), data=_bytes(image.path, image.data, rights))
+            replace(image, path=_shown(image.path), data=_bytes(image.path, image.data, policy))
             for image in sample.images
         ),
         audios=tuple(
-            replace(audio, path=_shown(audio.path), data=_bytes(audio.path, audio.data, rights))
+            replace(audio, path=_shown(audio.path), data=_bytes(audio.path, audio.data, policy))
             for audio in sample.audios
         ),
         videos=tuple(
             replace(
                 video,
                 path=_shown(video.path),
-                data=None if video.frames else _bytes(video.path, video.data, rights),
-                frames=tuple((_shown(path), _bytes(path, data, rights)) for path, data in video.frames),
+                data=None if video.frames else _bytes(video.path, video.data, policy),
+                frames=tuple((_shown(path), _bytes(path, data, policy)) for path, data in video.frames),
             )
             for video in sample.videos
         ),
@@ -398,10 +398,10 @@ def _shown(path: str | None) -> str | None:
     return None if path is None else storage.masked(path)
 
 
-def _bytes(path: str | None, data: bytes | None, rights: MediaRights) -> bytes:
+def _bytes(path: str | None, data: bytes | None, policy: MediaPolicy) -> bytes:
     if data is not None:
         return data
-    with open_medium(MediaRef(path, rights=rights), storage.ROWS_BLOCK) as file:
+    with open_medium(MediaRef(path, policy=policy), storage.ROWS_BLOCK) as file:
         return file.read()
 
 

@@ -234,7 +234,7 @@ class _Outputs:
         self._task, self._directory, self._lock = task, work.directory, work.lock
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
-        self._rights = {source.label: source.media_rights for source, _ in task.stretches} if embed else {}
+        self._policy = {source.label: source.media_policy for source, _ in task.stretches} if embed else {}
         self._index: dict[str, list[IndexPart]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
@@ -265,7 +265,7 @@ class _Outputs:
         for split, of_split in kept.items():
             result = self.result.splits[split]
             embeds = self._embed and self._directory is not None
-            for rows in embedded(of_split, self._rights, self.drop) if embeds else (of_split,):
+            for rows in embedded(of_split, self._policy, self.drop) if embeds else (of_split,):
                 part = [sample for row in rows for sample in row]
                 index = index_part(part, result.shard, result.counts.rows, self._codes)
                 result.add(rows, index)

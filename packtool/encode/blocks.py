@@ -12,8 +12,8 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, StorageError
 from packtool.media.opening import MediaProblem, check_allowed
 from packtool.rows.forms import RowProblem, to_sample
+from packtool.rows.media_policy import NOT_ALLOWED
 from packtool.rows.read import read_block
-from packtool.rows.rights import NOT_ALLOWED
 from packtool.rows.sample import Dropped, MediaRef, Sample, held, unexpected
 from packtool.rows.source import RowBlock, Source
 

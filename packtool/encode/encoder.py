@@ -305,7 +305,7 @@ class Encoder:
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
             return self._media.measure(kind, ref)
-        key = kind, ref.path, ref.clip, ref.limits, ref.rights
+        key = kind, ref.path, ref.clip, ref.limits, ref.policy
         medium = self._measured.get(key)
         if medium is None:
             medium = self._media.measure(kind, ref)

@@ -1,1 +1,1 @@
-"""Media files: measured from their header when exporting, decoded when training."""
+"""Media files: measured from their header for export, decoded for training."""

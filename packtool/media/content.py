@@ -1,8 +1,8 @@
-"""What media hold, told without decoding them, by as much reading as whoever asks can afford.
+"""Identify what media contain without decoding them, at three costs.
 
-content_name     four pieces of a file: export groups media that may be the same, wherever they lie
-content_digest   all of it: collation computes one of two such media for both
-content_state    nothing but when it was changed: training finds again what it has kept of the one at this place
+content_name     hashes four pieces of a file: export groups media that may be equal, wherever they are
+content_digest   hashes the whole file: collation compares two such media exactly
+content_state    reads only the time of the last change: training reuses what it cached for this path
 """
 
 from __future__ import annotations
@@ -17,119 +17,119 @@ from functools import lru_cache
 from packtool import storage
 from packtool.errors import PacktoolError
 from packtool.media.opening import MediaProblem, check_allowed, open_medium
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 
 SETTLED_SECONDS = 2.0
-"""A file that was changed later than so long ago may change once more without its times telling."""
+"""A file changed more recently may change again without a new time stamp."""
 _PIECE_BYTES, _NUM_PIECES = 4096, 4
 _CHUNK_BYTES = 1 << 20
-_BYTES = 16
+_DIGEST_BYTES = 16
 
 
 def content_name(path: str | None, data: bytes | None) -> str:
-    """A name that media have in common which hold the same bytes, and files that are of one size and alike in pieces.
+    """Return a name that equal media share, and also files of one size that are equal in four pieces.
 
-    What is not on this machine, and what cannot be read, is named by its address: fetching it would take longer than
-    what it saves. Price: 30 us a file, once for each state of a file.
+    Remote and unreadable media are named by their address: fetching them costs more than sharing saves. Costs 30 us
+    for each version of a file.
 
     Args:
-        path, data: of a medium that has been measured, as in ``EncodedImage``.
+        path, data: of a measured medium, as in ``EncodedImage``.
     """
     if data is not None:
         return _name(len(data), [data[start:stop] for start, stop in _pieces(len(data))])
     try:
-        if path is not None and (state := _state(path)) is not None:
-            return _name_of_file(path, state)
+        if path is not None and (version := _version(path)) is not None:
+            return _name_of_file(path, version)
     except (OSError, PacktoolError, ValueError):
         pass
     return f"at {path}"
 
 
-def content_digest(path: str | None, data: bytes | None, rights: MediaRights) -> str | None:
-    """A digest of all that a medium holds; None where it cannot be read, or is not on this machine.
+def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) -> str | None:
+    """Return a digest of a medium's whole content; None if it is remote, unreadable or not allowed.
 
     Args:
         path, data: as for ``content_name``.
-        rights: which media may be read.
     """
     if data is not None:
         return hashlib.sha256(data).hexdigest()
     try:
-        if path is not None and (state := _state(path)) is not None:
-            return _digest_of_file(path, state, rights)
+        if path is not None and (version := _version(path)) is not None:
+            return _digest_of_file(path, version, policy)
     except (OSError, PacktoolError, ValueError, MediaProblem):
-        pass  # whoever loads it tells what is wrong with it
+        pass  # loading it reports the problem
     return None
 
 
-def content_state(path: str | None, data: bytes | None, rights: MediaRights, *, is_image: bool) -> str | None:
-    """Another text whenever the content may be another; None where nothing tells, or it cannot be opened.
+def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, is_image: bool) -> str | None:
+    """Return a text that changes whenever the content may change; None if unknown or not allowed.
 
-    Bytes are hashed. A file of this machine is known by its path, size and times, of which the system sets one by
-    itself whenever it changes; a remote one by its address, size and entity tag (or date), for a short request.
+    For bytes, their hash. For a local file, path, size and times, one of which the system sets at every change. For a
+    remote file, address, size and entity tag (or date), by one short request.
 
     Args:
-        path, data, rights: as for ``content_digest``.
+        path, data: as for ``content_name``.
     """
     if data is not None or path is None:
         return hashlib.sha256(data or b"").hexdigest()
-    ref = MediaRef(path, rights=rights)
+    ref = MediaRef(path, policy=policy)
     try:
         check_allowed(ref)
         if storage.is_remote(path):
             with open_medium(ref, 1, is_image=is_image) as file:
                 tag = getattr(getattr(file, "raw", None), "tag", "")
                 return f"{path} {file.seek(0, io.SEEK_END)} {tag}" if tag else None
-        found = _stat(path)
+        state = _stat(path)
     except (OSError, PacktoolError, ValueError, MediaProblem):
         return None  # as above
-    if found is None or found.st_size > rights.most_bytes(is_image):
+    if state is None or state.st_size > policy.max_file_bytes(is_image):
         return None
-    if time.time() - max(found.st_mtime, found.st_ctime) < SETTLED_SECONDS:
+    if time.time() - max(state.st_mtime, state.st_ctime) < SETTLED_SECONDS:
         return None
-    # No numbers of the disk: another start of the machine may give it others.
-    return f"{os.path.abspath(storage.normalize(path))} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+    # Without device and inode, which may change when the machine restarts.
+    return f"{os.path.abspath(storage.normalize(path))} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
 
 
-_State = tuple[int, ...]
-"""What changes with a file: its place on the disk, its size and its times."""
+_Version = tuple[int, ...]
+"""Size, device, inode and times of a file: at least one changes with its content."""
 
 
-def _state(path: str) -> _State | None:
-    if (found := _stat(path)) is None:
+def _version(path: str) -> _Version | None:
+    if (state := _stat(path)) is None:
         return None
-    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return state.st_size, state.st_dev, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _stat(path: str) -> os.stat_result | None:
-    """What the system says of a file; None if it is not on this machine, or no file: a pipe waits for its writer."""
-    found = None if storage.is_remote(path) else os.stat(storage.normalize(path))
-    return found if found is not None and stat.S_ISREG(found.st_mode) else None
+    """Return the status of a file; None for remote paths and anything but regular files, which could block."""
+    state = None if storage.is_remote(path) else os.stat(storage.normalize(path))
+    return state if state is not None and stat.S_ISREG(state.st_mode) else None
 
 
-# Rows about one picture mostly lie side by side, and a state is some hundred bytes.
+# Rows about one picture are mostly neighbours, and an entry takes some hundred bytes.
 @lru_cache(maxsize=1 << 14)
-def _name_of_file(path: str, state: _State) -> str:
+def _name_of_file(path: str, version: _Version) -> str:
+    size = version[0]
     file = os.open(storage.normalize(path), os.O_RDONLY)
     try:
-        return _name(state[0], [os.pread(file, stop - start, start) for start, stop in _pieces(state[0])])
+        return _name(size, [os.pread(file, stop - start, start) for start, stop in _pieces(size)])
     finally:
         os.close(file)
 
 
 @lru_cache(maxsize=1 << 14)
-def _digest_of_file(path: str, state: _State, rights: MediaRights) -> str:
-    del state  # by which the answer is remembered
-    digest = hashlib.sha256()
-    with open_medium(MediaRef(path, rights=rights)) as file:
+def _digest_of_file(path: str, version: _Version, policy: MediaPolicy) -> str:
+    del version  # only a key of the cache
+    with open_medium(MediaRef(path, policy=policy)) as file:
+        digest = hashlib.sha256()
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:
-    """Where the pieces of a file begin and end: from its first byte to its last one, evenly."""
+    """Return [start, stop) of the pieces of a file, evenly spaced from its first byte to its last."""
     if size <= _PIECE_BYTES * _NUM_PIECES:
         return [(0, size)]
     starts = [(size - _PIECE_BYTES) * number // (_NUM_PIECES - 1) for number in range(_NUM_PIECES)]
@@ -137,4 +137,4 @@ def _pieces(size: int) -> list[tuple[int, int]]:
 
 
 def _name(size: int, pieces: list[bytes]) -> str:
-    return f"{size} {hashlib.blake2b(b''.join(pieces), digest_size=_BYTES).hexdigest()}"
+    return f"{size} {hashlib.blake2b(b''.join(pieces), digest_size=_DIGEST_BYTES).hexdigest()}"

@@ -1,13 +1,9 @@
-"""Pictures measured from their header: a picture's token count needs its width and height, nothing else.
+"""Pictures: measured from their header for export, decoded for training as transformers' ``load_image`` does.
 
-That the rest is there is looked at, too, so that a file that was cut off is found now and not in the middle of
-training: where the format says how long it is or how it ends, by that, else by decoding it. Of remote files larger than
-the first block only the former is looked at.
+A picture's token count needs only its width and height, after applying the EXIF orientation as ``load_image`` does.
 
-The size is the one after the EXIF orientation is applied, because that is how ``load`` (and transformers'
-``load_image``) show a picture to the model.
-
-Pictures decoded for a training step, as transformers' ``load_image`` does it.
+Measuring also finds truncated files, before training: by the length or end mark that the format declares, else by
+decoding. Remote files larger than the first block are never decoded.
 """
 
 from __future__ import annotations
@@ -22,23 +18,23 @@ from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from packtool import storage
 from packtool.errors import MediaError
 from packtool.media.opening import MediaProblem, label, open_medium
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 
-ANY = MediaRights()
-# Decoded by other programs, such as Ghostscript, that do what the file says.
+ANY = MediaPolicy()
+# Formats that other programs, such as Ghostscript, would execute.
 _PROGRAMS = ("EPS", "WMF", "EMF")
 
 
-def load_image(path: str | None, data: bytes | None = None, rights: MediaRights = ANY) -> Image.Image:
-    """The picture in RGB with its EXIF orientation applied.
+def load_image(path: str | None, data: bytes | None = None, policy: MediaPolicy = ANY) -> Image.Image:
+    """Return the picture in RGB with its EXIF orientation applied.
 
     Raises:
-        MediaError: if the file is gone, may not be read or cannot be decoded, naming it.
+        MediaError: if the file is missing, not allowed or cannot be decoded.
         StorageError: if its store cannot be reached.
     """
     try:
-        ref = MediaRef(path, data, rights=rights)
+        ref = MediaRef(path, data, policy=policy)
         with (
             open_medium(ref, storage.ROWS_BLOCK, is_image=True) as file,
             open_picture(io.BytesIO(file.read()) if path is not None and storage.is_remote(path) else file) as picture,
@@ -49,18 +45,18 @@ def load_image(path: str | None, data: bytes | None = None, rights: MediaRights 
 
 
 def blank_image(height: int, width: int) -> Image.Image:
-    """A black picture, in the type that ``load_image`` returns.
+    """Return a black picture of the type that ``load_image`` returns.
 
-    A processor guesses the axes of an array: one of shape (3, width, 3) is read as channels first.
+    An array would not do: processors guess its axes, and read shape (3, width, 3) as channels first.
     """
     return Image.new("RGB", (width, height))
 
 
 def open_picture(file: BinaryIO) -> Image.Image:
-    """A picture whose header has been read.
+    """Read the header of a picture.
 
     Raises:
-        ValueError: if it is none, but a program that would have to be run.
+        ValueError: if the format is one that would be executed.
         OSError, ...: whatever Pillow raises.
     """
     picture = Image.open(file)
@@ -70,7 +66,7 @@ def open_picture(file: BinaryIO) -> Image.Image:
 
 
 def media_error(problem: MediaProblem) -> MediaError:
-    """What training says of a medium that export could use."""
+    """Return the error of training for a medium that export could use."""
     return MediaError(
         f"{problem.detail} ({problem.reason})",
         "The export looked at its header and end only: restore the file, or export again without it; "
@@ -82,10 +78,10 @@ EXPORT_AGAIN = "export the rows again into another directory."
 """Remedy in messages about changed media."""
 
 
-def unlike_the_export(ref: MediaRef, before: str, now: str) -> MediaError:
-    """What training says of a medium that holds something else than the export measured.
+def changed_since_export(ref: MediaRef, before: str, now: str) -> MediaError:
+    """Return the error of training for a medium with other content than the export measured.
 
-    Bytes in a cache cannot change; of a file it is not known which of the two happened.
+    Bytes in a cache cannot change, so they are damaged; a file may be damaged or changed.
     """
     what = "is damaged" if ref.path is None else "is damaged, or has changed since the export"
     return MediaError(
@@ -103,29 +99,25 @@ _TIFF_PARTS = ((273, 279), (324, 325))
 
 
 def measure_image(image: MediaRef) -> tuple[int, int]:
-    """(height, width) in pixels as the model will see it.
+    """Return (height, width) in pixels as the model will see the picture; raises as ``open_medium``.
 
     Raises:
-        MediaProblem: if the file is missing, is no picture, was cut off or has an absurd size.
-        StorageError: as ``open_medium``.
+        MediaProblem: also if the file is truncated or absurdly large.
     """
     with warnings.catch_warnings(), open_medium(image, is_image=True) as file:
-        warnings.simplefilter("ignore")  # of large pictures, and of damage that makes an error or none
+        warnings.simplefilter("ignore")  # damage that matters raises an error
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         try:
-            return _measure(file, size, is_cheap=not _is_far(image) or size <= storage.HEADER_BLOCK)
+            is_local = image.path is None or not storage.is_remote(image.path)
+            return _measure(file, size, can_decode=is_local or size <= storage.HEADER_BLOCK)
         except UnidentifiedImageError:
             raise MediaProblem("media_unreadable", f"{label(image)}: not a picture") from None
         except Image.DecompressionBombError as error:
             raise MediaProblem("media_size", f"{label(image)}: {error}") from error
 
 
-def _is_far(image: MediaRef) -> bool:
-    return image.path is not None and storage.is_remote(image.path)
-
-
-def _measure(file: BinaryIO, size: int, is_cheap: bool) -> tuple[int, int]:
+def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
     picture = open_picture(file)
     begin, (width, height) = file.tell(), picture.size
     declared = _declared_bytes(picture, file)
@@ -137,13 +129,13 @@ def _measure(file: BinaryIO, size: int, is_cheap: bool) -> tuple[int, int]:
         orientation = picture.getexif().get(_ORIENTATION_TAG, 1)
     if declared is not None and declared > size:
         raise ValueError(f"the file is truncated: it declares {declared:,} bytes and has {size:,}")
-    if declared is None and is_cheap and not _ends(picture.format, file, begin, size):
+    if declared is None and can_decode and not _has_end_mark(picture.format, file, begin, size):
         picture.load()
     return (width, height) if orientation in _SIDEWAYS else (height, width)
 
 
 def _declared_bytes(picture: Any, file: BinaryIO) -> int | None:
-    """How long the header says the file is, at least; None if it does not."""
+    """Return the minimum length of the file in bytes by its header; None if it declares none."""
     if picture.format == "WEBP":
         file.seek(4)
         return 8 + int.from_bytes(file.read(4), "little")
@@ -158,13 +150,12 @@ def _declared_bytes(picture: Any, file: BinaryIO) -> int | None:
     return None
 
 
-def _ends(form: str | None, file: BinaryIO, begin: int, size: int) -> bool:
-    """Whether a file's last bytes, of those behind its header, hold its format's end mark.
+def _has_end_mark(image_format: str | None, file: BinaryIO, begin: int, size: int) -> bool:
+    """Return whether the end of a file, after its header, has the end mark of its format.
 
-    Some writers add a little behind it. Where it is not found, only decoding tells whether what is left is all that is
-    needed.
+    Some writers add a few bytes after the mark. Without a mark, only decoding shows whether the file is complete.
     """
-    if (mark := _END_MARKS.get(form or "")) is None:
+    if (mark := _END_MARKS.get(image_format or "")) is None:
         return False
     start = max(size - _END_BYTES, begin if mark == b"\xff\xd9" else 0)
     file.seek(start)
@@ -172,7 +163,7 @@ def _ends(form: str | None, file: BinaryIO, begin: int, size: int) -> bool:
 
 
 def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
-    """Pillow would decode the whole picture to look for an ``eXIf`` chunk; the chunks can be walked instead."""
+    """Find the orientation by walking the chunks: Pillow would decode the whole picture to find ``eXIf``."""
     data: bytes | None = None
     file.seek(8)
     while len(header := file.read(8)) == 8:

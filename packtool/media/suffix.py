@@ -1,4 +1,4 @@
-"""What kind of file a medium is, by its name or by its first bytes: for those who go by the ending."""
+"""File name suffix of a medium, from its name or its first bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ _RIFF = {b"WEBP": ".webp", b"WAVE": ".wav", b"AVI ": ".avi"}
 
 
 def suffix_of(path: str | None, data: bytes | None = None) -> str:
-    """``.jpg``, ``.mp4``, ...: the ending of the name if it is a known one, else by the bytes; ``.bin`` if both say
-    nothing.
+    """Return ``.jpg``, ``.mp4``, ...: the suffix of the name if it is known, else by the bytes; ``.bin`` if unknown.
 
     Args:
-        path: of the file, or its address, or None.
-        data: of the file, at least the first bytes, or None.
+        path: of the file, or its address.
+        data: at least the first 12 bytes.
     """
     if path is not None:
         suffix = posixpath.splitext(path.partition("?")[0])[1].lower()
@@ -49,9 +48,9 @@ def suffix_of(path: str | None, data: bytes | None = None) -> str:
 
 
 def is_media(data: bytes) -> bool:
-    """Whether a file's first bytes are those of a kind of picture, video or sound.
+    """Return whether a file begins like a picture, video or sound.
 
-    For what copies files that a cache names: whoever made the cache may have named a file of this machine that is none,
-    and have it published.
+    Check it before copying files that a cache names: a cache from somebody else may name any file of this machine, to
+    have it published.
     """
     return suffix_of(None, data) != ".bin"

@@ -1,4 +1,4 @@
-"""Videos: measured from the container's header where it can be trusted, decoded for training."""
+"""Videos: measured from the container's header where it is reliable, decoded for training."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ import numpy.typing as npt
 from av.video.reformatter import VideoReformatter
 
 from packtool.media.container import check_end, index_of, is_indexed, num_hidden, open_container
-from packtool.media.measure import ANY, load_image, measure_image, media_error, unlike_the_export
+from packtool.media.measure import ANY, changed_since_export, load_image, measure_image, media_error
 from packtool.media.opening import MediaProblem, label
 from packtool.media.seeking import Unnumbered, all_frames, count_frames, decode_all, needed_frames
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 
 FRAMES_A_SECOND = 2.0
-"""Frames a second of a video that is given as pictures, when nothing says otherwise (as Qwen's tools have it)."""
+"""Default frames per second of a video that is given as pictures (as in Qwen's tools)."""
 
 _FALLBACK_RATE = 24.0
-# Colours are converted by as many threads as there are cores otherwise, since PyAV 17; before, always by one.
-_BY_ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
+# Since PyAV 17 colours are by default converted by as many threads as there are cores; before, always by one.
+_ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 
 
 @dataclass(frozen=True)
 class VideoSize:
-    """What a container says of its first video stream.
+    """Measures of a video's first stream.
 
     Args:
-        height, width: pixels of a frame as it is shown, after rotation.
-        num_frames: frames in it.
-        fps: frames a second, on average.
-        has_sound: whether there is an audio stream.
+        height, width: pixels of a frame after rotation.
+        fps: average frames per second.
+        has_sound: whether the file has an audio stream.
     """
 
     height: int
@@ -45,13 +44,13 @@ class VideoSize:
 
 
 def measure_video(ref: MediaRef) -> VideoSize:
-    """Look at a video, at its header if that tells the number of frames, else by decoding it.
+    """Measure a video by its header if that gives the number of frames, else by decoding it.
 
-    The first video stream counts, as for transformers' decoders. Only mp4 and mov files are believed about the number
-    of frames, and only if it agrees with their duration: matroska files declare none, avi files often a wrong one.
+    The first video stream counts, as for transformers' decoders. The number of frames is taken only from mp4 and mov
+    headers, and only if it agrees with the duration: matroska files declare none, avi files often a wrong one.
 
     Raises:
-        MediaProblem: if it is missing, no video, or cannot be decoded.
+        MediaProblem: if the file is missing, is no video, or cannot be decoded.
     """
     if ref.frames:
         sizes = {measure_image(frame) for frame in ref.frames}
@@ -80,67 +79,67 @@ def load_video(
     data: bytes | None,
     frames: Sequence[tuple[str | None, bytes | None]],
     indices: Sequence[int],
-    rights: MediaRights = ANY,
+    policy: MediaPolicy = ANY,
     shape: tuple[int, int, int] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """The frames that a training step sees, uint8 (T, H, W, 3), turned as they are shown.
+    """Return the requested frames, uint8 (T, H, W, 3), upright.
 
-    Frames are sought first, and decoded from the beginning where that fails or misses one.
+    Seeks to the frames, and decodes from the beginning if that fails or misses one.
 
     Args:
-        path, data, frames: where the video lies, as in ``EncodedVideo``.
+        path, data, frames: the video, as in ``EncodedVideo``.
         indices: numbers of the frames, ascending.
-        shape: frames (those of the clip, where only that is meant), H and W as measured. Frames that have another size
-            than the file's first one are scaled to that; without a shape, to the first one that is needed.
+        shape: number of frames (of the clip, if there is one), H and W as measured. Frames of another size than the
+            file's first one are scaled to that; without a shape, to the first requested one.
 
     Raises:
-        MediaError: if the file is gone, cannot be decoded, or has fewer frames, naming it.
+        MediaError: if the file is missing, cannot be decoded, or has fewer frames.
     """
     if frames:
-        pictures = [np.asarray(load_image(*frames[i], rights)) for i in indices]
+        pictures = [np.asarray(load_image(*frames[i], policy)) for i in indices]
         for number, picture in zip(indices, pictures, strict=True):
             if picture.shape != pictures[0].shape:
                 before, now = (f"{each.shape[1]}x{each.shape[0]} pixels" for each in (pictures[0], picture))
-                raise unlike_the_export(MediaRef(*frames[number]), before, now)
+                raise changed_since_export(MediaRef(*frames[number]), before, now)
         return np.stack(pictures)
-    ref, numbers = MediaRef(path, data, rights=rights), sorted(set(indices))
+    ref, numbers = MediaRef(path, data, policy=policy), sorted(set(indices))
     pixels, missing = None, numbers
-    for way in (needed_frames, all_frames):
+    for read_frames in (needed_frames, all_frames):
         try:
-            pixels, missing = _decoded(ref, numbers, way, shape)
+            pixels, missing = _decoded(ref, numbers, read_frames, shape)
         except MediaProblem as problem:
-            if way is all_frames or problem.reason != "media_unreadable":
+            if read_frames is all_frames or problem.reason != "media_unreadable":
                 raise media_error(problem) from problem
         if pixels is not None and not missing:
             return pixels if len(numbers) == len(indices) else pixels[np.searchsorted(numbers, indices)]
-    raise unlike_the_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
+    raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
 
 
 def _decoded(
     ref: MediaRef,
     numbers: Sequence[int],
-    way: Callable[..., Iterator[tuple[int, Any]]],
+    read_frames: Callable[..., Iterator[tuple[int, Any]]],
     shape: tuple[int, int, int] | None,
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Frames by their numbers, found in one of the ways of ``seeking``, and the numbers that are not there.
+    """Return frames by their numbers, read by a function of ``seeking``, and the missing numbers.
 
     Returns:
-        no frames if none is there, or if the way does not number them.
+        None for the frames if there is none, or if ``read_frames`` cannot number them.
     """
     pixels: npt.NDArray[np.uint8] | None = None
-    missing, places = set(numbers), {number: place for place, number in enumerate(numbers)}
-    # A clip has frames of its own number, and mostly begins later.
+    missing, rows = set(numbers), {number: row for row, number in enumerate(numbers)}
+    # The frames of a clip are not those of the file; it mostly begins later.
     num_frames, size = (None, None) if shape is None else (None if numbers[0] else shape[0], shape[1:])
-    # One for all frames: to set it up takes longer than to convert a frame.
+    # One for all frames: setting it up takes longer than converting a frame.
     converter = VideoReformatter()
     with open_container(ref) as container:
         stream = _stream(container, ref)
         try:
-            for number, frame in way(container, stream, numbers, num_frames):
+            for number, frame in read_frames(container, stream, numbers, num_frames):
                 if pixels is None:
                     size = _shown_size(frame) if size in (None, _shown_size(frame)) else _first_size(ref)
                     pixels = np.empty((len(numbers), *size, 3), np.uint8)
-                pixels[places[number]] = _converted(frame, pixels.shape[1:3], converter)
+                pixels[rows[number]] = _converted(frame, pixels.shape[1:3], converter)
                 missing.remove(number)
         except Unnumbered:
             return None, list(numbers)
@@ -148,19 +147,19 @@ def _decoded(
 
 
 def _converted(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> npt.NDArray[np.uint8]:
-    """A frame's colours, uint8 (H, W, 3) of this size, turned as it is shown."""
+    """Return a frame's colours, uint8 (H, W, 3) of this size, upright."""
     turns = _quarter_turns(frame)
     height, width = size[::-1] if turns % 2 else size
-    return np.rot90(converter.reformat(frame, width, height, "rgb24", **_BY_ONE_THREAD).to_ndarray(), turns)
+    return np.rot90(converter.reformat(frame, width, height, "rgb24", **_ONE_THREAD).to_ndarray(), turns)
 
 
 def _quarter_turns(frame: Any) -> int:
-    """Quarter turns, counterclockwise, that show a frame upright; other angles are rounded."""
+    """Return the counterclockwise quarter turns that show a frame upright; other angles are rounded."""
     return round(frame.rotation / 90) % 4
 
 
 def _shown_size(frame: Any) -> tuple[int, int]:
-    """(H, W) of a frame as it is shown."""
+    """Return (H, W) of a frame after rotation."""
     return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
 
 
@@ -170,7 +169,7 @@ def _first_size(ref: MediaRef) -> tuple[int, int]:
 
 
 def _counted_frames(ref: MediaRef) -> int | None:
-    """Number of frames without decoding all of them, None if that does not tell."""
+    """Return the number of frames without decoding all of them, None if that is not possible."""
     with open_container(ref) as container:
         stream = _stream(container, ref)
         try:
@@ -183,16 +182,16 @@ def _stream(container: Any, ref: MediaRef) -> Any:
     if not container.streams.video:
         raise MediaProblem("media_unreadable", f"{label(ref)}: the file has no video stream")
     stream = container.streams.video[0]
-    # Videos are loaded by several processes at a time. More threads in each decode frames ahead, which seeking throws
-    # away: of ten minutes of which 64 frames are taken, a keyframe every two seconds, 16 threads decode twice as much.
+    # Several processes load videos at a time. More threads in each would decode frames ahead that seeking discards:
+    # twice as many with 16 threads, for 64 frames of ten minutes with a keyframe every two seconds.
     stream.codec_context.thread_count = 1
     return stream
 
 
 def _declared_frames(container: Any, stream: Any) -> int | None:
-    """Number of frames by the table of contents, None if there is none or the header says otherwise.
+    """Return the number of frames by the table of contents, None if there is none or it contradicts the header.
 
-    What an edit list leaves out is in the table, and not shown.
+    Frames that an edit list hides are in the table but not counted.
     """
     count, rate = int(stream.frames or 0), float(stream.average_rate or 0)
     if not is_indexed(container) or not count or len(index_of(stream)) not in (0, count):

@@ -26,7 +26,7 @@ from packtool.media.suffix import is_media
 from packtool.packs.files import SUFFIXES, Pack, energon_files, open_file
 from packtool.planning.packing import map_on_processes, pack
 from packtool.progress import Progress
-from packtool.rows.rights import rights_of_cache
+from packtool.rows.media_policy import policy_for_cache
 from packtool.rows.sample import Dropped
 from packtool.storage import AtomicFile
 
@@ -218,9 +218,9 @@ def _write_file(part: _Part) -> WrittenFile:
 
 
 def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
-    rights = rights_of_cache(config)
+    policy = policy_for_cache(config)
     alone = [[sample] for sample in samples]
-    for group in embedded(alone, {sample.source: rights for sample in samples}, _refuse):
+    for group in embedded(alone, {sample.source: policy for sample in samples}, _refuse):
         for sample in (sample for row in group for sample in row):
             _check_media(sample)
             yield sample

@@ -36,7 +36,7 @@ from packtool.planning.prefix_trees import branches_of
 from packtool.progress import Progress
 from packtool.report.drawing import render
 from packtool.report.inspect import Decoder, all_media
-from packtool.rows.rights import MediaRights, rights_of_cache
+from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 from packtool.rows.sample import MediaRef
 from packtool.visible import visible
 
@@ -186,7 +186,7 @@ class Pages:
         self._config = config
         self._reader = CacheReader.open([config.directory], config.split)
         self._decoder = Decoder.of_cache(self._reader, config.model)
-        self._rights = rights_of_cache(config)
+        self._policy = policy_for_cache(config)
         self._plan = None if config.plan is None else read_plan_of(self._reader, config.plan)
         most = len(self._reader) if is_whole else config.max_samples
         self._packs = None if self._plan is None else ShownPacks(self._plan, most)
@@ -314,7 +314,7 @@ class Pages:
         if i >= len(media) or f"media/{number}-{i}{suffix}" not in _places(number, i, media[i]).values():
             return None
         try:
-            return _thumbnail(media[i], self._rights) if suffix == ".jpg" else _playable(media[i], self._rights)
+            return _thumbnail(media[i], self._policy) if suffix == ".jpg" else _playable(media[i], self._policy)
         except (MediaError, MediaProblem):
             return None
 
@@ -414,20 +414,20 @@ def _places(number: int, i: int, medium: Medium) -> dict[str, str]:
     return found
 
 
-def _thumbnail(medium: Medium, rights: MediaRights) -> bytes:
+def _thumbnail(medium: Medium, policy: MediaPolicy) -> bytes:
     if isinstance(medium, EncodedImage):
-        picture = load_image(medium.path, medium.data, rights)
+        picture = load_image(medium.path, medium.data, policy)
     else:
         assert isinstance(medium, EncodedVideo)
-        picture = Image.fromarray(load_video(medium.path, medium.data, medium.frames, medium.indices[:1], rights)[0])
+        picture = Image.fromarray(load_video(medium.path, medium.data, medium.frames, medium.indices[:1], policy)[0])
     picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
     target = io.BytesIO()
     picture.save(target, "JPEG", quality=80)
     return target.getvalue()
 
 
-def _playable(medium: Medium, rights: MediaRights) -> bytes | None:
+def _playable(medium: Medium, policy: MediaPolicy) -> bytes | None:
     assert not isinstance(medium, EncodedImage)
-    with open_medium(MediaRef(medium.path, medium.data, rights=rights), storage.ROWS_BLOCK) as file:
+    with open_medium(MediaRef(medium.path, medium.data, policy=policy), storage.ROWS_BLOCK) as file:
         data = file.read(_MOST_PLAYED + 1)
     return data if len(data) <= _MOST_PLAYED and is_media(data) else None

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from packtool.config.data import BboxType
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, PacktoolError, RowError
-from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED, MediaRights
+from packtool.rows.media_policy import ALLOWED_BY, NOT_ALLOWED, MediaPolicy
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class MediaRef:
         clip: (start, end) in seconds of the part of a video that is meant, None for its beginning or its end; None for
             the whole video.
         limits: (name, number) of limits on the size that the row gives this medium, as Qwen's rows have them.
-        rights: what the path may be; whoever makes one of a path that stands in a row gives the row's.
+        policy: what the path may be; whoever makes one of a path that stands in a row gives the row's.
     """
 
     path: str | None
@@ -131,7 +131,7 @@ class MediaRef:
     fps: float | None = None
     clip: tuple[float | None, float | None] | None = None
     limits: tuple[tuple[str, float], ...] = ()
-    rights: MediaRights = field(default=MediaRights(), compare=False, repr=False)
+    policy: MediaPolicy = field(default=MediaPolicy(), compare=False, repr=False)
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from packtool import storage
 from packtool.config.data import MAX_ROW_BYTES, MediaAccess
 from packtool.constants import TRAIN_SPLIT
-from packtool.rows.rights import MediaRights, rights_of_rows
+from packtool.rows.media_policy import MediaPolicy, policy_for_rows
 from packtool.rows.sample import Dropped
 
 FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow", "megatron", "tar"]
@@ -50,7 +50,7 @@ class SourceSpec:
         media_root: folder in which relative paths of media are looked for first.
         system: system prompt of conversations that have none.
         loss_scale: the dataset's own, None for the export's.
-        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.rights``.
+        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.media_policy``.
         max_row_bytes: a larger row is left out before it is parsed.
     """
 
@@ -112,7 +112,7 @@ class Source:
         tags: as in ``SourceSpec``.
         holds_media: a column of its first rows could hold media; if none could, marks of media in questions are text.
         header: column names of a csv file.
-        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.rights``.
+        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.media_policy``.
         max_row_bytes: as in ``SourceSpec``.
     """
 
@@ -145,9 +145,9 @@ class Source:
         return source
 
     @cached_property
-    def media_rights(self) -> MediaRights:
+    def media_policy(self) -> MediaPolicy:
         """What its rows may reach."""
-        return rights_of_rows(
+        return policy_for_rows(
             self.path, self.media_root, self.media_access, self.max_media_bytes, self.max_media_failures
         )
 

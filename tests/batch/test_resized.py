@@ -23,7 +23,7 @@ from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, MediaError
 from packtool.media import content
 from packtool.media.content import content_state
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 from tests.batch.reduced import LIKE_VISION_MODELS, VISION_MODELS, make_picture, make_sample, reduced_spec
 from tests.train.tiny_media import export_kinds, make_media_world
 
@@ -156,7 +156,7 @@ def test_a_file_of_just_now_is_not_kept_and_large_ones_are_refused_also_where_th
     check_same([sample], spec, kept)
     check_same([sample], spec, kept)
     assert taken(kept) == MediaReads(hits=1, misses=1)
-    forbidden = dataclasses.replace(kept, media_rights=MediaRights(max_bytes=10))
+    forbidden = dataclasses.replace(kept, media_policy=MediaPolicy(max_bytes=10))
     with pytest.raises(MediaError, match="--max-media-bytes"):
         load_pixels([sample], forbidden)
 
@@ -198,14 +198,14 @@ def server() -> Iterator[str]:
 
 
 def test_what_is_far_away_is_known_by_its_tag(server: str, tmp_path: Path) -> None:
-    rights = MediaRights()
-    assert content_state(f"{server}/tagged", None, rights, is_image=True) == f"{server}/tagged 10 abc"
-    assert content_state(f"{server}/plain", None, rights, is_image=True) is None
-    refused = MediaRights(places=frozenset())
+    policy = MediaPolicy()
+    assert content_state(f"{server}/tagged", None, policy, is_image=True) == f"{server}/tagged 10 abc"
+    assert content_state(f"{server}/plain", None, policy, is_image=True) is None
+    refused = MediaPolicy(stores=frozenset())
     assert content_state(f"{server}/tagged", None, refused, is_image=True) is None
-    assert content_state(str(tmp_path), None, rights, is_image=True) is None
-    assert content_state("nowhere://x", None, rights, is_image=True) is None
-    assert content_state("a.png", b"1", rights, is_image=True) != content_state("a.png", b"2", rights, is_image=True)
+    assert content_state(str(tmp_path), None, policy, is_image=True) is None
+    assert content_state("nowhere://x", None, policy, is_image=True) is None
+    assert content_state("a.png", b"1", policy, is_image=True) != content_state("a.png", b"2", policy, is_image=True)
 
 
 def test_what_cannot_be_is_refused(world: tuple[InputSpec, InputSpec], tmp_path: Path) -> None:

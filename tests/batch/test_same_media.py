@@ -15,10 +15,10 @@ from packtool.config.data import AccessOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
 from packtool.encode.prefix_hashes import prefix_hashes
 from packtool.media import content as content_module
-from packtool.rows.rights import rights_of_cache
+from packtool.rows.media_policy import policy_for_cache
 from tests.batch.test_prefix_tree import SEES, picture, with_pictures
 
-ANY = rights_of_cache(AccessOptions())
+ANY = policy_for_cache(AccessOptions())
 LARGE = 50_000
 # Two of one size that differ in the middle alone, which is not looked at first.
 HELD = {"a": b"1", "b": b"2", "large": bytes(LARGE), "deceives": bytes(LARGE // 2) + b"1" + bytes(LARGE // 2 - 1)}

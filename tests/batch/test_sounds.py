@@ -16,7 +16,7 @@ from packtool.encode.encoded import EncodedAudio
 from packtool.encode.families import MediaLimits
 from packtool.encode.families.record import AudioLimits
 from packtool.media.audio import load_audio
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 from tests.media.clips import write_sound
 
 RATE, LONGEST_S = 16_000, 3
@@ -29,12 +29,12 @@ def test_a_second_of_silence_is_as_good_as_minutes(seconds: float, tmp_path: Pat
     extractor.save_pretrained(tmp_path / "model")
     path = str(write_sound(tmp_path / "a.wav", seconds, RATE))
     count = int(seconds * RATE)
-    wave = load_audio(path, None, RATE, count, MediaRights())
+    wave = load_audio(path, None, RATE, count, MediaPolicy())
     made = extractor(wave, sampling_rate=RATE, return_attention_mask=True, return_tensors="pt", padding="max_length")
     num_frames = int(made["attention_mask"].sum())
     limits = MediaLimits(audio=AudioLimits(RATE, 160, LONGEST_S * 100, False, 25, 2))
     config: Any = SimpleNamespace()
-    spec = InputSpec(str(tmp_path / "model"), config, limits, media_rights=MediaRights())
+    spec = InputSpec(str(tmp_path / "model"), config, limits, media_policy=MediaPolicy())
     sample: Any = SimpleNamespace(row=0, source="rows.jsonl")
     found = _features(EncodedAudio(path, None, count, num_frames, 1), path, None, sample, spec)
     assert found.shape == (128, num_frames)

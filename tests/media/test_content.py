@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from packtool.config.data import AccessOptions
 from packtool.media.content import content_digest, content_name
-from packtool.rows.rights import MediaRights, rights_of_cache
+from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 
-ANY = rights_of_cache(AccessOptions())
+ANY = policy_for_cache(AccessOptions())
 SMALL, LARGE = 16384, 100_000  # the first is hashed whole
 PLACES = ("file", "copy", "link", "relative", "bytes")
 
@@ -96,5 +96,5 @@ def test_what_cannot_be_read_here_is_known_by_its_address(
 
 def test_nothing_is_compared_that_may_not_be_read(tmp_path: Path) -> None:
     path, _ = placed(tmp_path, "file", b"12")
-    assert content_digest(path, None, MediaRights(roots=(str(tmp_path / "other"),))) is None
-    assert content_digest(path, None, MediaRights(roots=(str(tmp_path),))) is not None
+    assert content_digest(path, None, MediaPolicy(roots=(str(tmp_path / "other"),))) is None
+    assert content_digest(path, None, MediaPolicy(roots=(str(tmp_path),))) is not None

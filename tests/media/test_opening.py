@@ -25,7 +25,7 @@ from packtool.media.measure import load_image, measure_image
 from packtool.media.opening import MediaProblem
 from packtool.rows.forms import RowProblem
 from packtool.rows.forms.media import media_ref
-from packtool.rows.rights import MediaRights, rights_of_cache
+from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 from packtool.rows.sample import MediaRef
 from packtool.rows.source import Source
 
@@ -88,9 +88,9 @@ def web() -> Iterator[WebServer]:
     storage.configure(None)
 
 
-def reason_of(path: str, **rights: Any) -> str:
+def reason_of(path: str, **policy: Any) -> str:
     with pytest.raises(MediaProblem) as caught:
-        measure_image(MediaRef(path, rights=MediaRights(**{"max_failures": 0, **rights})))
+        measure_image(MediaRef(path, policy=MediaPolicy(**{"max_failures": 0, **policy})))
     return caught.value.reason
 
 
@@ -211,9 +211,9 @@ def test_an_endless_body_is_given_up(web: WebServer) -> None:
 def test_redirects_go_where_the_row_may(web: WebServer) -> None:
     other = WebServer()
     named = frozenset({storage.store_name(web.url)})
-    assert reason_of(f"{web.url}/to={other.url}/a", places=named) == "media_not_allowed"
+    assert reason_of(f"{web.url}/to={other.url}/a", stores=named) == "media_not_allowed"
     assert not other.asked
-    assert measure_image(MediaRef(f"{web.url}/to={web.url}/a", rights=MediaRights(places=named))) == (20, 30)
+    assert measure_image(MediaRef(f"{web.url}/to={web.url}/a", policy=MediaPolicy(stores=named))) == (20, 30)
     assert measure_image(MediaRef(f"{web.url}/to={other.url}/a")) == (20, 30)
     other.close()
 
@@ -229,15 +229,15 @@ def test_a_name_that_leads_into_a_private_network_is_not_followed(
     path = web.url.replace("127.0.0.1", "data.example") + "/a.png"
     named = frozenset({storage.store_name(path)})
     with pytest.raises(MediaProblem, match=r"leads to 127\.0\.0\.1, an address of a private network.*any") as caught:
-        measure_image(MediaRef(path, rights=MediaRights(places=named)))
+        measure_image(MediaRef(path, policy=MediaPolicy(stores=named)))
     assert caught.value.reason == "media_not_allowed"
     assert not web.asked
     assert measure_image(MediaRef(path)) == (20, 30)
 
 
 def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) -> None:
-    rights = MediaRights(max_failures=6)
-    assert measure_image(MediaRef(f"{web.url}/a", rights=rights)) == (20, 30)
+    policy = MediaPolicy(max_failures=6)
+    assert measure_image(MediaRef(f"{web.url}/a", policy=policy)) == (20, 30)
     web.down = True
     tries = []
     for number in range(5):
@@ -251,7 +251,7 @@ def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) ->
         for number in range(5):
             assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
     with pytest.raises(StorageError, match=rf"{web.url}: 6 media in a row could not be had; the last: .*/6.png"):
-        measure_image(MediaRef(f"{web.url}/6.png", rights=rights))
+        measure_image(MediaRef(f"{web.url}/6.png", policy=policy))
 
 
 def test_a_server_that_never_answered_is_not_waited_for_long(web: WebServer) -> None:
@@ -267,7 +267,7 @@ def test_buckets_that_refuse_cost_a_row_each(bucket: str, through_proxy: Any) ->
         assert reason_of(f"{bucket}/a.png", max_failures=3) == "media_refused"
     assert len(proxy.heads) == 2  # no use in asking again
     with pytest.raises(StorageError, match=f"{bucket}: 3 media in a row could not be had.*access denied"):
-        measure_image(MediaRef(f"{bucket}/a.png", rights=MediaRights(max_failures=3)))
+        measure_image(MediaRef(f"{bucket}/a.png", policy=MediaPolicy(max_failures=3)))
     assert reason_of("s3://BAD_bucket!/x") == "media_unreadable"
 
 
@@ -282,13 +282,13 @@ def test_pipes_and_devices_are_no_media(tmp_path: Path) -> None:
 
 def test_embedded_media_are_read_from_their_bytes_wherever_their_path_leads(tmp_path: Path) -> None:
     for path in (str(tmp_path / "gone.png"), "https://packtool.invalid/a.png"):
-        assert load_image(path, picture(), MediaRights(places=frozenset())).size == (30, 20)
+        assert load_image(path, picture(), MediaPolicy(stores=frozenset())).size == (30, 20)
 
 
 def test_large_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
-    small = MediaRights(max_bytes=50)
-    for ref in (MediaRef(str(tmp_path / "a.png"), rights=small), MediaRef(None, picture(), rights=small)):
+    small = MediaPolicy(max_bytes=50)
+    for ref in (MediaRef(str(tmp_path / "a.png"), policy=small), MediaRef(None, picture(), policy=small)):
         with pytest.raises(MediaProblem, match="--max-media-bytes allows 50") as caught:
             measure_image(ref)
         assert caught.value.reason == "media_size"
@@ -296,12 +296,12 @@ def test_large_files_are_told(tmp_path: Path) -> None:
 
 def test_a_cache_reaches_no_web_server_by_itself(web: WebServer, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
-    rights = rights_of_cache(AccessOptions())
-    assert load_image(str(tmp_path / "a.png"), rights=rights).size == (30, 20)
+    policy = policy_for_cache(AccessOptions())
+    assert load_image(str(tmp_path / "a.png"), policy=policy).size == (30, 20)
     with pytest.raises(MediaError, match="--media-access any"):
-        load_image(f"{web.url}/a.png", rights=rights)
+        load_image(f"{web.url}/a.png", policy=policy)
     assert not web.asked
-    assert load_image(f"{web.url}/a.png", rights=rights_of_cache(AccessOptions(media_access="any"))).size == (30, 20)
+    assert load_image(f"{web.url}/a.png", policy=policy_for_cache(AccessOptions(media_access="any"))).size == (30, 20)
     web.down = True  # an outage is no fault of the sample, which --on-bad-media skip would leave out
     with pytest.raises(StorageError, match="given up after"):
         load_image(f"{web.url}/a.png")
@@ -313,10 +313,10 @@ def test_names_of_stores() -> None:
     assert storage.store_name("http://host:8000/x") == "http://host:8000"
     assert storage.store_name("s3a://bucket/a/b") == "s3://bucket"
     assert storage.store_name("/a/b") == storage.store_name("file:///a") == ""
-    assert json.dumps(Source("s3://b/r.jsonl", media_root="/m").media_rights.roots) == '["/m"]'
+    assert json.dumps(Source("s3://b/r.jsonl", media_root="/m").media_policy.roots) == '["/m"]'
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
 def test_a_refusal_names_the_scheme_of_the_row(scheme: str) -> None:
     with pytest.raises(MediaProblem, match=f": {scheme}://place is no store that the command line names"):
-        measure_image(MediaRef(f"{scheme}://place/a.png", rights=MediaRights(places=frozenset())))
+        measure_image(MediaRef(f"{scheme}://place/a.png", policy=MediaPolicy(stores=frozenset())))

@@ -72,16 +72,16 @@ def decoded(data: bytes) -> list[npt.NDArray[np.uint8]]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many frames came out of a decoder that began at keyframes."""
-    found, frames = [0], seeking._frames
+    """Return the number of frames that came out of decoders that began at keyframes."""
+    num_frames, decode = [0], seeking._KeyframeDecoder._decoded
 
     def counting(*arguments: Any) -> Iterator[tuple[int, Any]]:
-        for item in frames(*arguments):
-            found[0] += 1
+        for item in decode(*arguments):
+            num_frames[0] += 1
             yield item
 
-    monkeypatch.setattr(seeking, "_frames", counting)
-    return lambda: found[0]
+    monkeypatch.setattr(seeking._KeyframeDecoder, "_decoded", counting)
+    return lambda: num_frames[0]
 
 
 @pytest.mark.smoke

@@ -30,7 +30,7 @@ from packtool.progress import SilentProgress
 from packtool.report import samples
 from packtool.report.samples import Pages, write_pages
 from packtool.report.serve import serving
-from packtool.rows.rights import MediaRights
+from packtool.rows.media_policy import MediaPolicy
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
@@ -201,14 +201,14 @@ def test_media_that_cannot_be_had_are_left_out(tmp_path: Path) -> None:
     named = EncodedAudio(str(tmp_path / "a.WAV"), None, 1600, 10, 3)
     assert samples._places(4, 1, held) == samples._places(4, 1, named) == {"played": "media/4-1.wav"}
     for medium in (held, named):
-        assert samples._playable(medium, MediaRights()) == sound.getvalue()
+        assert samples._playable(medium, MediaPolicy()) == sound.getvalue()
     (tmp_path / "secret.wav").write_text("what a cache of somebody else's calls a sound")
-    assert samples._playable(EncodedAudio(str(tmp_path / "secret.wav"), None, 1600, 10, 3), MediaRights()) is None
+    assert samples._playable(EncodedAudio(str(tmp_path / "secret.wav"), None, 1600, 10, 3), MediaPolicy()) is None
     of_pictures = EncodedVideo(None, None, (("a.png", None),), 8, 8, 1, 1.0, (0,), (1, 2, 2), 1.0, 1)
     assert samples._places(0, 0, of_pictures) == {"seen": "media/0-0.jpg"}
     elsewhere = EncodedImage("http://127.0.0.1:1/x.png", None, 8, 8, (1, 2, 2), 1)
     with pytest.raises(samples.MediaError, match="--media-access any"):
-        samples._thumbnail(elsewhere, MediaRights(places=frozenset()))
+        samples._thumbnail(elsewhere, MediaPolicy(stores=frozenset()))
 
 
 def fetched(address: str, **headers: str) -> tuple[int, bytes, Any]:

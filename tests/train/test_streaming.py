@@ -208,8 +208,8 @@ def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Pa
     found = with_cache(tiny.config(tmp_path / "out", **given | allowed), SilentProgress(), unchecked)
     assert {name: getattr(found, name) for name in allowed} == allowed
     plain = InputSpec.load(tiny.model, MediaLimits(), tiny.config(tmp_path, media_root="https://named/folder"))
-    assert plain.media_rights.refusal("https://named/a.png") is None
-    assert "--media-access any" in str(plain.media_rights.refusal("https://other/a.png"))
+    assert plain.media_policy.refusal("https://named/a.png") is None
+    assert "--media-access any" in str(plain.media_policy.refusal("https://other/a.png"))
 
 
 def test_a_stream_says_at_once_that_its_rows_reach_too_far(tiny: TinyWorld, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def _of_text(name: str, text: str, source: Source) -> MediaRef:
     if len(text) >= _LEAST_BASE64 and _BASE64.fullmatch(text):
         return _of_base64(name, text)
     try:
-        return MediaRef(path=_path(text, source), rights=source.media_rights)
+        return MediaRef(path=_path(text, source), policy=source.media_policy)
     except StorageError as error:
         raise RowProblem("invalid_media", f"{name}: {error.message}") from error
 
