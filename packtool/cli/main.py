@@ -65,7 +65,7 @@ def asks_for_debug(arguments: Sequence[str]) -> bool:
 
 
 def show_debug(debug: bool) -> None:
-    """Send what packtool's loggers say to stderr, from now on; or stop it.
+    """Write the messages of packtool's loggers to stderr from now on, or stop doing so.
 
     Raises:
         ConfigError: for a level that means nothing here.
@@ -77,9 +77,9 @@ def show_debug(debug: bool) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    logger.propagate = not debug  # else a root handler would show each message again
     if debug:
         logger.addHandler(_Shown())
-        logger.propagate = False
 
 
 class _Shown(logging.Handler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import sys
 import types
@@ -19,7 +20,7 @@ from packtool.config.conflicts import conflict_table
 from packtool.config.data import ExportConfig
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
-from packtool.errors import EXIT_OK, EXIT_USAGE
+from packtool.errors import EXIT_MISMATCH, EXIT_OK, EXIT_USAGE
 
 EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "--dataset", "a.jsonl"]
 
@@ -153,11 +154,20 @@ def test_a_level_of_the_log_that_means_nothing(
     assert "PACKTOOL_LOG_LEVEL=LOUD" in capsys.readouterr().err
 
 
+def test_a_debugged_run_leaves_the_loggers_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
+    """``packtool`` can run several times in one process: handlers of the caller hear the run behind it again."""
+    for words in (["--debug"], []):
+        assert run(["plan", "no-such-cache", *words]) == EXIT_MISMATCH
+    with caplog.at_level(logging.DEBUG, logger="packtool"):
+        logging.getLogger("packtool.train.batches").debug("heard")
+    assert caplog.messages == ["heard"]
+
+
 PACKAGE = Path(packtool.__file__).parent
 # The commands in which the errors of a module are raised; elsewhere none of a single command.
 RAISED_IN = {
     **dict.fromkeys(("rows", "encode", "media"), ("export", "train")),
-    **dict.fromkeys(("stream", "batch", "plan", "attention", "launch", "train/loop", "train/model"), ("train",)),
+    **dict.fromkeys(("stream", "batch", "planning", "attention", "launch", "train/loop", "train/model"), ("train",)),
     **dict.fromkeys(("train/prepare", "cache/plan_file", "cache/local", "rows/read", "config/train"), ("train",)),
     **dict.fromkeys(("cache",), ("export",)),
     **dict.fromkeys(("packs",), ("pack",)),

@@ -84,7 +84,7 @@ def test_nothing_is_drawn_but_from_a_stream() -> None:
     keys = re.compile(r"stream=([^,)]+)|default_rng\(([\[(][^)\]]*)[)\]]\)")
     found = [
         key
-        for folder in ("plan", "simulate", "stream")
+        for folder in ("planning", "simulate", "stream")
         for path in (Path(packtool.__file__).parent / folder).glob("*.py")
         for match in keys.finditer(path.read_text())
         for key in match.groups()
