@@ -138,7 +138,7 @@ def _item(line: str, section: str) -> str:
 
 
 def option_types() -> str:
-    """The source of ``packtool/library/options.py``."""
+    """The source of ``packtool/library/options.pyi``."""
     parts = [
         _typed(name, cls, only)
         for name, cls, only in (
@@ -149,7 +149,7 @@ def option_types() -> str:
             ("EvalKeywords", EvalConfig, None),
         )
     ]
-    return "\n\n".join([_HEAD, *parts])
+    return "\n".join([_HEAD, *parts])
 
 
 _HEAD = '''"""Types of the options that the library's functions take.

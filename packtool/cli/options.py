@@ -341,7 +341,7 @@ def command_of(
         asked = strangers()
         sets = common["set_"] or ()
         sources: dict[str, Any] = {"sets": sets, "environ": os.environ, "file": file}
-        config = resolve(cls, given, **sources, stranger=asked.in_settings, tell=asked.tell)
+        config = resolve(cls, given, **sources, describe_unknown=asked.in_settings, warn=asked.tell)
         asked.variables(os.environ)
         try:
             run(config, Invocation(ctx.obj, common["json_"]))
@@ -399,7 +399,7 @@ def _option(field: dataclasses.Field[Any], cls: type) -> tuple[Any, Any]:
         names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
         return Annotated[bool | None, typer.Option(*names, **settings)], None
     unit = unit_of(field, cls)
-    settings["metavar"] = _metavar(value_type(field, cls)) if unit is None else unit.letter
+    settings["metavar"] = _metavar(value_type(field, cls)) if unit is None else unit
     if kind == "list":
         return Annotated[list[str] | None, typer.Option(*names, **settings)], None
     return Annotated[str | None, typer.Option(*names, **settings)], None

@@ -1,13 +1,4 @@
-"""Settings of ``packtool inspect``.
-
-What ``packtool verify`` needs to know.
-
-What ``packtool eval`` needs to know, and the options that evaluation has elsewhere too.
-
-What ``packtool merge`` needs to know.
-
-Settings of ``packtool demo``.
-"""
+"""Settings of ``packtool inspect``, ``verify``, ``eval``, ``merge`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -24,13 +15,13 @@ from packtool.config.packing import (
     ParallelOptions,
     SharingOptions,
 )
-from packtool.config.settings import REQUIRED, Tokens, flag, option
+from packtool.config.settings import REQUIRED, Tokens, flag, option, speed_option
 from packtool.constants import TRAIN_SPLIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(AccessOptions):
-    """What ``packtool inspect`` needs to know."""
+    """Settings of ``packtool inspect``."""
 
     directory: str = option(REQUIRED, "The cache, or the --output-dir of a run; may stand without the option's name.")
     row: int | None = option(
@@ -65,11 +56,11 @@ class InspectConfig(AccessOptions):
 
     @property
     def named_places(self) -> tuple[str, ...]:
-        """See ``AccessOptions``."""
+        """The directory, which may be accessed."""
         return (self.directory,)
 
     def value_problems(self) -> list[str]:
-        """Options that show different things."""
+        """Return the problem of options that show different things."""
         shown = ("row", "trained", "step", "pack", "html", "serve", "verify")
         names = [flag(name) for name in shown if getattr(self, name) != getattr(type(self), name)]
         return [f"{' and '.join(names)} show different things: give one of them"] if len(names) > 1 else []
@@ -77,7 +68,7 @@ class InspectConfig(AccessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions):
-    """What ``packtool verify`` needs to know."""
+    """Settings of ``packtool verify``."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.")
     cached_dataset: tuple[str, ...] = option(
@@ -103,12 +94,12 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
 
     @property
     def named_places(self) -> tuple[str, ...]:
-        """Directories of caches that were named."""
+        """The named caches, which may be accessed."""
         return self.cached_dataset
 
     @property
     def not_shared_with(self) -> list[str]:
-        """Options, as they are given, with which no prefixes are shared."""
+        """Given options that exclude shared prefixes, as on the command line."""
         trained = ["--trajectory"] if self.trajectory is not None else []
         return trained + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
 
@@ -125,43 +116,41 @@ MAX_TOKENS_HELP = (
 class EvalConfig(
     CacheOptions, MediaCacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions, QuantizationOptions
 ):
-    """What ``packtool eval`` needs to know."""
+    """Settings of ``packtool eval``."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
     base_model: str | None = option(None, "Where the base model of an adapter is now, if it has moved.")
     cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
     output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
     split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")
-    max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
-    max_samples_per_micro_batch: int | None = option(None, "Most samples of a forward pass.", panel="Speed", minimum=1)
+    max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP, minimum=1)
+    max_samples_per_micro_batch: int | None = speed_option(None, "Most samples of a forward pass.", minimum=1)
     limit: int | None = option(None, "Evaluate only so many samples, the first ones.", minimum=1)
-    torch_dtype: DType = option(
-        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU.", panel="Speed"
+    torch_dtype: DType = speed_option(
+        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU."
     )
-    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Speed")
-    dataloader_num_workers: int = option(
-        1, "Processes a rank that load pictures ahead of the model.", panel="Speed", minimum=0
-    )
+    attn_impl: AttnImpl = speed_option("auto", ATTN_IMPL_HELP)
+    dataloader_num_workers: int = speed_option(1, "Processes a rank that load pictures ahead of the model.", minimum=0)
 
     @property
     def named_places(self) -> tuple[str, ...]:
-        """Directories of caches that were named."""
+        """The named caches, which may be accessed."""
         return self.cached_dataset
 
     @property
     def not_shared_with(self) -> list[str]:
-        """Options, as they are given, with which no prefixes are shared."""
+        """Given options that exclude shared prefixes, as on the command line."""
         bounds = ["--max-samples-per-micro-batch"] if self.max_samples_per_micro_batch is not None else []
         return bounds + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
 
     def missing_packages(self) -> list[str]:
-        """Packages that these settings need and this environment lacks."""
+        """Return the messages about packages that are needed and not installed."""
         return missing_packages(quant_bits=self.quant_bits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig(Settings):
-    """What ``packtool merge`` needs to know."""
+    """Settings of ``packtool merge``."""
 
     adapter: str = option(REQUIRED, "Directory of an adapter: a checkpoint of packtool train, or one that peft saved.")
     output: str = option(REQUIRED, "Directory to write the merged model to; it must be empty or new.")
@@ -171,7 +160,7 @@ class MergeConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(Settings):
-    """What ``packtool demo`` needs to know."""
+    """Settings of ``packtool demo``."""
 
     output_dir: str = option("packtool-demo", "Folder that the demo makes and works in.")
     seed: int = option(7, "Seed of the world, the model and the training.", minimum=0)

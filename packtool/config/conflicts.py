@@ -1,7 +1,4 @@
-"""Options that do not go together: ``conflicts.tsv`` lists them, ``Settings.problems`` finds them.
-
-The table's head describes its conditions and messages.
-"""
+"""Conflicts of options: ``conflicts.tsv`` declares them in the form that its head describes."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 from packtool.config.settings import flag
 
 Alternative = tuple[str, str, str, str]
-"""``!`` or nothing, an option's name, ``=`` or another operator or nothing, and what it is compared with."""
+"""``!`` or nothing, an option's name, an operator such as ``=`` or nothing, and the value to compare with."""
 
 _ALTERNATIVE = re.compile(r"(!?)(\w+)(?:(!=|>=|=|>)(.*))?")
 
@@ -24,14 +21,14 @@ _ALTERNATIVE = re.compile(r"(!?)(\w+)(?:(!=|>=|=|>)(.*))?")
 class Settings:
     """Base class of all sections of options, and of the settings of a command, which inherit from their sections.
 
-    A section's method ``value_problems`` returns the mistakes that depend on more than the table can say.
+    A section's method ``value_problems`` returns the problems that the table cannot express.
     """
 
     def problems(self, *sections: type) -> list[str]:
-        """Mistakes that only show when options are seen together.
+        """Return the problems of combined options.
 
         Args:
-            sections: the only classes whose rules are checked; by default all that this one inherits from.
+            sections: classes whose rules are checked; by default all that this one inherits from.
         """
         checks: dict[str, Callable[[Any], list[str]]] = {
             cls.__name__: vars(cls).get("value_problems", lambda _: []) for cls in sections or type(self).__mro__
@@ -50,7 +47,7 @@ class Settings:
 
 @functools.cache
 def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], str], ...]:
-    """The rules of ``conflicts.tsv``: section, terms with their alternatives, message."""
+    """Return the rules of ``conflicts.tsv``: section, terms with their alternatives, message."""
     rules = []
     section = ""
     for line in resources.files("packtool.config").joinpath("conflicts.tsv").read_text(encoding="utf-8").splitlines():
@@ -70,7 +67,7 @@ def _alternative(text: str) -> Alternative:
 
 
 def _messages(settings: Settings, terms: tuple[tuple[Alternative, ...], ...], message: str) -> Iterator[str]:
-    """The messages of a rule, none if it does not hold."""
+    """Yield the messages of a rule; nothing if its condition does not hold."""
     names: list[str] = []
     for alternatives in terms:
         names = [each[1] for each in alternatives if hasattr(settings, each[1]) and _holds(settings, *each)]
@@ -99,7 +96,7 @@ def _holds(settings: Settings, negation: str, name: str, operator: str, wanted: 
 
 
 def _text(value: Any) -> str:
-    """A value as it is written on the command line; nothing for None."""
+    """Return a value as it is written on the command line; nothing for None."""
     if isinstance(value, float):
         return f"{value:g}"
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

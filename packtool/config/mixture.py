@@ -1,13 +1,13 @@
-"""How much of each cache an epoch has: options of plan and train; ``recipe`` reads the files of --mix.
+"""Mixtures: options of plan and train, and the recipe files of ``--mix``.
 
-Recipes of ``--mix``: how much of each cache an epoch has, and the stages of a curriculum.
+A recipe says how much of each cache an epoch takes, and may define the stages of a curriculum:
 
-sources:
-  - path: caches/ocr
-    tokens: 3
-  - path: caches/chat
-    tokens: 1
-    loss_weight: 0.5
+    sources:
+      - path: caches/ocr
+        tokens: 3
+      - path: caches/chat
+        tokens: 1
+        loss_weight: 0.5
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
 from packtool.config.conflicts import Settings
 from packtool.config.data import MediaOptions
-from packtool.config.settings import Panel, Synonyms, flag, num_tokens, option, parse_yaml, resolve
+from packtool.config.settings import Synonyms, flag, mixture_option, num_tokens, option, parse_yaml, resolve
 from packtool.errors import ConfigError, did_you_mean
 
 MixUnit = Literal["samples", "tokens", "target_tokens"]
@@ -31,61 +32,51 @@ MixStrategy = Literal["concat", "interleave_under", "interleave_over", "interlea
 
 UNITS: tuple[str, ...] = get_args(MixUnit)
 MIXTURES = "mixtures (--mix, --interleave-probs, or a # behind a cache)"
-"""What ``not_shared_with`` calls them, for they share no prefixes."""
-_PANEL: Panel = "Mixtures"
+"""Name of mixtures in ``not_shared_with``, because they share no prefixes."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%|x)?")
 MAX_DRAWN, MAX_AMOUNT = 10_000_000, 10**15
 _NUMBER = re.compile(r"\d[\d.]*[%xX]?")
-_STOPS: dict[str, Literal["first", "all"]] = {"interleave_under": "first", "interleave_over": "all"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixOptions(Settings):
-    """What an epoch takes of each cache."""
+    """How much of each cache an epoch takes."""
 
     cached_dataset: tuple[str, ...] = option(
         (),
         "Caches that packtool export made; several may follow. Behind one, #5000, #20% or #2.5x takes so many of its "
         "samples, a share of them, or so many epochs.",
     )
-    mix: str | None = option(
+    mix: str | None = mixture_option(
         None,
         "YAML file with the caches to train, and of each a weight in samples, tokens or target tokens, a weight of its "
         "loss, a loss scale, a filter by length, limits of media, and the name its loss is logged by; or with the "
         "stages of a curriculum, each with weights, a packing length and a sequence parallel size of its own.",
-        panel=_PANEL,
     )
-    mix_stop: MixStop | None = option(
+    mix_stop: MixStop | None = mixture_option(
         None,
         "With weights, an epoch ends when the first source is used up, or when all are and others came again; by "
         "default first.",
-        panel=_PANEL,
         aliases=("stopping_strategy",),
     )
-    resample: bool = option(
-        True, "Draw anew in every epoch what it takes of a cache; false keeps the first draw.", panel=_PANEL
+    resample: bool = mixture_option(
+        True, "Draw anew in every epoch what it takes of a cache; false keeps the first draw."
     )
-    interleave_probs: tuple[str, ...] = option(
+    interleave_probs: tuple[str, ...] = mixture_option(
         (),
         "Shares of the samples that are of each cache of --cached-dataset, in their order: 0.7 0.3, or 0.7,0.3.",
-        panel=_PANEL,
         aliases=("interleave_prob",),
     )
-    mix_strategy: MixStrategy | None = option(
+    mix_strategy: MixStrategy | None = mixture_option(
         None,
         "LLaMA-Factory's word for how caches are mixed: concat takes them whole; interleave_under and interleave_over "
         "take --interleave-probs of each, or as many samples, until the first or all are used up; interleave_once "
         "takes them whole, each evenly through the epoch.",
-        panel=_PANEL,
     )
 
     @property
     def interleaving(self) -> tuple[float, ...]:
-        """``--interleave-probs`` as numbers.
-
-        Raises:
-            ValueError: if one is none.
-        """
+        """``--interleave-probs`` as numbers; ValueError if one is no number."""
         words = [word for given in self.interleave_probs for word in given.replace(",", " ").split()]
         return tuple(float(word) for word in words)
 
@@ -96,7 +87,7 @@ class MixOptions(Settings):
 
     @property
     def mixing(self) -> list[str]:
-        """``MIXTURES`` where an epoch may not have every sample once; else nothing."""
+        """``MIXTURES`` if an epoch may not have every sample exactly once; else nothing."""
         is_mixed = self.mix is not None or self.interleaves or any(map(amount_behind, self.cached_dataset))
         return [MIXTURES] if is_mixed else []
 
@@ -106,7 +97,7 @@ class MixOptions(Settings):
         return bool(self.cached_dataset or self.mix)
 
     def value_problems(self) -> list[str]:
-        """What is wrong with ``--interleave-probs``."""
+        """Return the problem of ``--interleave-probs``."""
         if not self.interleave_probs:
             return []
         shown = f"--interleave-probs {' '.join(self.interleave_probs)}"
@@ -127,17 +118,13 @@ class MixOptions(Settings):
 
 @dataclass(frozen=True)
 class Amount:
-    """What stands behind the # of a name: so many samples, a share of them, or epochs.
-
-    Args:
-        number: of ``kind``; 0.2 for 20%.
-    """
+    """The amount behind the # of a name: a number of samples, or of epochs (0.2 for 20%)."""
 
     number: float
     kind: Literal["samples", "epochs"]
 
     def of(self, num: int) -> int:
-        """The number of samples that it takes of so many, at least one."""
+        """Return the number of samples to take of ``num``, at least one."""
         return max(1, round(self.number if self.kind == "samples" else self.number * num))
 
     def __str__(self) -> str:
@@ -147,15 +134,9 @@ class Amount:
 
 
 def check_drawn(count: float, num: int, what: str) -> None:
-    """Refuse to draw so many samples that memory would not hold their numbers.
+    """Refuse to draw ``count`` of ``num`` samples if their positions would fill the memory.
 
-    Args:
-        count: to draw, repeated ones counted.
-        num: that there are.
-        what: draws them, for the message.
-
-    Raises:
-        ConfigError: if they are more than 10 million and more than 100 times those that there are.
+    The limit is 10 million, or 100 times ``num``. ``what`` names the option in the message.
     """
     if count > (limit := max(MAX_DRAWN, 100 * num)):
         raise ConfigError(
@@ -165,35 +146,31 @@ def check_drawn(count: float, num: int, what: str) -> None:
 
 
 def amount_behind(name: str) -> str:
-    """What stands behind the last # of a name, if it looks like a number; else nothing."""
+    """Return the text behind the last # of a name if it looks like an amount; else an empty text."""
     _, mark, text = name.rpartition("#")
     return text if mark and _NUMBER.fullmatch(text) else ""
 
 
 def parse_amount(text: str) -> Amount:
-    """``5000``, ``20%`` or ``2.5x``.
-
-    Raises:
-        ValueError: with what it may be.
-    """
-    found = _AMOUNT.fullmatch(text.lower())
-    if found is None or (found[2] is None and "." in found[1]):
+    """Parse ``5000``, ``20%`` or ``2.5x``; ValueError for other texts."""
+    match = _AMOUNT.fullmatch(text.lower())
+    if match is None or (match[2] is None and "." in match[1]):
         raise ValueError(f"#{text} is no number of samples (#5000), share (#20%) or number of epochs (#2.5x)")
-    number = float(found[1])
+    number = float(match[1])
     if number > MAX_AMOUNT:
         raise ValueError(f"#{text[:20]} takes too much: at most {MAX_AMOUNT:,}")
     if not number:
         raise ValueError(f"#{text} takes nothing: leave it out")
-    if found[2] is None:
+    if match[2] is None:
         return Amount(number, "samples")
-    return Amount(number / 100 if found[2] == "%" else number, "epochs")
+    return Amount(number / 100 if match[2] == "%" else number, "epochs")
 
 
-_MEDIA = tuple(field.name for field in dataclasses.fields(MediaOptions))
-_OF_RECIPES = ("sources", "temperature", "unit")
-_OF_STAGES = ("until", "packing_length", "sequence_parallel_size")
-# Of a source, the same in all stages.
-_OF_RUNS = ("channel", "loss_weight", "loss_scale", "media_limits")
+_MEDIA_OPTIONS = tuple(field.name for field in dataclasses.fields(MediaOptions))
+_RECIPE_KEYS = ("sources", "temperature", "unit")
+_STAGE_KEYS = ("until", "packing_length", "sequence_parallel_size")
+# Settings of a source that are the same in all stages.
+_RUN_SETTINGS = ("channel", "loss_weight", "loss_scale", "media_limits")
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -203,14 +180,14 @@ class SourceRecipe:
 
     Args:
         path: of the cache.
-        amount: what an epoch takes of it; None for what its weight says, or all.
-        weight: of it beside the others.
-        loss_weight: that its losses are multiplied by.
-        loss_scale: which of its tokens are trained; None for what the run, or the export, says.
-        min_length, max_length: other samples are left out.
-        media_limits: that its cache has, as options name them; empty where the recipe names none.
-        channel: that its losses are logged by; None for the cache's name.
-        is_taken: False of a source that other stages have.
+        amount: samples that an epoch takes; None to follow the weight, or to take all.
+        weight: relative to the other sources.
+        loss_weight: factor of its losses.
+        loss_scale: which of its tokens are trained; None for the setting of the run or the export.
+        min_length, max_length: inclusive bounds of the samples' tokens.
+        media_limits: required limits of its cache, by option name.
+        channel: name that its losses are logged by; None for the cache's name.
+        is_taken: False for a source that only other stages have.
     """
 
     path: str
@@ -227,16 +204,16 @@ class SourceRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What an epoch is mixed of.
+    """The composition of an epoch.
 
     Args:
-        unit: that weights are of, and that steps are even by.
-        temperature: sources weigh as their sizes to the power of 1 over it.
-        stop: which source ends an epoch, where there are weights.
-        resample: what is taken of a source is drawn anew in every epoch.
-        place: what to name in messages.
-        stages: of a curriculum, two at least, each with a recipe over the sources of all; the others of this recipe
-            say nothing then.
+        unit: of weights, and of the even distribution over steps.
+        temperature: weights are size^(1 / temperature).
+        stop: the source that ends an epoch, if there are weights.
+        resample: draw new samples in every epoch.
+        place: option and file, for messages.
+        stages: of a curriculum, at least two, each with a recipe over the sources of all. The other fields of this
+            recipe except ``sources`` and ``place`` are then unused.
     """
 
     sources: tuple[SourceRecipe, ...]
@@ -254,20 +231,19 @@ class Recipe:
 
     @property
     def has_loss_scales(self) -> bool:
-        """Whether a source says which of its tokens are trained."""
+        """Whether a source selects its trained tokens."""
         return any(source.loss_scale is not None for source in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stretch of a run with a recipe of its own.
+    """A stage of a curriculum.
 
     Args:
         recipe: of its epochs.
-        until: optimizer steps of the run that are done when it ends; None where a share says so, or nothing does.
-        until_share: of the run, 0 to 1.
-        packing_length: None for that of the options.
-        sequence_parallel_size: None for that of the options.
+        until: optimizer step of the run at which it ends; None if a share or nothing is given.
+        until_share: the same as a share of the run, 0 to 1.
+        packing_length, sequence_parallel_size: None for those of the options.
     """
 
     recipe: Recipe
@@ -278,60 +254,52 @@ class Stage:
 
     @property
     def end(self) -> str:
-        """Where it ends, as the recipe has it."""
+        """The end as the recipe gives it, for messages."""
         if self.until is not None:
             return f"{self.until:,} steps"
         return "" if self.until_share is None else f"{100 * self.until_share:g}%"
 
 
 def with_joined_sources(recipe: Recipe) -> Recipe:
-    """A recipe whose stages all have the sources of all, in one order; a path that a stage has twice is two sources.
+    """Give all stages the sources of all stages, in one order; a path that a stage has twice is two sources.
 
     Raises:
         ConfigError: if a source has two names, two loss scales, ...
     """
-    keyed = [_keyed(stage.recipe.sources) for stage in recipe.stages]
-    found: dict[tuple[str, int], SourceRecipe] = {}
+    keyed = [_by_path(stage.recipe.sources) for stage in recipe.stages]
+    union: dict[tuple[str, int], SourceRecipe] = {}
     problems = []
     for sources in keyed:
         for key, source in sources.items():
-            first = found.setdefault(key, source)
-            for name in _OF_RUNS:
-                one, other = getattr(first, name), getattr(source, name)
-                if one != other:
+            settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
+            first = union.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
+            for name, value in settings.items():
+                if (other := getattr(first, name)) != value:
                     problems.append(
-                        f"{recipe.place}, stages: {source.path} has the {name} {one} in one stage and {other} in "
+                        f"{recipe.place}, stages: {source.path} has the {name} {other} in one stage and {value} in "
                         "another: give it the same in all"
                     )
     if problems:
         raise ConfigError.from_problems(problems)
-    union = {
-        key: SourceRecipe(path=each.path, is_taken=False, **{name: getattr(each, name) for name in _OF_RUNS})
-        for key, each in found.items()
-    }
     stages = [
-        dataclasses.replace(
-            stage, recipe=dataclasses.replace(stage.recipe, sources=tuple((union | sources)[key] for key in union))
-        )
+        replace(stage, recipe=replace(stage.recipe, sources=tuple((union | sources)[key] for key in union)))
         for stage, sources in zip(recipe.stages, keyed, strict=True)
     ]
-    return dataclasses.replace(recipe, sources=tuple(union.values()), stages=tuple(stages))
+    return replace(recipe, sources=tuple(union.values()), stages=tuple(stages))
 
 
-def _keyed(sources: Sequence[SourceRecipe]) -> dict[tuple[str, int], SourceRecipe]:
-    """Sources by their paths, and how often the path was there before."""
-    found: dict[tuple[str, int], SourceRecipe] = {}
+def _by_path(sources: Sequence[SourceRecipe]) -> dict[tuple[str, int], SourceRecipe]:
+    """Return sources by their path and its number of earlier occurrences."""
+    counts = Counter[str]()
+    keyed = {}
     for source in sources:
-        number = sum(path == source.path for path, _ in found)
-        found[source.path, number] = source
-    return found
+        keyed[source.path, counts[source.path]] = source
+        counts[source.path] += 1
+    return keyed
 
 
-def parse_recipe(text: str, place: str, options: MixOptions) -> Recipe:
-    """The recipe of a YAML text.
-
-    Args:
-        place: the file's name, for messages.
+def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
+    """Parse the YAML text of a recipe file.
 
     Raises:
         ConfigError: naming every mistake, and its key.
@@ -341,67 +309,65 @@ def parse_recipe(text: str, place: str, options: MixOptions) -> Recipe:
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--mix {place} is no YAML: {error}") from error
-    reading = _Reading(place)
-    recipe = reading.curriculum(value, options)
-    if reading.problems or recipe is None:
-        raise ConfigError.from_problems(list(dict.fromkeys(reading.problems)))
+        raise ConfigError(f"--mix {file} is no YAML: {error}") from error
+    parser = _RecipeParser(file, options)
+    recipe = parser.curriculum(value)
+    if parser.problems or recipe is None:
+        raise ConfigError.from_problems(list(dict.fromkeys(parser.problems)))
     return recipe
 
 
-class _Reading:
-    """Reads a recipe and collects what is wrong with it."""
+class _RecipeParser:
+    """Parses a recipe and collects its problems; ``key`` names the place of a value in the file."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, file: str, options: MixOptions) -> None:
+        self.place, self.options = f"--mix {file}", options
         self.problems: list[str] = []
 
-    def tell(self, key: str, problem: str) -> None:
-        """Note a mistake at a key."""
-        self.problems.append(f"--mix {self.place}, {key}: {problem}")
+    def report(self, key: str, problem: str) -> None:
+        self.problems.append(f"{self.place}, {key}: {problem}")
 
-    def curriculum(self, value: Any, options: MixOptions) -> Recipe | None:
-        """The recipe of a file, with its stages, or None where nothing can be made of it."""
+    def curriculum(self, value: Any) -> Recipe | None:
+        """Parse a file, with or without stages; None if it is too wrong to build a recipe."""
         if not isinstance(value, Mapping):
-            self.tell("sources", "a recipe is a mapping with the key sources")
+            self.report("sources", "a recipe is a mapping with the key sources")
             return None
-        self.refuse_others(value, (*_OF_RECIPES, "stages"), "")
+        self.check_keys(value, (*_RECIPE_KEYS, "stages"), "")
         if "stages" not in value:
-            return self.recipe(value, options)
-        common = {key: each for key, each in value.items() if key in _OF_RECIPES}
+            return self.recipe(value)
+        common = {key: item for key, item in value.items() if key in _RECIPE_KEYS}
         stages = value["stages"]
         if not isinstance(stages, list) or not stages or not all(isinstance(each, Mapping) for each in stages):
-            self.tell("stages", "a list is missing of what each stage has: sources, until, packing_length, ...")
-            return self.recipe(common, options)
+            self.report("stages", "a list is missing of what each stage has: sources, until, packing_length, ...")
+            return self.recipe(common)
         if all("sources" in stage for stage in stages):
             for key in common:
-                self.tell(str(key), "every stage has sources of its own: give it to these")
-        found = [self.stage(stage, common, f"stages[{number}]", options) for number, stage in enumerate(stages)]
-        self.check_ends(found)
+                self.report(str(key), "every stage has sources of its own: give it to these")
+        parsed = [self.stage(stage, common, f"stages[{number}]") for number, stage in enumerate(stages)]
+        self.check_ends(parsed)
         if len(stages) == 1:
-            for key in _OF_STAGES:
+            for key in _STAGE_KEYS:
                 if key in stages[0]:
                     remedy = "leave it out" if key == "until" else f"give {flag(key)}"
-                    self.tell(f"stages[0].{key}", f"the only stage is the whole run: {remedy}")
-            return found[0].recipe if found[0] is not None else None
-        whole = tuple(stage for stage in found if stage is not None)
-        return Recipe(sources=(), stages=whole, place=f"--mix {self.place}") if len(whole) == len(stages) else None
+                    self.report(f"stages[0].{key}", f"the only stage is the whole run: {remedy}")
+            return parsed[0].recipe if parsed[0] is not None else None
+        complete = tuple(stage for stage in parsed if stage is not None)
+        return Recipe(sources=(), stages=complete, place=self.place) if len(complete) == len(stages) else None
 
-    def stage(self, value: Mapping[str, Any], common: Mapping[str, Any], key: str, options: MixOptions) -> Stage | None:
-        """One stage; what it does not say of its sources, the file's own keys do."""
-        self.refuse_others(value, (*_OF_RECIPES, *_OF_STAGES), f"{key}.")
-        settings = {name: each for name, each in value.items() if name in _OF_STAGES}
-        told = {name: each for name, each in value.items() if name in _OF_RECIPES}
-        recipe = self.recipe({**common, **told}, options, f"{key}." if "sources" in value else "")
-        until, share = self.until(settings.get("until"), f"{key}.until")
-        size = settings.get("sequence_parallel_size")
+    def stage(self, value: Mapping[str, Any], common: Mapping[str, Any], key: str) -> Stage | None:
+        """Parse one stage; ``common`` has the keys of the file, which those of the stage replace."""
+        self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
+        own = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
+        recipe = self.recipe({**common, **own}, f"{key}." if "sources" in value else "")
+        until, share = self.until(value.get("until"), f"{key}.until")
+        size = value.get("sequence_parallel_size")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            self.tell(f"{key}.sequence_parallel_size", f"{size!r} is no number of processes")
-        length = self.length(settings, "packing_length", key)
+            self.report(f"{key}.sequence_parallel_size", f"{size!r} is no number of processes")
+        length = self.length(value, "packing_length", key)
         if recipe is None:
             return None
         return Stage(
-            recipe=dataclasses.replace(recipe, place=f"--mix {self.place}, {key}"),
+            recipe=replace(recipe, place=f"{self.place}, {key}"),
             until=until,
             until_share=share,
             packing_length=length,
@@ -409,110 +375,113 @@ class _Reading:
         )
 
     def until(self, value: Any, key: str) -> tuple[int | None, float | None]:
-        """Where a stage ends: after so many steps, or a share of the run, 0 to 1."""
+        """Parse the end of a stage: a number of steps, or a share of the run, 0 to 1."""
         if value is None:
             return None, None
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value, None
-        found = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
-        if found is not None and 0 < float(found[1]) < 100:
-            return None, float(found[1]) / 100
-        self.tell(key, f"{value!r} is no number of steps (2000), and no share of the run between 0% and 100% (30%)")
+        match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is not None and 0 < float(match[1]) < 100:
+            return None, float(match[1]) / 100
+        self.report(key, f"{value!r} is no number of steps (2000), and no share of the run between 0% and 100% (30%)")
         return None, None
 
     def check_ends(self, stages: Sequence[Stage | None]) -> None:
-        """Stages end one after the other, the last with the run."""
+        """Report ends that do not rise, and a last stage that does not end with the run."""
         ends = [None if stage is None else stage.until or stage.until_share for stage in stages]
         if len(stages) > 1 and ends[-1] is not None:
-            self.tell(f"stages[{len(stages) - 1}].until", "the last stage ends with the run: leave it out")
-        ended = [stage for stage in stages[:-1] if stage is not None]
-        if len(ended) < len(stages) - 1 or all(end is None for end in ends[:-1]):
+            self.report(f"stages[{len(stages) - 1}].until", "the last stage ends with the run: leave it out")
+        ending = [stage for stage in stages[:-1] if stage is not None]
+        if len(ending) < len(stages) - 1 or all(end is None for end in ends[:-1]):
             return
         for number, end in enumerate(ends[:-1]):
             if end is None:
-                self.tell(
+                self.report(
                     f"stages[{number}].until",
                     "it is missing: give it to every stage but the last, or to none, which trains the epochs of each",
                 )
-        for number, (before, stage) in enumerate(pairwise(ended), start=1):
-            for one, other in ((before.until, stage.until), (before.until_share, stage.until_share)):
-                if one is not None and other is not None and one >= other:
-                    self.tell(
-                        f"stages[{number}].until", f"{stage.end} is not behind the {before.end} of the one before"
-                    )
+        for number, (before, stage) in enumerate(pairwise(ending), start=1):
+            for end, next_end in ((before.until, stage.until), (before.until_share, stage.until_share)):
+                if end is not None and next_end is not None and end >= next_end:
+                    problem = f"{stage.end} is not behind the {before.end} of the one before"
+                    self.report(f"stages[{number}].until", problem)
 
-    def refuse_others(self, value: Mapping[Any, Any], known: tuple[str, ...], inside: str) -> None:
-        """Tell of keys that nobody reads."""
+    def check_keys(self, value: Mapping[Any, Any], known: tuple[str, ...], prefix: str) -> None:
+        """Report unknown keys."""
         for key in value:
             if key not in known:
-                self.tell(f"{inside}{key}", f"unknown key{did_you_mean(str(key), known)}; known are {', '.join(known)}")
+                hint = did_you_mean(str(key), known)
+                self.report(f"{prefix}{key}", f"unknown key{hint}; known are {', '.join(known)}")
 
-    def recipe(self, value: Mapping[str, Any], options: MixOptions, inside: str = "") -> Recipe | None:
-        """The recipe of one stage or of the whole run, or None where nothing can be made of it.
+    def recipe(self, value: Mapping[str, Any], prefix: str = "") -> Recipe | None:
+        """Parse the recipe of one stage or of the whole run; None if there are problems.
 
         Args:
-            inside: key that it is at, with a dot behind it.
+            prefix: of its keys, with a dot at the end.
         """
         raw = value.get("sources")
         if not isinstance(raw, list) or not raw:
-            self.tell(f"{inside}sources", "a list of caches is missing, each with its path")
+            self.report(f"{prefix}sources", "a list of caches is missing, each with its path")
             return None
-        read = [self.source(each, f"{inside}sources[{number}]") for number, each in enumerate(raw)]
-        temperature = self.number(value, "temperature", f"{inside}temperature") if "temperature" in value else None
+        parsed = [self.source(each, f"{prefix}sources[{number}]") for number, each in enumerate(raw)]
+        temperature = self.number(value, "temperature", f"{prefix}temperature") if "temperature" in value else None
         unit = value.get("unit", "samples")
         if unit not in UNITS:
-            self.tell(f"{inside}unit", f"{unit!r} is none of {', '.join(UNITS)}")
+            self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
         if "unit" in value and temperature is None:
-            self.tell(f"{inside}unit", "it says what --mix counts sizes in for temperature, which is not there")
-        units = sorted({unit for _, unit in read if unit is not None})
-        self.check_weights([source for source, _ in read if source is not None], units, temperature, inside)
+            self.report(f"{prefix}unit", "it says what --mix counts sizes in for temperature, which is not there")
+        units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
+        sources = tuple(source for source, _ in parsed if source is not None)
+        self.check_weights(sources, units, temperature, prefix)
         if self.problems:
             return None
         return Recipe(
-            sources=tuple(source for source, _ in read if source is not None),
+            sources=sources,
             unit=units[0] if units else unit,
             temperature=temperature,
-            stop=options.mix_stop or "first",
-            resample=options.resample,
-            place=f"--mix {self.place}",
+            stop=self.options.mix_stop or "first",
+            resample=self.options.resample,
+            place=self.place,
         )
 
     def check_weights(
-        self, sources: list[SourceRecipe], units: list[Any], temperature: float | None, inside: str
+        self, sources: Sequence[SourceRecipe], units: list[str], temperature: float | None, prefix: str
     ) -> None:
-        """Sources are measured alike."""
+        """Report weights in different units, weights of only some sources, and weights with a temperature."""
         if len(units) > 1:
-            self.tell(
-                f"{inside}sources", f"weights in {' and '.join(units)} cannot be compared: give all in one of them"
+            self.report(
+                f"{prefix}sources", f"weights in {' and '.join(units)} cannot be compared: give all in one of them"
             )
-        weighed = [source for source in sources if source.weight is not None]
-        if temperature is not None and weighed:
-            self.tell(f"{inside}temperature", "it makes weights of sizes, and sources have weights: leave out one")
-        if weighed and len(weighed) < len(sources):
-            others = ", ".join(source.path for source in sources if source.weight is None)
-            self.tell(
-                f"{inside}sources", f"some have weights, and {others} none: give all of them one of {', '.join(UNITS)}"
+        unweighted = [source.path for source in sources if source.weight is None]
+        if len(unweighted) == len(sources):
+            return
+        if temperature is not None:
+            self.report(f"{prefix}temperature", "it makes weights of sizes, and sources have weights: leave out one")
+        if unweighted:
+            self.report(
+                f"{prefix}sources",
+                f"some have weights, and {', '.join(unweighted)} none: give all of them one of {', '.join(UNITS)}",
             )
 
-    def source(self, value: Any, key: str) -> tuple[SourceRecipe | None, MixUnit | None]:
-        """One source, and the unit of its weight."""
+    def source(self, value: Any, key: str) -> tuple[SourceRecipe | None, str | None]:
+        """Parse one source; also return the unit of its weight."""
         if isinstance(value, str):
             value = {"path": value}
         if not isinstance(value, Mapping):
-            self.tell(key, "a source is a mapping with the key path")
+            self.report(key, "a source is a mapping with the key path")
             return None, None
         known = ("path", *UNITS, "loss_weight", "loss_scale", "min_length", "max_length", "channel")
-        self.refuse_others(value, (*known, *_MEDIA), f"{key}.")
+        self.check_keys(value, (*known, *_MEDIA_OPTIONS), f"{key}.")
         path = value.get("path")
         if not isinstance(path, str) or not path:
-            self.tell(f"{key}.path", "the directory of a cache is missing")
+            self.report(f"{key}.path", "the directory of a cache is missing")
             return None, None
         units = [unit for unit in UNITS if unit in value]
         if len(units) > 1:
-            self.tell(key, f"{' and '.join(units)} are two weights: give one of them")
+            self.report(key, f"{' and '.join(units)} are two weights: give one of them")
         weight = self.number(value, units[0], f"{key}.{units[0]}") if units else None
-        loss_weight = self.number(value, "loss_weight", f"{key}.loss_weight") if "loss_weight" in value else 1.0
-        found = SourceRecipe(
+        loss_weight = self.number(value, "loss_weight", f"{key}.loss_weight") if "loss_weight" in value else None
+        source = SourceRecipe(
             path=path,
             weight=weight,
             loss_weight=1.0 if loss_weight is None else loss_weight,
@@ -522,43 +491,36 @@ class _Reading:
             channel=self.text(value, "channel", f"{key}.channel", "name"),
             loss_scale=self.text(value, "loss_scale", f"{key}.loss_scale", "loss scale"),
         )
-        return found, (units[0] if units else None)  # type: ignore[return-value]
+        return source, (units[0] if units else None)
 
     def media_limits(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """What a source says of its media, by the names of options."""
-        found = {}
-        for name in (each for each in _MEDIA if value.get(each) is not None):
+        """Return the limits of a source's media, by option name."""
+        limits = {}
+        for name in (each for each in _MEDIA_OPTIONS if value.get(each) is not None):
             try:
-                found[name] = getattr(resolve(MediaOptions, {name: value[name]}), name)
+                limits[name] = getattr(resolve(MediaOptions, {name: value[name]}), name)
             except ConfigError as error:
-                self.tell(f"{key}.{name}", error.message.removeprefix(f"{flag(name)}: "))
-        return found
+                self.report(f"{key}.{name}", error.message.removeprefix(f"{flag(name)}: "))
+        return limits
 
     def text(self, value: Mapping[str, Any], name: str, key: str, what: str) -> str | None:
-        """A text; None where there is none."""
         raw = value.get(name)
         if raw is not None and not isinstance(raw, str):
-            self.tell(key, f"{raw!r} is no {what}")
+            self.report(key, f"{raw!r} is no {what}")
         return raw if isinstance(raw, str) else None
 
     def number(self, value: Mapping[str, Any], name: str, key: str) -> float | None:
-        """A number above 0."""
+        """Return a number above 0."""
         raw = value[name]
         if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not 0 < raw < math.inf:
-            self.tell(key, f"{raw!r} is no number above 0")
+            self.report(key, f"{raw!r} is no number above 0")
             return None
         return float(raw)
 
     def length(self, value: Mapping[str, Any], name: str, key: str) -> int | None:
-        """A number of tokens, such as 8192 or 8K."""
-        raw = value.get(name)
-        if raw is None:
-            return None
+        """Return a number of tokens, such as 8192 or 8K."""
         try:
-            found = num_tokens(str(raw))
+            return None if value.get(name) is None else num_tokens(str(value[name]))
         except ValueError as error:
-            self.tell(f"{key}.{name}", str(error))
+            self.report(f"{key}.{name}", str(error))
             return None
-        if found < 1:
-            self.tell(f"{key}.{name}", f"{raw!r} is no number of tokens")
-        return found

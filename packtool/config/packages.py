@@ -1,11 +1,11 @@
-"""Packages that options need and that packtool does not install: found missing before anything is read."""
+"""Optional packages that options need, checked before anything is read."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-# Where training may be logged to: the modules, any of which will do, and the package that has the first.
+# Trackers: modules, one of which is enough, and the package that provides the first.
 TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
     "azure_ml": (("azureml",), "azureml-core"),
     "comet_ml": (("comet_ml",), "comet-ml"),
@@ -28,7 +28,7 @@ def missing_packages(
     report_to: Sequence[str] = (),
     executor: str = "",
 ) -> list[str]:
-    """What these options, by their names, need and this environment lacks, each with the command that installs it."""
+    """Return a message for each missing package of these options, with the command that installs it."""
     needs: list[tuple[str, tuple[str, ...], str, str]] = []
     if deepspeed is not None:
         needs.append((f"--deepspeed {deepspeed}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
@@ -44,13 +44,11 @@ def missing_packages(
             needs.append((f"--report-to {name}", modules, f"{package} is", package))
     if executor == "ray":
         needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
-    return list(_missing(needs))
-
-
-def _missing(needs: Sequence[tuple[str, tuple[str, ...], str, str]]) -> Iterator[str]:
-    for given, modules, name, package in needs:
-        if not any(map(_is_installed, modules)):
-            yield f"{given}: {name} not installed: pip install {package}"
+    return [
+        f"{given}: {name} not installed: pip install {package}"
+        for given, modules, name, package in needs
+        if not any(map(_is_installed, modules))
+    ]
 
 
 def _is_installed(module: str) -> bool:

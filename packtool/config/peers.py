@@ -1,6 +1,6 @@
-"""Names of options, YAML keys and environment variables that other tools have, and what became of them here.
+"""Options, YAML keys and environment variables of other tools, and their equivalents here.
 
-The names are data: ``peers.tsv`` has a line for each group of names that one sentence explains, with tabs between
+``peers.tsv`` has a line for each group of names that one sentence explains, with tabs between
 
     tool       ms-swift, LLaMA-Factory, axolotl, TRL, transformers, MindSpeed; env:TOOL for environment variables
     status     same         here under the same name
@@ -39,13 +39,12 @@ class PeerName:
 
     Args:
         name: with underscores.
-        tool: whose it is.
-        status: what became of it.
-        command: the only command that this is about, or ``*``.
-        here: options of packtool that do it, as they are written on the command line.
+        tool: one or several, with commas between.
+        command: the only command that the entry is about, or ``*``.
+        here: equivalent options of packtool, as on the command line.
         why: a sentence, or nothing.
-        is_variable: of the environment.
-        others: the same name in other tools that mean something else by it.
+        is_variable: whether it is an environment variable.
+        others: entries of other tools where the name has another meaning.
     """
 
     name: str
@@ -58,11 +57,11 @@ class PeerName:
     others: tuple[PeerName, ...] = ()
 
     def sentence(self, shown: str, value: object = None) -> str:
-        """The explanation for somebody who gave this name: for each tool that has it, one after the other.
+        """Return the explanations of this name for each tool.
 
         Args:
             shown: the name as it was given.
-            value: what it was given, None where that is not known.
+            value: its value, None if that is not known.
         """
         return "; ".join(entry._explanation(shown, value) for entry in (self, *self.others))
 
@@ -82,26 +81,19 @@ class PeerName:
 
 
 def reason_against(name: str) -> str | None:
-    """What decides a field of transformers' TrainingArguments instead of ``--set training.NAME``.
-
-    Returns:
-        None for a field that may be given, or that transformers has and the table does not know.
-    """
-    for found in _by_name().get(name, ()):
-        if found.tool != "transformers":
-            continue
-        if found.status == "set" or found.here == SET_TOO:
-            return None
-        option = flag(name) if found.status == "same" else found.here
-        return found.why if option == "-" else f"{option} decides it" + (f": {found.why}" if found.why else "")
-    return None
+    """Return why a TrainingArguments field of transformers cannot be set by ``--set training.NAME``; None if it can."""
+    entry = next((entry for entry in _by_name().get(name, ()) if entry.tool == "transformers"), None)
+    if entry is None or entry.status == "set" or entry.here == SET_TOO:
+        return None
+    option = flag(name) if entry.status == "same" else entry.here
+    return entry.why if option == "-" else f"{option} decides it" + (f": {entry.why}" if entry.why else "")
 
 
 def find_peer(name: str, command: str, *, variable: bool = False) -> PeerName | None:
-    """The entry of a name that other tools have and that is not simply the same here; None if there is none.
+    """Return the entry of a name of other tools that is not the same here; None if there is none.
 
-    Where tools mean different things by it, ``others`` has the rest. The first is the one that says most: a name that
-    is an option here before one that is not done, and that before one without effect.
+    If the name has several meanings, ``others`` has the rest: names that are options here come before unsupported ones,
+    and these before names without effect.
 
     Args:
         name: with dashes or underscores.
@@ -124,15 +116,15 @@ def find_peer(name: str, command: str, *, variable: bool = False) -> PeerName | 
 
 
 def _in_our_unit(here: str, value: object) -> str:
-    """``here`` with another tool's value in this tool's unit; a formula where the value is not known."""
+    """Return ``here`` with another tool's value in this tool's unit; with a formula if the value is not known."""
     if "{" not in here:
         return here
     sides = [int(side) for side in re.findall(r"\d+", str(value))]
-    falls = None if value is None else "true" if str(value).lower() in FALSE_WORDS else "false"
+    opposite = None if value is None else "true" if str(value).lower() in FALSE_WORDS else "false"
     return here.format_map(
         {
             "area": math.prod(sides * 2 if len(sides) == 1 else sides) if sides else "WIDTH*HEIGHT",
-            "not": falls or "(the opposite)",
+            "not": opposite or "(the opposite)",
             "per_epoch": f"STEPS_PER_EPOCH/{'N' if value is None else value}",
         }
     )
@@ -140,32 +132,23 @@ def _in_our_unit(here: str, value: object) -> str:
 
 @functools.cache
 def peer_names() -> tuple[PeerName, ...]:
-    """Every row of ``peers.tsv``, one entry a name."""
+    """Return the entries of ``peers.tsv``, one for each name."""
     text = resources.files("packtool.config").joinpath("peers.tsv").read_text(encoding="utf-8")
-    found = []
+    entries = []
     for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        tool, status, command, here, names, why = line.split("\t")
-        for name in names.split():
-            found.append(
-                PeerName(
-                    name,
-                    tool.removeprefix(ENVIRONMENT),
-                    cast(Status, status),
-                    command,
-                    here,
-                    why,
-                    tool.startswith(ENVIRONMENT),
-                )
-            )
-    return tuple(found)
+        if line and not line.startswith("#"):
+            tool, status, command, here, names, why = line.split("\t")
+            owner, is_variable = tool.removeprefix(ENVIRONMENT), tool.startswith(ENVIRONMENT)
+            entries += [
+                PeerName(name, owner, cast(Status, status), command, here, why, is_variable) for name in names.split()
+            ]
+    return tuple(entries)
 
 
 @functools.cache
 def _by_name() -> dict[str, tuple[PeerName, ...]]:
     grouped: dict[str, tuple[PeerName, ...]] = {}
-    # What is said of a single command before what is said of all.
+    # Entries of a single command before those of all.
     for entry in sorted(peer_names(), key=lambda entry: entry.command == EVERY_COMMAND):
         grouped[entry.name] = (*grouped.get(entry.name, ()), entry)
     return grouped

@@ -1,7 +1,4 @@
-"""What ``packtool plan`` needs to know.
-
-What ``packtool pack`` needs to know.
-"""
+"""Settings of ``packtool plan`` and ``packtool pack``."""
 
 from __future__ import annotations
 
@@ -14,13 +11,24 @@ from packtool.config.data import AccessOptions, CacheOptions
 from packtool.config.mixture import MixOptions
 from packtool.config.model import AdapterOptions, MemoryOptions
 from packtool.config.packing import PackingOptions, PackOptions, ParallelOptions
-from packtool.config.settings import REQUIRED, Bytes, Tokens, flag, num_tokens, option, written_bytes
+from packtool.config.settings import (
+    REQUIRED,
+    Bytes,
+    Tokens,
+    flag,
+    model_option,
+    num_tokens,
+    option,
+    packing_option,
+    training_option,
+    written_bytes,
+)
 from packtool.constants import TRAIN_SPLIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, MemoryOptions, AdapterOptions):
-    """What ``packtool plan`` needs to know."""
+    """Settings of ``packtool plan``."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
         "cached_dataset",
@@ -38,22 +46,20 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     )
 
     lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
-    model: str | None = option(
+    model: str | None = model_option(
         None,
         "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B. With it the "
         "memory of a rank is told, too, which takes some seconds.",
-        panel="Model and hardware",
     )
-    packing: bool = option(True, "Pack samples without padding.", panel="Packing")
+    packing: bool = packing_option(True, "Pack samples without padding.")
     world_size: int = option(
         1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
     )
-    num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0, panel="Training")
-    max_steps: int | None = option(
+    num_train_epochs: float = training_option(1.0, "Times that every sample is seen.", minimum=0.0)
+    max_steps: int | None = training_option(
         None,
         "Optimizer steps of the run, in place of --num-train-epochs: for --tflops, and for the stages of --mix, which "
         "end after so many, or at a share of them.",
-        panel="Training",
         minimum=1,
     )
     sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16K.")
@@ -63,18 +69,15 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         "that fit into it and train cheapest, and print the train command. What is given beside it is kept.",
         minimum=1,
     )
-    hardware: str | None = option(
+    hardware: str | None = model_option(
         None,
         "GPUs that Skrull and --fit plan for: h100, h200, a100, 910b, or a file as simulate takes it; by default those "
         "of this machine.",
-        panel="Model and hardware",
     )
-    tflops: float | None = option(
-        None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001, panel="Model and hardware"
+    tflops: float | None = model_option(
+        None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001
     )
-    mfu: float = option(
-        0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0, panel="Model and hardware"
-    )
+    mfu: float = model_option(0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0)
     media: bool = option(
         False,
         "Load some of the caches' media on this machine, drawn by the seed, and tell the processes and the bandwidth "
@@ -91,11 +94,11 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     )
 
     def problems(self, *sections: type) -> list[str]:
-        """Mistakes that only show when options are seen together; ``--resume`` goes with few options at all."""
+        """Return the problems of combined options; ``--resume`` goes with few options at all."""
         return super().problems(*sections) if self.resume is None else self._resume_problems()
 
     def value_problems(self) -> list[str]:
-        """Numbers that cannot be."""
+        """Return the problems of numbers that are impossible."""
         problems = []
         if self.world_size % self.sequence_parallel_ranks:
             problems.append(
@@ -113,16 +116,16 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     @property
     def removes_padding(self) -> bool:
-        """Whether several samples share a sequence."""
+        """Whether samples are concatenated instead of padded."""
         return self.packing or self.has_no_rows
 
     @property
     def not_shared_with(self) -> list[str]:
-        """Options, as they are given, with which no prefixes are shared."""
+        """Given options that exclude shared prefixes, as on the command line."""
         return [*self.unshared_packing(self.packing, self.sequence_parallel_ranks), *self.mixing]
 
     def _resume_problems(self) -> list[str]:
-        """Options that would be other ones than those of the run that goes on."""
+        """Return the problems of options that the resumed run determines."""
         others = [
             field.name
             for field in dataclasses.fields(self)
@@ -133,11 +136,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         return [f"{flag(name)}: --resume takes the options of the run that goes on; leave it out" for name in others]
 
     def sweep_lengths(self) -> list[int]:
-        """The packing lengths to compare.
-
-        Raises:
-            ValueError: if one is no number.
-        """
+        """Return the packing lengths to compare; ValueError if one is no number."""
         return [num_tokens(length) for length in (self.sweep or "").split(",") if length]
 
 
@@ -147,7 +146,7 @@ PackedMedia = Literal["reference", "embed"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(CacheOptions, AccessOptions, PackOptions):
-    """What ``packtool pack`` needs to know."""
+    """Settings of ``packtool pack``."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = ("cached_dataset", "output_dir", "format", "packing_length", "plan")
 
@@ -160,13 +159,13 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
         "What is written: parquet or arrow, one line a pack; megatron, the packed parquet files of NeMo and Megatron "
         "Bridge (text alone); webdataset, tar files; energon, these with what Megatron Energon reads beside them.",
     )
-    packing_length: Tokens | None = option(
-        None, "Tokens of a pack; by default the length of the longest sample.", panel="Packing", minimum=1
+    packing_length: Tokens | None = packing_option(
+        None, "Tokens of a pack; by default the length of the longest sample.", minimum=1
     )
-    plan: str | None = option(
-        None, "Write the packs of this plan, from packtool plan --save, instead of packing.", panel="Packing"
+    plan: str | None = packing_option(
+        None, "Write the packs of this plan, from packtool plan --save, instead of packing."
     )
-    max_length: Tokens | None = option(None, "Leave out longer samples.", panel="Packing", minimum=1)
+    max_length: Tokens | None = packing_option(None, "Leave out longer samples.", minimum=1)
     seed: int = option(42, "Seed of the packing.", minimum=0)
     split: str = option(TRAIN_SPLIT, "Split whose samples are packed.")
     model: str | None = option(None, "Directory (or hub id) whose config.json tells positions; by default the caches'.")
@@ -182,18 +181,14 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
 
     @property
     def named_places(self) -> tuple[str, ...]:
-        """Directories of caches that were named."""
+        """The named caches, which may be accessed."""
         return self.cached_dataset
 
     @property
     def embeds(self) -> bool:
-        """Whether files of all media are written into the packs."""
+        """Whether the files of all media are written into the packs."""
         return self.media == "embed" or (self.media is None and self.format in ("webdataset", "energon"))
 
     def media_of(self, cached: Sequence[str]) -> PackedMedia:
-        """How packs have media.
-
-        Args:
-            cached: how each of the caches has them.
-        """
+        """Return how packs store media, from how each of the caches stores them."""
         return "embed" if self.embeds or (self.media is None and "embed" in cached) else "reference"

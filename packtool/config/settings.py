@@ -1,23 +1,15 @@
-"""How settings are declared, and the one place where flags, environment and YAML become them.
+"""Settings: declaration, conversion of values, and merging of flags, environment variables and YAML.
 
 A setting is declared once, as a field of a frozen dataclass (``packtool.config``); the command line builds its options
 from the same declarations. A value is taken from the first of: a flag, ``--set key=value``, an environment variable,
-the file given with ``--config``, the default. Every mistake found is reported in one ``ConfigError``.
+the file given with ``--config``, the default. All mistakes are reported in one ``ConfigError``.
 
-What a value may look like follows from the declared type: ``Tokens`` and ``Bytes`` (``sizes``) take suffixes, booleans
-take yes and no, and ``Annotated[..., Synonyms(...)]`` takes further words.
+The declared type determines how a value may be written: ``Tokens`` and ``Bytes`` take suffixes, booleans take yes and
+no, and ``Annotated[..., Synonyms(...)]`` takes further words.
 
-Numbers of tokens and of bytes as people write them, and the types of settings that are such numbers.
-
-YAML and JSON of files and options; whatever they hold, what cannot be read raises the parser's own error.
-
-YAML is as ``--config`` and ``--set`` have it: numbers and booleans as people write them.
-
-PyYAML follows YAML 1.1, which takes ``1e-6`` for a text and ``no`` for a boolean. YAML 1.2 (core schema, section 10.3)
-says what is meant: ``1e-6`` is a number, ``no`` a word (as are ``12:30`` and ``2024-01-01``), and only ``true`` and
-``false`` are booleans; where an option wants a boolean, the word is turned into one by its declared type.
-
-The headings that ``--help`` shows options under, in the order in which it shows them.
+YAML is read by the rules of YAML 1.2 (core schema, section 10.3). PyYAML follows YAML 1.1, which reads ``1e-6`` as a
+text and ``no`` as a boolean. In YAML 1.2 ``1e-6`` is a number, ``no`` a word (as are ``12:30`` and ``2024-01-01``), and
+only ``true`` and ``false`` are booleans; ``_convert`` turns words into booleans where an option is declared as one.
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args
 
@@ -37,26 +29,14 @@ from packtool.errors import ConfigError, did_you_mean
 
 _BASES = ((1000, ""), (1024, "i"))
 _POWERS = {"": 0, "k": 1, "m": 2}
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What a whole number counts, where people write it with a suffix.
-
-    Args:
-        letter: what ``--help`` shows for a value.
-        parse: makes a number of text such as ``8K``; raises ValueError with what was expected.
-    """
-
-    letter: str
-    parse: Callable[[str], int]
+_DEEP = "lists and objects nest too deeply"
 
 
 def num_tokens(text: str) -> int:
-    """A number of tokens as people write it: ``8192``, ``8k``, ``26K``, ``1M``; K is 1024, M is 1024 K.
+    """Parse a number of tokens: ``8192``, ``8k``, ``26K``, ``1M``; K is 1024, M is 1024 K.
 
     Raises:
-        ValueError: if it is none, or not positive.
+        ValueError: if it is no positive number.
     """
     match = re.fullmatch(r"(\d+)([km]?)", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
@@ -65,10 +45,10 @@ def num_tokens(text: str) -> int:
 
 
 def num_bytes(text: str) -> int:
-    """A size as people write it: ``200GB``, ``1.5 TiB``, ``1000000``.
+    """Parse a number of bytes: ``200GB``, ``1.5 TiB``, ``1000000``.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is no number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b?)", text.strip(), re.IGNORECASE)
     if match is None:
@@ -78,20 +58,20 @@ def num_bytes(text: str) -> int:
 
 
 def written_bytes(num: int) -> str:
-    """A size in the largest unit that it is a whole number of: ``1KB`` for 1000, ``4KiB`` for 4096, ``80`` for 80."""
-    sizes = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in _BASES]
-    size, unit = max(((size, unit) for size, unit in sizes if num % size == 0), default=(1, ""))
+    """Format a number of bytes in the largest unit that divides it: ``1KB`` for 1000, ``4KiB`` for 4096, ``80``."""
+    units = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in _BASES]
+    size, unit = max(((size, unit) for size, unit in units if num % size == 0), default=(1, ""))
     return f"{num // size}{unit}"
 
 
-Tokens = Annotated[int, Unit("TOKENS", num_tokens)]
+Tokens = Annotated[int, num_tokens]
 """Type of settings that count tokens: ``8192`` or ``8K``."""
 
-Bytes = Annotated[int, Unit("BYTES", num_bytes)]
+Bytes = Annotated[int, num_bytes]
 """Type of settings that count bytes: ``1000000`` or ``200GB``."""
 
+_UNITS: dict[Any, str] = {num_tokens: "TOKENS", num_bytes: "BYTES"}
 
-_DEEP = "lists and objects nest too deeply"
 _BOOL, _INT, _FLOAT, _TIME = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp"))
 _IS_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
 _IS_INT = re.compile(r"[-+]?(?:0x[0-9a-fA-F]+|[0-9][0-9_]*)$")
@@ -101,10 +81,10 @@ _IS_FLOAT = re.compile(
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text.
+    """Parse a YAML text.
 
     Raises:
-        yaml.YAMLError: if it is none.
+        yaml.YAMLError: if it is no YAML, or nests too deeply.
     """
     import yaml  # here, because most runs need none of it
 
@@ -115,10 +95,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def load_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: if it is none, or nests too deeply.
+        ValueError: if it is no JSON, or nests too deeply.
     """
     try:
         return json.loads(text)
@@ -131,12 +111,12 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """PyYAML's with the plain scalars of YAML 1.2."""
+        """PyYAML's loader with the plain scalars of YAML 1.2."""
 
-    # A table of its own, for PyYAML's is shared by all loaders.
+    # A new table, because all loaders share PyYAML's.
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if tag not in (_BOOL, _INT, _FLOAT, _TIME)]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _INT, _FLOAT, _TIME)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     Loader.add_implicit_resolver(_BOOL, _IS_BOOL, list("tTfF"))
     Loader.add_implicit_resolver(_INT, _IS_INT, list("-+0123456789"))
@@ -169,7 +149,7 @@ Panel = Literal[
 ]
 PANELS: tuple[Panel, ...] = get_args(Panel)
 FIRST, LAST = PANELS[0], PANELS[-1]
-"""What a command needs first, whatever else its options are declared as; and what all commands have."""
+"""Headings of the options that a command shows first, and of those that every command has."""
 
 
 T = TypeVar("T")
@@ -178,26 +158,23 @@ TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Synonyms:
-    """Further words for a setting's values: those of other tools, by what they mean here.
+    """Further words for the values of a setting, such as those of other tools.
 
     Args:
-        words: by which of the values does the same.
-        refused: by the reason why none does, and what to give instead.
+        words: the value that each word stands for.
+        refused: words without an equal value here, with the reason and what to give instead.
     """
 
     words: Mapping[str, str]
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def __hash__(self) -> int:
-        return hash((tuple(self.words.items()), tuple(self.refused.items())))
-
 
 YES_OR_NO = Synonyms(dict.fromkeys(TRUE_WORDS, "true") | dict.fromkeys(FALSE_WORDS, "false"))
-"""What people write for true and false, for a setting that has these words among others."""
+"""Words for true and false, for a setting that has these two among other values."""
 NOT_AT_ALL = Synonyms(dict.fromkeys(FALSE_WORDS, "no"))
-"""What people write for no, for a setting that has a choice of this name."""
+"""Words for no, for a setting that has it among other values."""
 
 
 def option(
@@ -215,7 +192,7 @@ def option(
     """Declare a setting.
 
     Args:
-        default: its value when nobody gives one, or ``REQUIRED``.
+        default: its value when none is given, or ``REQUIRED``.
         help: one line for ``--help`` and the reference.
         panel: heading under which ``--help`` shows it.
         env: environment variable that sets it too.
@@ -234,56 +211,68 @@ def option(
         "flag": flag,
         "needs": needs,
     }
-    return (
-        dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-        if _unhashable(default)
-        else (dataclasses.field(default=default, metadata=metadata))
-    )
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def _unhashable(default: Any) -> bool:
-    return isinstance(default, dict)
+# ``option`` for each heading that several options have.
+access_option = functools.partial(option, panel="Media access")
+cache_option = functools.partial(option, panel="Caches")
+checkpoint_option = functools.partial(option, panel="Checkpoints and logs")
+evaluation_option = functools.partial(option, panel="Evaluation")
+memory_option = functools.partial(option, panel="Precision and memory")
+mixture_option = functools.partial(option, panel="Mixtures")
+model_option = functools.partial(option, panel="Model and hardware")
+optimizer_option = functools.partial(option, panel="Optimizer")
+packing_option = functools.partial(option, panel="Packing")
+parallel_option = functools.partial(option, panel="Sequence parallel")
+parameter_option = functools.partial(option, panel="Parameters")
+picture_option = functools.partial(option, panel="Pictures")
+row_option = functools.partial(option, panel="Rows")
+scale_option = functools.partial(option, panel="Scale")
+speed_option = functools.partial(option, panel="Speed")
+step_option = functools.partial(option, panel="Steps")
+stream_option = functools.partial(option, panel="Streaming")
+training_option = functools.partial(option, panel="Training")
+video_option = functools.partial(option, panel="Video and audio")
 
 
 def flag(name: str) -> str:
-    """A setting's name as the command line has it: ``--max-length`` for ``max_length``."""
+    """Return a setting's name on the command line: ``--max-length`` for ``max_length``."""
     return "--" + name.replace("_", "-")
 
 
 def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """The command line's names of a field, the main one first: ``("--train-type", "--tuner-type")``."""
-    names = (field.name, *field.metadata["aliases"])
-    return tuple(flag(name) for name in names)
+    """Return the names of a field on the command line, the main one first: ``("--train-type", "--tuner-type")``."""
+    return tuple(flag(name) for name in (field.name, *field.metadata["aliases"]))
 
 
-@functools.cache
-def _type_hints(owner: type) -> dict[str, Any]:
-    return typing.get_type_hints(owner, include_extras=True)
+_type_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
-def value_type(field: dataclasses.Field[Any], owner: type) -> Any:
-    """The declared type of a field without its ``None`` and without what is said about it."""
-    return _plain(_declared(field, owner))
-
-
-def unit_of(field: dataclasses.Field[Any], owner: type) -> Unit | None:
-    """What a field's number counts, if it may be written with a suffix."""
-    return next((note for note in _notes(_declared(field, owner)) if isinstance(note, Unit)), None)
-
-
-def _declared(field: dataclasses.Field[Any], owner: type) -> Any:
+def declared_type(field: dataclasses.Field[Any], owner: type) -> Any:
+    """Return the declared type of a field without its ``None``, but with annotations such as ``Synonyms``."""
     hint = _type_hints(owner)[field.name]
     if typing.get_origin(hint) in (Union, types.UnionType):
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
 
 
-def _notes(hint: Any) -> tuple[Any, ...]:
+def value_type(field: dataclasses.Field[Any], owner: type) -> Any:
+    """Return the declared type of a field without its ``None`` and without annotations."""
+    hint = declared_type(field, owner)
+    return hint.__origin__ if annotations_of(hint) else hint
+
+
+def annotations_of(hint: Any) -> tuple[Any, ...]:
+    """Return the annotations of a type, such as ``Synonyms``."""
     return tuple(getattr(hint, "__metadata__", ()))
 
 
-def _plain(hint: Any) -> Any:
-    return hint.__origin__ if _notes(hint) else hint
+def unit_of(field: dataclasses.Field[Any], owner: type) -> str | None:
+    """Return the unit that ``--help`` shows for a number with suffixes; None for other types."""
+    return next((_UNITS[note] for note in annotations_of(declared_type(field, owner)) if note in _UNITS), None)
 
 
 def resolve(
@@ -293,13 +282,12 @@ def resolve(
     sets: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     file: Mapping[str, Any] | None = None,
-    stranger: Callable[[str, Any], str | None] | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    describe_unknown: Callable[[str, Any], str | None] | None = None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> T:
     """Merge all sources into one checked ``cls``.
 
-    A class method ``complete`` of ``cls``, where there is one, turns the given values into those of the fields: it sees
-    which of them were given.
+    A class method ``complete`` of ``cls``, if there is one, turns the given values into those of the fields.
 
     Args:
         cls: ``ExportConfig`` or ``TrainConfig``.
@@ -307,63 +295,61 @@ def resolve(
         sets: ``key=value`` strings, values in YAML's notation, dots for nested keys.
         environ: the environment.
         file: the parsed YAML file.
-        stranger: asked what to say of an unknown name and its value; None where nothing needs to be said. By default
-            the most similar name is suggested.
-        tell: takes a warning for each given setting that has no effect.
+        describe_unknown: returns the message about an unknown name and its value; None for no message. By default the
+            most similar name is suggested.
+        warn: takes a warning for each given setting that has no effect.
 
     Raises:
-        ConfigError: naming every setting that is wrong, and where it came from.
+        ConfigError: naming every setting that is wrong, and its source.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
     values: dict[str, Any] = {}
     refused: set[str] = set()
-    for origin, key, raw in _all_given(fields, flags, sets, environ or {}, file or {}, problems):
+    for origin, key, raw in _given_values(fields, flags, sets, environ or {}, file or {}, problems):
         name = key.replace("-", "_")
         name = next((f.name for f in fields.values() if name in f.metadata["aliases"]), name)
         if name not in fields:
             unknown = f"unknown setting {key!r}{did_you_mean(name, fields)}"
-            said = stranger(name, raw) if stranger is not None else unknown
-            # A flag that nobody knows is its own origin.
-            problems += [said if origin == key else f"{origin}: {said}"] if said is not None else []
+            message = describe_unknown(name, raw) if describe_unknown is not None else unknown
+            # An unknown flag is its own origin.
+            problems += [message if origin == key else f"{origin}: {message}"] if message is not None else []
             continue
         try:
-            value = _convert(raw, _declared(fields[name], cls))
+            value = _convert(raw, declared_type(fields[name], cls))
             _check_bounds(value, fields[name])
         except ValueError as error:
             problems.append(f"{origin}: {error}")
             refused.add(name)
             continue
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    problems += _missing([field for name, field in fields.items() if name not in values and name not in refused])
+    problems += _missing_problems([field for name, field in fields.items() if name not in values.keys() | refused])
     if problems:
         raise ConfigError.from_problems(problems)
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
     config = cls(**(values if complete is None else complete(values)))
-    found: list[str] = [*getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
-    if found:
-        raise ConfigError.from_problems(found)
-    for warning in _unneeded(config, [fields[name] for name in values]):
-        tell(warning)
+    problems = [*getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    _warn_about_ineffective(config, [fields[name] for name in values], warn)
     return config
 
 
-def _missing(fields: Sequence[dataclasses.Field[Any]]) -> Iterator[str]:
-    """A problem for each required setting among those that nobody gave."""
-    for field in fields:
-        if field.default is MISSING and field.default_factory is MISSING:
-            yield f"{option_names(field)[0]} is missing: {field.metadata['help']}"
+def _missing_problems(fields: Sequence[dataclasses.Field[Any]]) -> list[str]:
+    required = [field for field in fields if field.default is MISSING and field.default_factory is MISSING]
+    return [f"{option_names(field)[0]} is missing: {field.metadata['help']}" for field in required]
 
 
-def _unneeded(config: object, given: Sequence[dataclasses.Field[Any]]) -> Iterator[str]:
-    """A warning for each given setting that has no effect."""
+def _warn_about_ineffective(
+    config: object, given: Sequence[dataclasses.Field[Any]], warn: Callable[[str], None]
+) -> None:
     for field in given:
         needed, wanted = field.metadata["needs"] or (field.name, getattr(config, field.name))
         if (actual := getattr(config, needed)) != wanted:
-            yield f"{flag(field.name)} has no effect with {flag(needed)} {actual}: it goes with {flag(needed)} {wanted}"
+            warn(f"{flag(field.name)} has no effect with {flag(needed)} {actual}: it goes with {flag(needed)} {wanted}")
 
 
-def _all_given(
+def _given_values(
     fields: Mapping[str, dataclasses.Field[Any]],
     flags: Mapping[str, Any],
     sets: Sequence[str],
@@ -371,7 +357,7 @@ def _all_given(
     file: Mapping[str, Any],
     problems: list[str],
 ) -> list[tuple[str, str, Any]]:
-    """(where from, key, value) of everything given, the weakest source first."""
+    """Return (source, key, value) of all given values, the weakest source first; unreadable ones go to ``problems``."""
     given = [(f"--config, {key}", key, value) for key, value in file.items() if value is not None]
     for name, field in fields.items():
         env = field.metadata["env"]
@@ -402,22 +388,22 @@ def _all_given(
     return given
 
 
-def part_of(cls: type[T], config: object, **decided: Any) -> T:
-    """A part of a command's options as an object of its own, so that none is copied by name.
+def part_of(cls: type[T], config: object, **overrides: Any) -> T:
+    """Copy the options that a dataclass has fields for from a larger set of options.
 
     Args:
-        cls: the part: a dataclass, whose fields are taken from ``config`` where it has fields of these names. None
-            says nothing, and leaves a field's own default.
+        cls: a dataclass, whose fields are taken from ``config`` where it has fields of these names. A None there leaves
+            the field's own default.
         config: all options of a command.
-        decided: what is known better by now: a length for a default that was none, or what is no option at all.
+        overrides: values that replace those of ``config``, or of fields that it lacks.
     """
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     given = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-    return cls(**{**given, **decided})
+    return cls(**{**given, **overrides})
 
 
 def bound_problems(options: object) -> list[str]:
-    """Options of an object that was not made by ``resolve`` and that are outside their declared bounds."""
+    """Return the problems of options outside their declared bounds, for an object that ``resolve`` did not make."""
     problems = []
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         try:
@@ -433,37 +419,32 @@ def _convert(raw: Any, hint: Any) -> Any:
     Raises:
         ValueError: with the value and what was expected.
     """
-    unit: Unit | None = None
-    plain = _plain(hint)
-    origin = typing.get_origin(plain)
-    if origin is Literal or plain is str:
+    annotations = annotations_of(hint)
+    kind = hint.__origin__ if annotations else hint
+    origin = typing.get_origin(kind)
+    if origin is Literal or kind is str:
         raw = _as_text(raw)
-    for note in _notes(hint):
-        if isinstance(note, Synonyms):
-            raw = note.words.get(raw.lower(), raw)
-            if (reason := note.refused.get(raw.lower())) is not None:
+    for synonyms in annotations:
+        if isinstance(synonyms, Synonyms):
+            raw = synonyms.words.get(raw.lower(), raw)
+            if (reason := synonyms.refused.get(raw.lower())) is not None:
                 raise ValueError(f"{raw}: {reason}")
-        unit = note if isinstance(note, Unit) else unit
-    hint = plain
     if origin is Literal:
-        choices = typing.get_args(hint)
+        choices = typing.get_args(kind)
         if raw not in choices:
             raise ValueError(f"{raw!r} is none of {', '.join(choices)}{did_you_mean(raw.lower(), choices)}")
         return raw
     if origin is tuple:
-        items = raw if isinstance(raw, (list, tuple)) else [raw]
-        return tuple(map(_as_text, items))
-    if hint is bool:
+        return tuple(map(_as_text, raw if isinstance(raw, (list, tuple)) else [raw]))
+    if kind is bool:
         return _to_bool(raw)
-    if hint in (int, float):
-        return _to_number(raw, hint, unit)
-    if origin is not None:
-        return _to_mapping(raw)
-    return raw
+    if kind in (int, float):
+        return _to_number(raw, kind, next((note for note in annotations if note in _UNITS), None))
+    return raw if origin is None else _to_mapping(raw)
 
 
 def _as_text(raw: Any) -> str:
-    """A single value as the command line has it: YAML's true is the word."""
+    """Return a single value as it is written on the command line: YAML's true is the word."""
     if isinstance(raw, (Mapping, list, tuple)):
         raise ValueError(f"{raw!r} is not a single value")
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
@@ -477,7 +458,7 @@ def _to_bool(raw: Any) -> bool:
 
 
 def _to_mapping(raw: Any) -> dict[str, Any]:
-    """A mapping of names to values; text is read as JSON, as other tools take it on the command line."""
+    """Return a mapping of names to values; text is parsed as JSON, as on the command line of other tools."""
     if isinstance(raw, str):
         try:
             raw = load_json(raw)
@@ -488,25 +469,22 @@ def _to_mapping(raw: Any) -> dict[str, Any]:
     return dict(raw)
 
 
-def _to_number(raw: Any, hint: type[int] | type[float], unit: Unit | None = None) -> int | float:
-    expected = "an integer" if hint is int else "a number"
+def _to_number(raw: Any, kind: type[int] | type[float], parse: Callable[[str], int] | None) -> int | float:
+    """Return a number; ``parse`` reads texts with a suffix."""
     try:
-        number = float(raw) if not isinstance(raw, bool) else None
+        number = float(raw) if not isinstance(raw, bool) else math.nan
     except (TypeError, ValueError):
-        number = None
-    if number is None or number != number or (hint is int and not number.is_integer()):
-        if unit is not None and isinstance(raw, str):
-            return unit.parse(raw)
-        raise ValueError(f"{raw!r} is not {expected}")
-    if hint is float:
+        number = math.nan
+    if math.isnan(number) or (kind is int and not number.is_integer()):
+        if parse is not None and isinstance(raw, str):
+            return parse(raw)
+        raise ValueError(f"{raw!r} is not {'an integer' if kind is int else 'a number'}")
+    if kind is float:
         if math.isinf(number):
             raise ValueError(f"{raw!r} is not finite")
         return number
-    return int(raw) if isinstance(raw, (int, str)) and not _has_fraction_form(raw) else int(number)
-
-
-def _has_fraction_form(raw: int | str) -> bool:
-    return isinstance(raw, str) and any(mark in raw for mark in ".eE")
+    is_exact = isinstance(raw, int) or (isinstance(raw, str) and not any(mark in raw for mark in ".eE"))
+    return int(raw) if is_exact else int(number)
 
 
 def _check_bounds(value: Any, field: dataclasses.Field[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What ``packtool simulate`` needs to know."""
+"""Settings of ``packtool simulate``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 from packtool.config.conflicts import Settings
 from packtool.config.packing import SequenceParallelType
-from packtool.config.settings import Tokens, num_tokens, option
+from packtool.config.settings import Tokens, model_option, num_tokens, option, step_option
 from packtool.errors import did_you_mean
 
 StrategyName = Literal[
@@ -23,29 +23,26 @@ StrategyName = Literal[
 ]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 BASELINE: StrategyName = "packed-shared"
-"""What speed-ups are told over, where it is simulated: packs that groups share, as most frameworks train them."""
+"""Strategy that speed-ups refer to if it is simulated: packs shared by groups, as most frameworks train them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions(Settings):
-    """How large the batches of the strategies are, and what they are drawn from."""
+    """Batch sizes of the strategies, and the seed."""
 
-    sequences_per_rank: int = option(
-        64, "Sequences of a global batch for each group of GPUs (a data-parallel rank).", panel="Steps", minimum=1
+    sequences_per_rank: int = step_option(
+        64, "Sequences of a global batch for each group of GPUs (a data-parallel rank).", minimum=1
     )
-    padded_batch_size: int = option(4, "Rows of a micro-batch of the strategy padded.", panel="Steps", minimum=1)
-    shared_batch_size: int = option(
-        1,
-        "Sequences of a micro-batch of the strategies context-parallel and sorted, padded to the longest.",
-        panel="Steps",
-        minimum=1,
+    padded_batch_size: int = step_option(4, "Rows of a micro-batch of the strategy padded.", minimum=1)
+    shared_batch_size: int = step_option(
+        1, "Sequences of a micro-batch of the strategies context-parallel and sorted, padded to the longest.", minimum=1
     )
-    seed: int = option(42, "Seed of lengths, packing and order.", minimum=0, panel="Steps")
+    seed: int = step_option(42, "Seed of lengths, packing and order.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(StrategyOptions):
-    """What ``packtool simulate`` needs to know."""
+    """Settings of ``packtool simulate``."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
         "cached_dataset",
@@ -77,73 +74,57 @@ class SimulateConfig(StrategyOptions):
     strategies: tuple[str, ...] = option(STRATEGIES, "Which strategies to compare.")
     html: str | None = option(None, "Write a page that draws a step of each strategy, GPU by GPU, to this file.")
 
-    model: str | None = option(
+    model: str | None = model_option(
         None,
         "8b, qwen2.5-0.5b, qwen2.5-7b, or a directory with a config.json: tells FLOPs and memory. By default the "
         "caches' model, or 8b.",
-        panel="Model and hardware",
     )
-    hardware: str = option(
-        "h100", "h100, h200, a100, 910b, or a .yaml or .json file of the same fields.", panel="Model and hardware"
+    hardware: str = model_option("h100", "h100, h200, a100, 910b, or a .yaml or .json file of the same fields.")
+    world_size: int = model_option(32, "GPUs.", minimum=1)
+    zero_stage: int = model_option(
+        2, "What is sharded over all GPUs: 2 gradients and optimizer, 3 weights as well.", minimum=2, maximum=3
     )
-    world_size: int = option(32, "GPUs.", panel="Model and hardware", minimum=1)
-    zero_stage: int = option(
-        2,
-        "What is sharded over all GPUs: 2 gradients and optimizer, 3 weights as well.",
-        panel="Model and hardware",
-        minimum=2,
-        maximum=3,
-    )
-    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Model and hardware")
+    gradient_checkpointing: bool = model_option(False, "Recompute activations to save memory.")
 
-    sequence_parallel_size: int = option(
-        8,
-        "GPUs of a group, which share the micro-batches of the context parallel strategies.",
-        panel="Steps",
-        minimum=1,
+    sequence_parallel_size: int = step_option(
+        8, "GPUs of a group, which share the micro-batches of the context parallel strategies.", minimum=1
     )
-    sequence_parallel_type: SequenceParallelType = option(
+    sequence_parallel_type: SequenceParallelType = step_option(
         "auto",
         "How the GPUs of a group attend: ulysses, ring or allgather; auto is ulysses within a node where the heads "
         "can be shared evenly, else allgather.",
-        panel="Steps",
     )
-    bucket_size: str = option(
+    bucket_size: str = step_option(
         "auto",
         "Tokens that a GPU may hold, more being out of memory: a number, as in 8192 or 26K (K is 1024), or auto for "
         "what fits.",
-        panel="Steps",
     )
-    packing_length: Tokens | None = option(
-        None, "Tokens of a pack, on each GPU; by default --bucket-size.", panel="Steps", minimum=1
+    packing_length: Tokens | None = step_option(
+        None, "Tokens of a pack, on each GPU; by default --bucket-size.", minimum=1
     )
 
     @property
     def bucket_tokens(self) -> int | None:
-        """``--bucket-size`` as a number; None if it is auto.
-
-        Raises:
-            ValueError: if it is neither.
-        """
+        """``--bucket-size`` as a number; None for auto; ValueError if it is neither."""
         return None if self.bucket_size == "auto" else num_tokens(self.bucket_size)
 
     def value_problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = []
+        """Return the problems of combined options."""
+        problems = []
         if (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None).count(True) != 1:
-            found.append("give either caches, or --lengths FILE, or --distribution NAME")
+            problems.append("give either caches, or --lengths FILE, or --distribution NAME")
         if self.world_size % self.sequence_parallel_size:
-            found.append(
+            problems.append(
                 f"--world-size {self.world_size} is no multiple of --sequence-parallel-size "
                 f"{self.sequence_parallel_size}: GPUs would be left over"
             )
         try:
             if (self.packing_length or 0) > (self.bucket_tokens or float("inf")):
                 over = f"--packing-length {self.packing_length} is over --bucket-size {self.bucket_size}"
-                found.append(f"{over}: no pack would fit")
+                problems.append(f"{over}: no pack would fit")
         except ValueError:
-            found.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
+            problems.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
         known = f"known are {', '.join(STRATEGIES)}"
         unknown = [name for name in self.strategies if name not in STRATEGIES]
-        found += [f"--strategies {name}: {known}{did_you_mean(name, STRATEGIES)}" for name in unknown]
-        return found
+        problems += [f"--strategies {name}: {known}{did_you_mean(name, STRATEGIES)}" for name in unknown]
+        return problems

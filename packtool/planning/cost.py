@@ -95,7 +95,7 @@ def _unfrozen(steps: Sequence[Step], options: LearningOptions) -> dict[str, Trai
         budget -= step.num_weights
         is_kept = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
         names = (step.weight, f"{step.name}.bias") if step.has_bias else (step.weight,)
-        learns = [options.is_wanted(name) or not (is_kept or options.is_kept(name)) for name in names]
+        learns = [options.is_unfrozen(name) or not (is_kept or options.is_frozen(name)) for name in names]
         found[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
     return found
 

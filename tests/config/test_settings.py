@@ -12,7 +12,16 @@ from packtool.config import settings
 from packtool.config.data import ExportConfig
 from packtool.config.packing import PackOptions
 from packtool.config.plan import PlanConfig
-from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, bound_problems, part_of, resolve, unit_of, value_type
+from packtool.config.settings import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    bound_problems,
+    declared_type,
+    part_of,
+    resolve,
+    unit_of,
+    value_type,
+)
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 
@@ -122,7 +131,7 @@ def test_every_boolean_takes_the_words_of_people(word: str, value: bool) -> None
     for cls, field in FIELDS:
         if value_type(field, cls) is not bool:
             continue
-        hint = settings._declared(field, cls)
+        hint = declared_type(field, cls)
         assert settings._convert(word, hint) is value
         assert settings._convert(word.upper(), hint) is value
     assert resolve(TrainConfig, TRAIN, file={"packing": word}).packing is value
@@ -138,7 +147,7 @@ def test_no_number_is_infinite() -> None:
             continue
         for given in ("inf", "-inf", "1e400", "nan", float("inf")):
             with pytest.raises(ValueError, match=r"is not|is no "):
-                settings._convert(given, settings._declared(field, cls))
+                settings._convert(given, declared_type(field, cls))
 
 
 def test_what_trains_nothing_and_seeds_that_torch_refuses_are_told() -> None:
@@ -156,9 +165,9 @@ def test_every_number_of_tokens_may_be_a_size() -> None:
         if value_type(field, cls) is int and of_tokens.search(field.metadata["help"]):
             unit = unit_of(field, cls)
             assert unit is not None, (cls, field.name)
-            assert settings._convert("8K", settings._declared(field, cls)) == 8192
-            assert settings._convert("128k", settings._declared(field, cls)) == 131072
-            assert settings._convert(4096, settings._declared(field, cls)) == 4096
+            assert settings._convert("8K", declared_type(field, cls)) == 8192
+            assert settings._convert("128k", declared_type(field, cls)) == 131072
+            assert settings._convert(4096, declared_type(field, cls)) == 4096
             found.add(field.name)
     assert {"max_length", "packing_length", "image_max_token_num", "max_tokens_per_micro_batch"} <= found
     assert resolve(ExportConfig, {**EXPORT, "max_length": "128K"}).max_length == 128 * 1024
@@ -218,7 +227,7 @@ def test_given_options_without_effect_are_told() -> None:
             # Also a value that is the default's was given for a purpose.
             value = ("a",) if default == () else str(default).lower() if default is not None else "a"
             try:
-                resolve(TrainConfig, {**TRAIN, "train_type": train_type, name: value}, tell=told.append)
+                resolve(TrainConfig, {**TRAIN, "train_type": train_type, name: value}, warn=told.append)
             except ConfigError as error:
                 told.append(str(error))
             message = f"{settings.flag(name)} .*goes with --train-type {wanted}"
@@ -231,5 +240,5 @@ def test_given_options_without_effect_are_told() -> None:
 
 def told_of_training(**given: str) -> list[str]:
     told: list[str] = []
-    resolve(TrainConfig, {**TRAIN, **given}, tell=told.append)
+    resolve(TrainConfig, {**TRAIN, **given}, warn=told.append)
     return told

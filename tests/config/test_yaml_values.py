@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from packtool.cli.main import _SETTINGS, run
 from packtool.cli.options import _read_yaml
 from packtool.config import settings
-from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, Synonyms, load_json, parse_yaml, resolve, value_type
+from packtool.config.settings import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    Synonyms,
+    annotations_of,
+    declared_type,
+    load_json,
+    parse_yaml,
+    resolve,
+    value_type,
+)
 from packtool.config.train import TrainConfig
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}
@@ -63,9 +73,9 @@ def test_words_that_yaml_takes_for_something_else_mean_what_they_mean_on_the_com
     found = set()
     for command, cls in _SETTINGS.items():
         for field in dataclasses.fields(cls):
-            hint, plain = settings._declared(field, cls), value_type(field, cls)
+            hint, plain = declared_type(field, cls), value_type(field, cls)
             choices = typing.get_args(plain) if typing.get_origin(plain) is Literal else ()
-            synonyms = [note for note in settings._notes(hint) if isinstance(note, Synonyms)]
+            synonyms = [note for note in annotations_of(hint) if isinstance(note, Synonyms)]
             if not choices and plain is not str:
                 continue
             for word in (*choices, *(word for note in synonyms for word in note.words), *TRUE_WORDS, *FALSE_WORDS):

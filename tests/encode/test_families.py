@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.config.data import ImageOptions
+from packtool.config.data import MediaOptions
 from packtool.encode import families
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, family_of, is_multimodal
 from packtool.encode.families.qwen_video import smart_resize
@@ -35,12 +35,12 @@ def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: i
 
 @pytest.mark.smoke
 def test_limits_come_from_settings_then_options() -> None:
-    assert image_limits(SETTINGS, ImageOptions()).max_pixels == 16777216
-    tokens = image_limits(SETTINGS, ImageOptions(image_max_token_num=5000, image_min_token_num=4))
+    assert image_limits(SETTINGS, MediaOptions()).max_pixels == 16777216
+    tokens = image_limits(SETTINGS, MediaOptions(image_max_token_num=5000, image_min_token_num=4))
     assert (tokens.max_pixels, tokens.min_pixels) == (5000 * 32 * 32, 4 * 32 * 32)
-    assert image_limits(SETTINGS, ImageOptions(max_pixels=100_000)).max_pixels == 100_000
+    assert image_limits(SETTINGS, MediaOptions(max_pixels=100_000)).max_pixels == 100_000
     with pytest.raises(ConfigError, match="at least 65536"):
-        image_limits(SETTINGS, ImageOptions(max_pixels=1000))
+        image_limits(SETTINGS, MediaOptions(max_pixels=1000))
 
 
 def test_who_takes_more_than_text() -> None:

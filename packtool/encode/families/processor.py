@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from packtool.config.data import ImageOptions, MediaOptions
+from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
 from packtool.encode.families.record import ImageLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits, pad_ids_of
 from packtool.encode.model_files import ModelFiles
@@ -382,7 +382,7 @@ def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
     problems = []
     for field in dataclasses.fields(MediaOptions):
         if field.name != "resize" and getattr(options, field.name) is not None:
-            kind = "pictures" if field in dataclasses.fields(ImageOptions) else "videos and sounds"
+            kind = "pictures" if field.metadata["panel"] == "Pictures" else "videos and sounds"
             name = "--" + field.name.replace("_", "-")
             problems.append(
                 f"{name} ({field.metadata['env']}) limits {kind} of Qwen models; a {files.model_type} model takes its "

@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from packtool.config.data import ImageOptions, MediaOptions
+from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.families.processor import of_image, of_video
 from packtool.encode.families.qwen_video import (
@@ -42,7 +42,7 @@ _DEFAULT_MIN_PIXELS = 56 * 56
 _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 
 
-def image_limits(processor: Mapping[str, Any], options: ImageOptions) -> ImageLimits:
+def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLimits:
     """Limits from the processor's settings, overridden by the user's.
 
     Raises:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from packtool.config.model import is_named
+from packtool.config.model import has_name
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
@@ -98,7 +98,7 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
         problems = [
             f"--target-modules {target}: no linear module of an unfrozen part has this name"
             for target in run.target_modules
-            if not any(is_named(name, target) for name in linear)
+            if not any(has_name(name, target) for name in linear)
         ]
         if problems:
             known = sorted({name.rpartition(".")[2] for name in linear})
@@ -149,7 +149,7 @@ def _whole_modules(model: PreTrainedModel, run: TrainConfig) -> list[str]:
     problems = [
         f"--modules-to-save {wanted}: no module has this name"
         for wanted in run.modules_to_save
-        if not any(is_named(name, wanted) for name in names)
+        if not any(has_name(name, wanted) for name in names)
     ]
     if problems:
         raise ConfigError("\n".join(problems), "Usual are embed_tokens and lm_head.")

@@ -55,8 +55,8 @@ def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
     for name, parameter in named:
         budget -= whole_size(parameter)
         is_kept = towers.part_of(name) in frozen or (run.freeze_parameters_ratio > 0 and budget >= 0)
-        is_kept = is_kept or run.is_kept(name)
-        is_wanted = run.is_wanted(name)
+        is_kept = is_kept or run.is_frozen(name)
+        is_wanted = run.is_unfrozen(name)
         parameter.requires_grad_((is_wanted or not is_kept) and not towers.is_unused(name))
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(

@@ -296,7 +296,7 @@ class Inputs:
             loss_reduction=config.loss_reduction,
             shares_prefixes=self.shared is not None,
             schedule=self._step_rule,
-            learning=config.learning_words,
+            learning=config.training_summary,
         )
 
     @property

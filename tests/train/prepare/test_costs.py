@@ -28,14 +28,14 @@ def run_config(**settings: Any) -> TrainConfig:
 
 
 def test_options_say_what_learns() -> None:
-    assert run_config().learning_words == "language model lora, towers frozen, aligner frozen"
+    assert run_config().training_summary == "language model lora, towers frozen, aligner frozen"
     full = run_config(train_type="full", freeze_llm=True, freeze_vit=False, freeze_aligner=False)
-    assert full.learning_words == "language model frozen, towers full, aligner full"
+    assert full.training_summary == "language model frozen, towers full, aligner full"
     some: dict[str, Any] = {"target_modules": ("q_proj", "v_proj"), "modules_to_save": ("lm_head",)}
     told = (
         "language model lora, towers frozen, aligner frozen, --target-modules q_proj v_proj, --modules-to-save lm_head"
     )
-    assert run_config(**some).learning_words == told
+    assert run_config(**some).training_summary == told
     # A plan is made for the run that is trained with the same options.
     for given in ({}, some):
         plan = PlanConfig(cached_dataset=("c",), **given)

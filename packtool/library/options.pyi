@@ -12,7 +12,6 @@ from typing import Literal, TypedDict
 Text = str | os.PathLike[str]
 Texts = Text | Sequence[Text]
 
-
 class ExportKeywords(TypedDict, total=False):
     """See ``packtool.config.data.ExportConfig``."""
 
@@ -69,7 +68,6 @@ class ExportKeywords(TypedDict, total=False):
     num_tasks: int | None
     finalize: bool | None
     dry_run: bool | None
-
 
 class PlanKeywords(TypedDict, total=False):
     """See ``packtool.config.plan.PlanConfig``."""
@@ -145,7 +143,6 @@ class PlanKeywords(TypedDict, total=False):
     tflops: float | None
     mfu: float | None
 
-
 class BatchKeywords(TypedDict, total=False):
     """See ``packtool.config.train.TrainConfig``."""
 
@@ -159,7 +156,6 @@ class BatchKeywords(TypedDict, total=False):
     loss_reduction: Literal["token", "sample"] | None
     torch_compile: bool | None
     dataloader_num_workers: int | None
-
 
 class VerifyKeywords(TypedDict, total=False):
     """See ``packtool.config.commands.VerifyConfig``."""
@@ -185,7 +181,6 @@ class VerifyKeywords(TypedDict, total=False):
     samples_per_step: int | None
     seed: int | None
     html: Text | None
-
 
 class EvalKeywords(TypedDict, total=False):
     """See ``packtool.config.commands.EvalConfig``."""
