@@ -17,6 +17,7 @@ from _draw_docs import pictures
 from packtool.cli.main import app
 from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, Family
+from packtool.encode.families.record import BY_PROCESSOR
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = DOCS.parent / "examples"
@@ -119,14 +120,14 @@ def _models_without_videos() -> str:
 
 
 def _model_cells(family: Family) -> list[str]:
-    boxes = "" if family.boxes is None else f"{family.boxes.spelling}, {family.boxes.scale}"
+    boxes = "" if family.boxes is None else f"{family.boxes.notation}, {family.boxes.scale}"
     export = "by header" if family.kinds else ""
     return [
         family.title,
         " ".join(f"`{name}`" for name in family.model_types) or "others",
-        "by its processor" if family.is_encoded_by_processor else export,
+        "by its processor" if family.encoding == BY_PROCESSOR else export,
         f"refused: {family.refused}" if family.refused else "yes",
-        "yes" if family.shares_sequences else "",
+        "" if family.refused else "yes",
         *("yes" if kind in family.kinds else "" for kind in ("video", "audio")),
         boxes,
     ]

@@ -458,7 +458,7 @@ def test_a_family_of_models_is_named_in_its_own_file_only() -> None:
             own[path] = {
                 name
                 for record in records
-                for name in (*record.model_types, *record.recurrence.text_types, *record.recurrence.layers)
+                for name in (*record.model_types, *record.recurrent_types, *record.recurrent_layers)
             }
     names = set().union(*own.values())
     wrong = [

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 RECURRENT_LAYER = "linear_attention"
 """Layer type of the isolated layers (and of others, which are not), in a config's ``layer_types``."""
 
-_ISOLATED_CLASSES = frozenset(name for family in FAMILIES for name in family.recurrence.layers)
+_ISOLATED_CLASSES = frozenset(name for family in FAMILIES for name in family.recurrent_layers)
 """Names of classes whose forward takes (hidden_states, cache_params, attention_mask, **boundaries), and no more."""
 
-ISOLATED_MODEL_TYPES = frozenset(name for family in FAMILIES for name in family.recurrence.text_types)
+ISOLATED_MODEL_TYPES = frozenset(name for family in FAMILIES for name in family.recurrent_types)
 """Text towers whose recurrent layers are all of these classes."""
 
 _RANKS = "_packtool_ranks"

@@ -18,7 +18,7 @@ from torch import Tensor
 from packtool.batch.pixels import one_behind_other
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.families.processor import load_processor, processed, video_processed
+from packtool.encode.families.processor import load_processor, process_images, process_video
 from packtool.errors import ConfigError, MediaError
 from packtool.media.measure import EXPORT_AGAIN, blank_image, load_image
 from packtool.media.video import load_video
@@ -75,10 +75,10 @@ def _frames(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str,
             (video.num_frames, video.height, video.width),
         )
         pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        spelled, made = video_processed(processor, pixels, video.num_frames, video.fps, video.indices)
+        processor_text, made = process_video(processor, pixels, video.num_frames, video.fps, video.indices)
         height, width = frames.shape[1:3]
-        if (height, width, spelled.count(pad)) != (video.height, video.width, video.num_tokens):
-            raise _changed(video, sample, f"{width}x{height} pixels in {spelled.count(pad)} tokens")
+        if (height, width, processor_text.count(pad)) != (video.height, video.width, video.num_tokens):
+            raise _changed(video, sample, f"{width}x{height} pixels in {processor_text.count(pad)} tokens")
         found.append({name: made[name] for name in spec.family.processor_inputs if name in made})
     return found
 
@@ -110,10 +110,10 @@ def pictures_processed(spec: InputSpec, num_tokens: int, most: int) -> tuple[int
 def _looked_at(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dict[str, Tensor]]:
     """The placeholder tokens of each picture, and what the model takes of all."""
     processor = _processor(spec.model)
-    spelled, made = processed(processor, [[picture] for picture in pictures])
+    texts, made = process_images(processor, [[picture] for picture in pictures])
     pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["image"]))
     inputs = {name: made[name] for name in spec.family.processor_inputs if name in made}
-    return [text.count(pad) for (text,) in spelled], inputs
+    return [text.count(pad) for (text,) in texts], inputs
 
 
 def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: str) -> MediaError:

@@ -39,7 +39,7 @@ def box_form_of(config: Mapping[str, Any], bbox_format: str | None, norm_bbox: s
     if form is None:
         return None
     if bbox_format is not None:
-        form = replace(form, spelling="tokens" if bbox_format == "legacy" else "lists")
+        form = replace(form, notation="tokens" if bbox_format == "legacy" else "lists")
     if norm_bbox is not None:
         form = replace(form, scale="thousandths" if norm_bbox == "norm1000" else "pixels")
     return form
@@ -132,7 +132,7 @@ class BoxWriter:
             sample = _Writing(self, form, sample, objects).written()
         tokens = self._tokens
         is_spelled = not any(_is_broken(text, tokens) for text in _texts(sample))
-        if form is not None and form.spelling == "tokens" and not is_spelled:
+        if form is not None and form.notation == "tokens" and not is_spelled:
             told = ", ".join(tokens.all)
             raise CannotRender("invalid_objects", f"the row's texts or names spell some of {told} where none belongs")
         return replace(sample, objects=None, control=self.control & {*tokens.all} if is_spelled else frozenset())
@@ -143,7 +143,7 @@ class BoxWriter:
             detail = f"how {self.model_type} models write boxes is not known; it is of {known}"
             raise CannotRender("objects_unsupported", detail)
         missing = [token for token in self.form.tokens.all if token not in self.control]
-        if self.form.spelling == "tokens" and missing:
+        if self.form.notation == "tokens" and missing:
             raise CannotRender("objects_unsupported", f"the model's tokenizer has no {', '.join(missing)}")
         return self.form
 
@@ -241,7 +241,7 @@ def _is_broken(text: str, tokens: BoxTokens) -> bool:
     if control.search(text) is None:
         return False
     name, box = ([*map(re.escape, pair)] for pair in (tokens.name, tokens.box))
-    inside = rf"((?!{control.pattern}).)*".join(name), tokens.between.join(box)
+    inside = rf"((?!{control.pattern}).)*".join(name), tokens.box_pattern.join(box)
     return control.search(re.sub("|".join(inside), "", text, flags=re.DOTALL)) is not None
 
 

@@ -202,7 +202,7 @@ def _state(text: Mapping[str, Any]) -> Iterator[Named]:
     heads, values = int(text["linear_num_value_heads"]), int(text["linear_value_head_dim"])
     keys, key_heads = int(text["linear_key_head_dim"]), int(text["linear_num_key_heads"])
     mixed, inner = 2 * key_heads * keys + heads * values, heads * values
-    if family_of(text).recurrence.has_joint_inputs:
+    if family_of(text).has_joint_inputs:
         inputs = {"in_proj_qkvz": mixed + inner, "in_proj_ba": 2 * heads}
     else:
         inputs = {"in_proj_qkv": mixed, "in_proj_z": inner, "in_proj_b": heads, "in_proj_a": heads}

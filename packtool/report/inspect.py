@@ -49,7 +49,7 @@ def _between(tokens: BoxTokens, group: str) -> str:
     """What stands between the tokens of a box; its name may come before it."""
     (name, name_end), (box, box_end) = ([*map(re.escape, pair)] for pair in (tokens.name, tokens.box))
     named = rf"{name}(?P<{group}_name>(?:(?!{name_end}).){{0,1000}}){name_end}\s*"
-    return rf"(?:{named})?{box}(?P<{group}>{tokens.between}){box_end}"
+    return rf"(?:{named})?{box}(?P<{group}>{tokens.box_pattern}){box_end}"
 
 
 _FOUND = re.compile(

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.families.processor import special_tokens, split_spelling
+from packtool.encode.families.processor import special_tokens, split_processor_text
 from packtool.errors import ConfigError
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for
@@ -135,7 +135,7 @@ def test_a_model_without_a_processor_is_told_of(tmp_path: Path, drawn_data: Path
         encoder_for(tmp_path)
 
 
-def test_a_spelling_is_cut_into_text_and_counted_tokens() -> None:
+def test_a_processor_text_is_split_into_text_and_counted_tokens() -> None:
     class Tokenizer:
         added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
         image_token = "<x>"
@@ -145,5 +145,5 @@ def test_a_spelling_is_cut_into_text_and_counted_tokens() -> None:
         tokenizer = Tokenizer()
 
     special = special_tokens(Processor())
-    assert split_spelling("\n\n<b><x><x><x>\n", special) == ["\n\n", ("<b>", 1), ("<x>", 3), "\n"]
-    assert split_spelling("", special) == []
+    assert split_processor_text("\n\n<b><x><x><x>\n", special) == ["\n\n", ("<b>", 1), ("<x>", 3), "\n"]
+    assert split_processor_text("", special) == []

@@ -15,7 +15,7 @@ from packtool.report.inspect import PICTURE, ShownRegion, regions_of
 
 LIMITS = ImageLimits(1, 1 << 30, 16, 2, 2)
 IMAGE = EncodedImage("a.png", None, 480, 640, (1, 32, 40), 320)  # shown to the model as 640x512
-TOKENS, LISTS = (BoxForm(spelling, "thousandths") for spelling in ("tokens", "lists"))
+TOKENS, LISTS = (BoxForm(notation, "thousandths") for notation in ("tokens", "lists"))
 PIXELS = BoxForm("lists", "pixels")
 INTERNVL = BoxForm("tokens", "thousandths", INTERNVL_TOKENS)
 

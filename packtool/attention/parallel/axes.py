@@ -90,7 +90,7 @@ def refuse_shared(config: Mapping[str, Any], num_ranks: int = 1, *, trained: boo
     """
     name, text = thinker_of(config).get("model_type"), text_config_of(config)
     has_state = "linear_attention" in (text.get("layer_types") or ())
-    has_heads = any(text.get("model_type") in family.recurrence.text_types for family in FAMILIES)
+    has_heads = any(text.get("model_type") in family.recurrent_types for family in FAMILIES)
     if has_state and not has_heads:
         raise UnsupportedModelError(
             f"--sequence-parallel-size: sequences of a {name} model cannot be spread over several processes, "

@@ -1,19 +1,18 @@
-"""Families of models: a file with one record (``record.Family``) for each, registered in ``FAMILIES``.
+"""Families of models: a record (``record.Family``) for each, registered in ``FAMILIES``.
 
-The other files of this folder are what several families share: how they count and spell their media.
+The other modules of this folder are the ``MediaEncoding`` classes that the records name.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.data import MediaOptions
-from packtool.encode.families import by_processor, glm4v, omni, qwen
-from packtool.encode.families.by_processor import REFUSED, UNPROVEN
+from packtool.encode.families import by_processor, glm4v, qwen
+from packtool.encode.families.by_processor import OTHER, REFUSED
 from packtool.encode.families.record import (
-    BY_PROCESSOR,
-    TEXT_ONLY,
     AudioLimits,
     Family,
     ImageLimits,
@@ -55,39 +54,37 @@ __all__ = [
     "thinker_of",
 ]
 
-FAMILIES: tuple[Family, ...] = (
-    *qwen.FAMILIES,
-    *omni.FAMILIES,
-    glm4v.FAMILY,
-    *by_processor.FAMILIES,
-)
-"""All that packtool trains, but for models of text alone, by themselves."""
+FAMILIES: tuple[Family, ...] = (*qwen.FAMILIES, glm4v.FAMILY, *by_processor.FAMILIES)
+"""All trained families, except other models of text alone."""
 
 TEXT = Family(title="text alone")
 """Every other model of text alone."""
-
-OTHER = Family(title="other models with pictures", encoding=BY_PROCESSOR, refused=UNPROVEN)
-"""Every other multimodal model: its rows can be exported, through its own processor, but it is not trained."""
 
 _BY_MODEL_TYPE = {model_type: family for family in (*FAMILIES, *REFUSED) for model_type in family.model_types}
 _MODALITY_KEYS = ("vision_config", "audio_config", "thinker_config")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The record of a model with this ``config.json``; ``TEXT`` or ``OTHER`` for those that have none of their own."""
+    """Return the record of a model with this ``config.json``; ``TEXT`` or ``OTHER`` if it has none of its own."""
     other = OTHER if any(key in config for key in _MODALITY_KEYS) else TEXT
     return _BY_MODEL_TYPE.get(str(config.get("model_type")), other)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this ``config.json`` takes more than text."""
-    return family_of(config).encoding is not TEXT_ONLY
+    """Return whether a model with this ``config.json`` takes more than text."""
+    return bool(family_of(config).encoding)
 
 
 def media_encoding(files: ModelFiles, options: MediaOptions) -> MediaEncoding:
-    """How a model's media are encoded with the user's limits.
+    """Return the encoding of a model's media at the user's limits.
 
     Raises:
         ConfigError: for a multimodal model whose processor cannot be used, or limits that contradict each other.
     """
-    return family_of(files.config).encoding(files, options)
+    family = family_of(files.config)
+    if not family.encoding:
+        return MediaEncoding()
+    module, _, name = family.encoding.rpartition(".")
+    # Imported here, because the records are read by modules that open no media.
+    encoding: MediaEncoding = getattr(importlib.import_module(f"{__package__}.{module}"), name)(files, options, family)
+    return encoding

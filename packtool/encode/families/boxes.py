@@ -1,4 +1,4 @@
-"""How families write boxes, points and polygons in a picture, and the names of what is there.
+"""How families write boxes, points and polygons in a picture, and the names of objects.
 
 One box of 331.5,761.4 to 853.5,1594.8 in a picture of 1500 x 1800 pixels, which is resized to 1512 x 1792::
 
@@ -12,20 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-Corners = Sequence[int]
-"""x and y of each corner as they are written."""
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class BoxTokens:
-    """Control tokens of names and boxes.
+class BoxTokens(NamedTuple):
+    """Control tokens around names and boxes.
 
     Args:
-        name: around a name.
-        box: around a box, a point or a polygon.
-        is_list: between the latter stands a list of lists of numbers, for one box or several; else pairs of one.
+        name: opening and closing token of a name.
+        box: opening and closing token of a box, a point or a polygon.
+        is_list: a box is a list of lists of numbers, one for each box; otherwise the pairs of a single box.
     """
 
     name: tuple[str, str]
@@ -34,12 +30,12 @@ class BoxTokens:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The four of them, in order."""
+        """The four tokens, in order."""
         return *self.name, *self.box
 
     @property
-    def between(self) -> str:
-        """What may stand between the tokens of a box, as a regular expression."""
+    def box_pattern(self) -> str:
+        """Regular expression of the text between the tokens of a box."""
         return r"[\d\[\],.\s]*" if self.is_list else r"[\d(),.\s]*"
 
 
@@ -49,31 +45,32 @@ INTERNVL_TOKENS = BoxTokens(("<ref>", "</ref>"), ("<box>", "</box>"), is_list=Tr
 
 @dataclass(frozen=True)
 class BoxForm:
-    """What stands in a text for a box and for a name.
+    """The text of a box and of a name.
 
     Args:
-        spelling: between control ``tokens``, or as ``lists`` of numbers, which JSON may have around them.
-        scale: the numbers are ``thousandths`` of the picture's sides, or ``pixels`` of the resized picture.
-        tokens: that the family has for them, written or not.
+        notation: between control ``tokens``, or ``lists`` of numbers, optionally within JSON.
+        scale: numbers are ``thousandths`` of the picture's sides, or ``pixels`` of the resized picture.
+        tokens: the family's box tokens, also where they are not written.
     """
 
-    spelling: Literal["tokens", "lists"]
+    notation: Literal["tokens", "lists"]
     scale: Literal["thousandths", "pixels"]
     tokens: BoxTokens = QWEN_TOKENS
 
     def name(self, text: str) -> str:
-        """What stands for a name."""
-        return text.join(self.tokens.name) if self.spelling == "tokens" else text
+        """Write a name."""
+        return text.join(self.tokens.name) if self.notation == "tokens" else text
 
-    def boxes(self, boxes: Sequence[Corners]) -> str:
-        """What stands for one box, or for several at one mark."""
+    def boxes(self, boxes: Sequence[Sequence[int]]) -> str:
+        """Write the boxes of one mark.
+
+        Args:
+            boxes: x and y of each corner of each box, as they are written.
+        """
         lists = [[*corners] for corners in boxes]
-        if self.spelling == "lists":
+        if self.notation == "lists":
             return str(lists[0] if len(lists) == 1 else lists)
         if self.tokens.is_list:
             return str(lists).join(self.tokens.box)
-        return "".join(_pairs(corners).join(self.tokens.box) for corners in boxes)
-
-
-def _pairs(corners: Corners) -> str:
-    return ",".join(f"({x},{y})" for x, y in zip(corners[::2], corners[1::2], strict=True))
+        pairs = [zip(corners[::2], corners[1::2], strict=True) for corners in boxes]
+        return "".join(",".join(f"({x},{y})" for x, y in box).join(self.tokens.box) for box in pairs)

@@ -1,22 +1,20 @@
-"""Families whose pictures are counted, spelled and made by their own transformers processor: a record each.
+"""Families whose pictures are counted, written and made by their own transformers processor: a record each.
 
-They have in common what makes this enough: a causal text tower with plain positions, one token in ``config.json`` that
-stands for a piece of a picture, and a forward that takes what the processor made and puts features where that token is.
-``processor.ProcessorFamily`` encodes for them, ``batch.processed`` loads for them. Each is proven in
-``tests/batch/test_processed.py``.
+Their text tower is causal with plain positions, one token in ``config.json`` stands for a piece of a picture, and the
+forward takes the processor's outputs and puts features where that token is. ``processor.ProcessorFamily`` encodes for
+them, ``batch.processed`` loads for them. Each is proven in ``tests/batch/test_processed.py``.
 
-Models with pictures that are exported for, through their own processor, but not trained: by the reason, in words.
-
-Each is a ``model_type`` of transformers. Types that are not here either are refused as ``OTHER`` of this folder.
+``REFUSED`` lists models with pictures that are exported through their own processor but not trained, by the reason.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from packtool.encode.families.boxes import INTERNVL_TOKENS, BoxForm
 from packtool.encode.families.qwen import QWEN3_5
-from packtool.encode.families.record import BY_PROCESSOR, Family, Recurrence, Towers, by_processor
-
-_NO_RECURRENCE = Recurrence()
+from packtool.encode.families.record import BY_PROCESSOR, Family, Towers
 
 
 def _family(
@@ -25,30 +23,29 @@ def _family(
     inputs: tuple[str, ...] = (),
     vision: str = "model.vision_tower",
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
-    recurrence: Recurrence = _NO_RECURRENCE,
-    boxes: BoxForm | None = None,
     no_videos: str = "this model takes no videos",
+    **more: Any,
 ) -> Family:
     return Family(
         title=title,
         model_types=model_types,
-        encoding=by_processor(no_videos),
+        encoding=BY_PROCESSOR,
+        no_videos=no_videos,
         kinds=("image",) if no_videos else ("image", "video"),
         towers=Towers(vision=(vision,), aligner=aligner),
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
-        recurrence=recurrence,
-        boxes=boxes,
         videos_as_pictures=not no_videos,
+        **more,
     )
 
 
+# The second is learned, and stands at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
-"""The second is learned, and stands at the end of each row of a picture's features."""
 _APART = "this model looks at videos in another call than at pictures, and packtool makes one"
 _STACKED = "this model looks at videos in a call of its own, which takes those of equally many frames only"
+# These make visual words of the tower's features.
 _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
-"""What makes visual words of the tower's features."""
 
 FAMILIES: tuple[Family, ...] = (
     _family("InternVL 3, 3.5", "internvl", boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS), no_videos=""),
@@ -71,21 +68,16 @@ FAMILIES: tuple[Family, ...] = (
         aligner=("model.connector",),
         no_videos="Idefics 3 takes no videos, and the chat template of SmolVLM has no place for one",
     ),
-    _family(
-        "Kimi K2.5",
-        "kimi_k25",
-        inputs=("image_grid_thw",),
-        aligner=("model.mm_projector",),
-        no_videos=_APART,
-    ),
+    _family("Kimi K2.5", "kimi_k25", inputs=("image_grid_thw",), aligner=("model.mm_projector",), no_videos=_APART),
     _family(
         "MiniCPM-V 4.6",
         "minicpmv4_6",
         "minicpm_ocr",
         inputs=("target_sizes",),
         aligner=("model.merger",),
-        recurrence=QWEN3_5.recurrence,
         no_videos=_APART,
+        recurrent_types=QWEN3_5.recurrent_types,
+        recurrent_layers=QWEN3_5.recurrent_layers,
     ),
     _family("Aya Vision", "aya_vision"),
     _family("Command A Vision", "cohere2_vision"),
@@ -127,47 +119,44 @@ FAMILIES: tuple[Family, ...] = (
 
 
 UNPROVEN = "nobody has shown that it is exact"
-_BECAUSE: dict[str, tuple[str, ...]] = {
+_REFUSED_TYPES = {
     "the tokens of a picture see each other in both directions, and packed attention is causal": (
-        *("diffusion_gemma", "gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "pi0", "shieldgemma2"),
+        "diffusion_gemma gemma3 gemma4 gemma4_unified molmo2 paligemma pi0 shieldgemma2"
     ),
     "its text looks at pictures through cross-attention, which would see those of other packed samples": (
-        *("evolla", "idefics", "mllama"),
+        "evolla idefics mllama"
     ),
     "it is an encoder with a decoder, and packed attention is that of a decoder alone": (
-        *("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
+        "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"
     ),
     "its layers mix along the sequence by other means than attention, or choose what they attend to from all of it": (
-        *("dots3_note", "glm5_next", "inkling2", "inkling_mm_model", "lfm2_vl", "lfm3_vl", "llama4"),
-        *("minimax_m3_vl", "mistral_large4", "nemotron_h_omni", "qwen4_exp", "unlimited_ocr"),
+        "dots3_note glm5_next inkling2 inkling_mm_model lfm2_vl lfm3_vl llama4 minimax_m3_vl mistral_large4 "
+        "nemotron_h_omni qwen4_exp unlimited_ocr"
     ),
     "it does not take its attention from transformers' attention interface": (
-        *("blip", "deepseek_vl", "deepseek_vl_hybrid", "git", "janus"),
+        "blip deepseek_vl deepseek_vl_hybrid git janus"
     ),
     "its processor does not say what it writes for a picture": (
-        *("blip-2", "idefics2", "instructblip", "instructblipvideo", "pp_chart2table"),
+        "blip-2 idefics2 instructblip instructblipvideo pp_chart2table"
     ),
     "positions in space are made of what its processor makes of pictures, which packtool does not follow": (
-        *("cohere_compass", "cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "glmga", "hunyuan_vl", "minicpmv4_7"),
-        *("paddleocr_vl",),
+        "cohere_compass cosmos3_edge cosmos3_omni ernie4_5_vl_moe glmga hunyuan_vl minicpmv4_7 paddleocr_vl"
     ),
     UNPROVEN: (
-        *(
-            "aria",
-            "deepseek_ocr2",
-            "fast_vlm",
-            "gemma3n",
-            "got_ocr2",
-            "granite4_vision",
-            "granite_docling",
-            "kosmos-2",
-            "kosmos-2.5",
-        ),
-        *("muse_glimmer", "muse_spark", "perception_lm", "qianfan_ocr", "step3p7", "video_llava"),
+        "aria deepseek_ocr2 fast_vlm gemma3n got_ocr2 granite4_vision granite_docling kosmos-2 kosmos-2.5 "
+        "muse_glimmer muse_spark perception_lm qianfan_ocr step3p7 video_llava"
     ),
 }
 
+OTHER = Family(
+    title="other models with pictures",
+    encoding=BY_PROCESSOR,
+    no_videos="of this model packtool knows pictures only",
+    refused=UNPROVEN,
+)
+"""Every other multimodal model: its rows can be exported through its own processor, but it is not trained."""
+
 REFUSED: tuple[Family, ...] = tuple(
-    Family(title=", ".join(types), model_types=types, encoding=BY_PROCESSOR, refused=reason)
-    for reason, types in _BECAUSE.items()
+    replace(OTHER, title=", ".join(types.split()), model_types=tuple(types.split()), refused=reason)
+    for reason, types in _REFUSED_TYPES.items()
 )

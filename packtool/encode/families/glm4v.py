@@ -1,7 +1,7 @@
 """GLM-4.1V, 4.5V, 4.6V and GLM-OCR: pictures of any size, placed in space, of which two equal frames make a patch.
 
-Mirrors ``Glm4vImageProcessor`` of transformers, whose bounds on pixels are for both frames. Videos, whose frames these
-models mark as pictures and take as such, two to a patch, are spelled by their own processor.
+Mirrors ``Glm4vImageProcessor`` of transformers, whose bounds on pixels are for both frames. These models mark a video's
+frames as pictures and take them as such, two to a patch; their own processor gives the tokens of videos.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from functools import cached_property
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedVideo
 from packtool.encode.families.boxes import BoxForm
-from packtool.encode.families.processor import SLOWER, AskedVideos, load_processor, refuse_options, refuse_own_limits
+from packtool.encode.families.processor import (
+    SLOWER,
+    ProcessorVideos,
+    load_processor,
+    refuse_options,
+    refuse_own_limits,
+)
 from packtool.encode.families.qwen_video import resize_together
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
-from packtool.encode.families.record import Family, MediaLimits, Medium, Part, Towers, encoded_by
+from packtool.encode.families.record import Family, MediaLimits, Medium, Part, Towers
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.sample import MediaRef
 
@@ -27,40 +33,38 @@ class Glm4v(QwenVL):
     Args:
         files: the model's settings.
         options: the user's limits; all must be unset, for they would mean other pixels than elsewhere.
+        family: unused.
 
     Raises:
         ConfigError: without settings of the processor, or if a limit is set.
     """
 
-    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
+    def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)
         self._images = image_limits(files.processor, options)
         self.limits = MediaLimits(self._images)
         self._opening, self._closing = "<|begin_of_image|>", "<|end_of_image|>"
         self._pads = {"image": "<|image|>"}
+        self.control_tokens = (self._opening, self._closing, self._pads["image"])
         if all(mark in files.tokenizer_json for mark in _VIDEO_MARKS):
             self._pads["video"] = self._pads["image"]
+            self.control_tokens += (self._pads["video"], *_VIDEO_MARKS)
         self._directory = files.directory
         self.remarks = (f"rows with videos: {SLOWER}",)
 
-    @property
-    def control_tokens(self) -> tuple[str, ...]:
-        """See ``MediaEncoding``."""
-        return (*super().control_tokens, *(_VIDEO_MARKS if "video" in self._pads else ()))
-
     @cached_property
-    def _asked(self) -> AskedVideos:
-        return AskedVideos(load_processor(self._directory), self._pads["image"], self.control_tokens)
+    def _processor_videos(self) -> ProcessorVideos:
+        return ProcessorVideos(load_processor(self._directory), self._pads["image"], self.control_tokens)
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
-        return self._asked.measure(ref)
+        return self._processor_videos.measure(ref)
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
         if not isinstance(medium, EncodedVideo):
             return super().parts(medium, number)
         opening, closing = _VIDEO_MARKS
-        return [(opening, 1), *self._asked.parts(medium), (closing, 1)]
+        return [(opening, 1), *self._processor_videos.parts(medium), (closing, 1)]
 
     def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
         refuse_own_limits(ref)
@@ -74,11 +78,11 @@ class Glm4v(QwenVL):
 FAMILY = Family(
     title="GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR",
     model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
-    encoding=encoded_by("glm4v.Glm4v"),
+    encoding="glm4v.Glm4v",
     kinds=("image", "video"),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
     image_marks=("image_start_token_id", "image_end_token_id"),
     keeps_bounds=True,
     videos_as_pictures=True,
-    boxes=BoxForm(spelling="lists", scale="thousandths"),
+    boxes=BoxForm(notation="lists", scale="thousandths"),
 )

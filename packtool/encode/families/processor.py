@@ -1,25 +1,20 @@
-"""Models with pictures that are not Qwen's, through their own transformers processor.
+"""Media of models whose own transformers processor is asked for the tokens.
 
-Other families count tokens by themselves; here the processor is asked what it would write for a picture of
-some size, with a blank one, and the answer is remembered by size. That costs what processing costs, once for every size
-that comes up, and needs torch in the worker. The chat template writes its own token for a picture, and what the
-processor makes of that token takes its place, text and all (Gemma 3 puts blank lines around a picture).
+Other families count tokens themselves. Here the processor gets a blank picture of each size that comes up, once, and
+its tokens are remembered by size. That costs as much as processing, and needs torch in the worker. The chat template
+writes its own token for a picture, and the processor's text for that token replaces it (Gemma 3 adds blank lines).
 
-What a processor of transformers writes for media, as text and as the parts that encoding knows.
-
-Videos of models that take a video's frames as pictures: their own processor tells which frames, and what it writes.
-
-Which frames are taken the video processor decides by its settings (``do_sample_frames``, ``fps``, ``num_frames``) from
-the number of frames and their rate. What it writes for them, timestamps and all, follows from their size and number, so
-it is asked with frames that have a size and no pixels (torch's meta device): nothing is decoded but the first frame.
-
-The limits of one medium: the export's, but for what its row says of it, in the words of Qwen's tools.
+For models that take a video's frames as pictures, the processor chooses the frames by its settings
+(``do_sample_frames``, ``fps``, ``num_frames``) from their number and rate. Its text for them, with timestamps, follows
+from their size and number, so it gets frames with a size and no pixels (torch's meta device): only the first frame is
+decoded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -27,7 +22,16 @@ from typing import Any
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
-from packtool.encode.families.record import ImageLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits, pad_ids_of
+from packtool.encode.families.record import (
+    Family,
+    ImageLimits,
+    MediaEncoding,
+    MediaKind,
+    Medium,
+    Part,
+    VideoLimits,
+    pad_ids_of,
+)
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -35,56 +39,36 @@ from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
 
 
-def replacements_in(processor: Any, made: Mapping[str, Any], counts: Sequence[int], what: str) -> list[list[str]]:
-    """What a processor wrote for each medium of each row.
-
-    Args:
-        made: all that it made.
-        counts: media of each row.
-        what: they are, for messages.
-
-    Raises:
-        ConfigError: if it does not say.
-    """
-    found = made.get("text_replacement_offsets")
-    if not found or [len(row) for row in found] != list(counts):
-        raise ConfigError(
-            f"{type(processor).__name__} does not say what it writes for a {what}",
-            "Use a newer transformers, or a model of another family.",
-        )
-    return [[str(replaced["replacement"]) for replaced in row] for row in found]
-
-
 def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str]:
-    """Finds a processor's control tokens in what it writes.
+    """Return a pattern that finds a processor's control tokens in its texts.
 
     Args:
-        others: that are control tokens too, whether or not its tokenizer says so.
+        others: further control tokens, whether or not the tokenizer marks them as special.
     """
     tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
-    named = [processor.image_token, getattr(processor.tokenizer, "image_token", None), *others]
-    tokens |= {str(token) for token in named if token}
+    names = [processor.image_token, getattr(processor.tokenizer, "image_token", None), *others]
+    tokens |= {str(token) for token in names if token}
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
-def split_spelling(spelled: str, special: re.Pattern[str]) -> list[Part]:
-    """Text and control tokens, repeated ones counted."""
+def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[Part]:
+    """Split a processor's text into plain texts and control tokens, counting repeated tokens."""
     parts: list[Part] = []
-    at = 0
-    for match in special.finditer(spelled):
-        if match.start() > at:
-            parts.append(spelled[at : match.start()])
+    end = 0
+    for match in special.finditer(processor_text):
+        if match.start() > end:
+            parts.append(processor_text[end : match.start()])
         last = parts[-1] if parts else ""
         if isinstance(last, tuple) and last[0] == match.group():
             parts[-1] = (last[0], last[1] + 1)
         else:
             parts.append((match.group(), 1))
-        at = match.end()
-    return [*parts, spelled[at:]] if at < len(spelled) else parts
+        end = match.end()
+    return [*parts, processor_text[end:]] if end < len(processor_text) else parts
 
 
-def of_image(limits: ImageLimits, ref: MediaRef) -> ImageLimits:
-    """The limits of a picture.
+def image_limits_of(ref: MediaRef, limits: ImageLimits) -> ImageLimits:
+    """Return the limits of a picture: the export's, replaced by those of its row.
 
     Raises:
         ValueError: if its row's contradict each other.
@@ -93,19 +77,8 @@ def of_image(limits: ImageLimits, ref: MediaRef) -> ImageLimits:
     return replace(limits, **_bounds(own, "pixels", limits.min_pixels, limits.max_pixels)) if own else limits
 
 
-def refuse_own_limits(ref: MediaRef) -> None:
-    """Raise if a row has limits of its own for a medium whose size the model's processor decides.
-
-    Raises:
-        MediaProblem: naming the limit.
-    """
-    if ref.limits:
-        told = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
-        raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
-
-
-def of_video(limits: VideoLimits, ref: MediaRef) -> VideoLimits:
-    """The limits of a video; pixels are those of a frame, but for ``total_pixels``.
+def video_limits_of(ref: MediaRef, limits: VideoLimits) -> VideoLimits:
+    """Return the limits of a video: the export's, replaced by those of its row, whose pixels are of one frame.
 
     Raises:
         ValueError: if its row's contradict each other.
@@ -113,75 +86,85 @@ def of_video(limits: VideoLimits, ref: MediaRef) -> VideoLimits:
     own = dict(ref.limits)
     if not own:
         return limits
-    found: dict[str, Any] = _bounds(own, "frames", limits.min_frames, limits.max_frames)
+    changes: dict[str, Any] = _bounds(own, "frames", limits.min_frames, limits.max_frames)
     total = int(own["total_pixels"]) if "total_pixels" in own else None
     if limits.over_all_frames:
-        given = {f"frame_{name}": int(own[name]) for name in ("min_pixels", "max_pixels") if name in own}
-        found |= {**given, **({"max_pixels": total, "min_pixels": min(limits.min_pixels, total)} if total else {})}
+        changes |= {f"frame_{name}": int(own[name]) for name in ("min_pixels", "max_pixels") if name in own}
+        changes |= {"max_pixels": total, "min_pixels": min(limits.min_pixels, total)} if total else {}
     else:
-        found |= _bounds(own, "pixels", limits.min_pixels, limits.max_pixels)
-        found |= {"total_pixels": total} if total else {}
-    return replace(limits, fps=float(own.get("fps", limits.fps)), **found)
+        changes |= _bounds(own, "pixels", limits.min_pixels, limits.max_pixels)
+        changes |= {"total_pixels": total} if total else {}
+    return replace(limits, fps=float(own.get("fps", limits.fps)), **changes)
 
 
-def _bounds(own: dict[str, float], what: str, least: int, most: int) -> dict[str, int]:
-    """Both bounds, of which one that the row does not give makes room for the other."""
-    low, high = own.get(f"min_{what}"), own.get(f"max_{what}")
+def _bounds(own: dict[str, float], unit: str, min_value: int, max_value: int) -> dict[str, int]:
+    """Return both bounds; one that the row does not give makes room for the other."""
+    low, high = own.get(f"min_{unit}"), own.get(f"max_{unit}")
     if low is not None and high is not None and low > high:
-        raise ValueError(f"its row wants at least {low:g} and at most {high:g} {what}")
+        raise ValueError(f"its row wants at least {low:g} and at most {high:g} {unit}")
     return {
-        f"min_{what}": int(low if low is not None else min(least, high or least)),
-        f"max_{what}": int(high if high is not None else max(most, low or most)),
+        f"min_{unit}": int(low if low is not None else min(min_value, high or min_value)),
+        f"max_{unit}": int(high if high is not None else max(max_value, low or max_value)),
     }
 
 
+def refuse_own_limits(ref: MediaRef) -> None:
+    """Refuse a medium with limits of its row where the model's processor decides sizes.
+
+    Raises:
+        MediaProblem: naming the limit.
+    """
+    if ref.limits:
+        detail = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
+        raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
+
+
 SLOWER = "transformers' own processor is loaded in each worker and says for each video what stands for its frames"
-"""What it costs, for the log."""
+"""The cost of ``ProcessorVideos``, for the log."""
 
-_REMEMBERED = 16  # a video is measured, and spelled soon after
+_MAX_REMEMBERED = 16  # the parts of a video are needed soon after it is measured
 _Video = tuple[int, int, int, float, tuple[int, ...]]
-"""Height, width, number of frames in the file, their rate, and those that are taken."""
+"""Height, width, number of frames in the file, their rate, and the numbers of the sampled frames."""
 
 
-class AskedVideos:
-    """What a model's own processor makes of videos.
+class ProcessorVideos:
+    """Frames and tokens of videos as a model's own processor gives them.
 
     Args:
         processor: that takes videos (``has_videos``).
-        pad: the token that stands for a piece of a picture, and of a frame.
-        marks: tokens that mark media, too, whether or not the tokenizer says that they are control tokens.
+        pad: the placeholder token of a piece of a picture, and of a frame.
+        marks: further tokens that mark media, whether or not the tokenizer marks them as special.
     """
 
     def __init__(self, processor: Any, pad: str, marks: Sequence[str] = ()) -> None:
         self._processor, self._pad = processor, pad
         self._special = special_tokens(processor, marks)
-        self._spelled = lru_cache(maxsize=_REMEMBERED)(self._ask)
+        self._parts_and_grid = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a user should know."""
+        """Notes for the user."""
         if self._processor.video_processor.do_sample_frames:
             return ()
-        told = "do_sample_frames with num_frames or fps there takes fewer"
-        return (f"all frames of a video are taken, by the settings of the model's video processor: {told}",)
+        remedy = "do_sample_frames with num_frames or fps there takes fewer"
+        return (f"all frames of a video are taken, by the settings of the model's video processor: {remedy}",)
 
     def measure(self, ref: MediaRef) -> EncodedVideo:
-        """Look at a video's header, and choose its frames.
+        """Measure a video from its header, and choose its frames.
 
         Raises:
             MediaProblem: if it cannot be used.
         """
-        from packtool.media.video import measure_video  # here, because most rows need none of PyAV
+        from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
         refuse_own_limits(ref)
         if ref.clip is not None:
             raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor knows no clips of videos")
         size = measure_video(ref)
         try:
-            # Pictures that a row gives as a video are all frames, for transformers samples none of such.
-            indices = tuple(range(size.num_frames)) if ref.frames else self._taken(size.num_frames, size.fps)
-            video = size.height, size.width, size.num_frames, size.fps, indices
-            parts, grid = self._spelled(video)
+            # Of a video given as pictures, transformers samples no frames.
+            indices = tuple(range(size.num_frames)) if ref.frames else self._sampled(size.num_frames, size.fps)
+            parts, grid = self._parts_and_grid((size.height, size.width, size.num_frames, size.fps, indices))
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise MediaProblem("media_size", f"{label(ref)}: the processor refuses it: {error}") from error
         return EncodedVideo(
@@ -195,43 +178,43 @@ class AskedVideos:
             indices=indices,
             grid=grid,
             seconds_per_grid=size.num_frames / size.fps / (grid[0] if grid else len(indices)),
-            num_tokens=sum(part[1] for part in parts if not isinstance(part, str) and part[0] == self._pad),
+            num_tokens=_token_counts(parts)[self._pad],
         )
 
     def parts(self, video: EncodedVideo) -> list[Part]:
-        """What the processor writes for a video."""
-        return self._spelled((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
+        """Return the tokens of a video."""
+        return self._parts_and_grid((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
 
-    def _taken(self, num_frames: int, fps: float) -> tuple[int, ...]:
+    def _sampled(self, num_frames: int, fps: float) -> tuple[int, ...]:
         videos = self._processor.video_processor
         if not videos.do_sample_frames:
             return tuple(range(num_frames))
         settings = {name: getattr(videos, name, None) for name in videos.valid_kwargs.__annotations__}
-        found = videos.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
-        return tuple(int(index) for index in found)
+        indices = videos.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
+        return tuple(int(index) for index in indices)
 
-    def _ask(self, video: _Video) -> tuple[list[Part], tuple[int, ...]]:
-        """What it writes for a video, and its grid in patches, if it has one."""
+    def _process(self, video: _Video) -> tuple[list[Part], tuple[int, ...]]:
+        """Return the tokens of a video, and its grid in patches, if it has one."""
         import torch
 
         height, width, num_frames, fps, indices = video
         frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
-        spelled, made = video_processed(self._processor, frames, num_frames, fps, indices)
-        grids = made.get("video_grid_thw")
-        return split_spelling(spelled, self._special), () if grids is None else tuple(grids[0].tolist())
+        text, outputs = process_video(self._processor, frames, num_frames, fps, indices)
+        grids = outputs.get("video_grid_thw")
+        return split_processor_text(text, self._special), () if grids is None else tuple(grids[0].tolist())
 
 
 def has_videos(processor: Any) -> bool:
-    """Whether a processor takes videos, and its tokenizer knows the token that stands for one."""
-    token = getattr(processor, "video_token", None)
-    known = processor.tokenizer.added_tokens_decoder.values()
-    return getattr(processor, "video_processor", None) is not None and token in {each.content for each in known}
+    """Return whether a processor takes videos, and its tokenizer has the token for one."""
+    added = processor.tokenizer.added_tokens_decoder.values()
+    is_known = getattr(processor, "video_token", None) in {token.content for token in added}
+    return getattr(processor, "video_processor", None) is not None and is_known
 
 
-def video_processed(
+def process_video(
     processor: Any, frames: Any, num_frames: int, fps: float, indices: Sequence[int]
 ) -> tuple[str, Mapping[str, Any]]:
-    """What a processor makes of the frames that are taken of a video.
+    """Run a processor on the sampled frames of a video.
 
     Args:
         frames: uint8 (T, 3, H, W), on torch's meta device where only their size matters.
@@ -239,21 +222,54 @@ def video_processed(
         indices: the numbers there of the T frames.
 
     Returns:
-        what it writes for the video, and all that it makes.
+        its text for the video, and all its outputs.
 
     Raises:
-        ConfigError: if it does not say what it writes.
+        ConfigError: if it does not give its text.
     """
     metadata = _metadata(num_frames, fps, list(indices), *frames.shape[2:])
-    made: Mapping[str, Any] = processor(
+    outputs: Mapping[str, Any] = processor(
         text=[processor.video_token],
         videos=[frames],
         return_text_replacement_offsets=True,
         videos_kwargs={"return_tensors": "pt", "do_sample_frames": False, "video_metadata": [metadata]},
         text_kwargs={"return_tensors": None},
     )
-    ((spelled,),) = replacements_in(processor, made, [1], "video")
-    return spelled, made
+    ((text,),) = _media_texts(processor, outputs, [1], "video")
+    return text, outputs
+
+
+def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
+    """Run a processor on the pictures of some rows.
+
+    Args:
+        rows: pictures of each, at least one.
+
+    Returns:
+        its text for each picture of each row, and all its outputs; those of pictures as tensors of torch.
+
+    Raises:
+        ConfigError: if it does not give its texts.
+    """
+    outputs: Mapping[str, Any] = processor(
+        text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
+        images=[list(pictures) for pictures in rows],
+        return_text_replacement_offsets=True,
+        images_kwargs={"return_tensors": "pt"},
+        text_kwargs={"return_tensors": None},  # rows differ in length, and not every tokenizer can pad
+    )
+    return _media_texts(processor, outputs, [len(pictures) for pictures in rows], "picture"), outputs
+
+
+def _media_texts(processor: Any, outputs: Mapping[str, Any], counts: Sequence[int], kind: str) -> list[list[str]]:
+    """Return the processor's text for each medium of each row, of which ``counts`` has the number of media."""
+    texts = outputs.get("text_replacement_offsets")
+    if not texts or [len(row) for row in texts] != list(counts):
+        raise ConfigError(
+            f"{type(processor).__name__} does not say what it writes for a {kind}",
+            "Use a newer transformers, or a model of another family.",
+        )
+    return [[str(each["replacement"]) for each in row] for row in texts]
 
 
 def _metadata(num_frames: int, fps: float, indices: list[int] | None, height: int = 0, width: int = 0) -> Any:
@@ -272,64 +288,62 @@ def _metadata(num_frames: int, fps: float, indices: list[int] | None, height: in
 _PROBE = "packtoolquestion"
 _PROBE_SIZE = (64, 96)
 _NUM_PROBES = 12
-"""Pictures of a row by which it is found whether each tells its number: some of two digits."""
+"""Pictures of a row by which numbered pictures are recognised: some numbers have two digits."""
 
 
-class ProcessorFamily:
-    """A family that packtool does not know by itself.
+class ProcessorFamily(MediaEncoding):
+    """Media of a family that packtool does not know by itself.
 
     Args:
         files: the model's settings; its directory must hold a processor.
         options: the user's limits; all must be unset, for this processor takes none of them.
-        no_videos: why rows with videos are left out; "" if its model takes a video's frames as pictures.
+        family: its ``no_videos`` is the reason to refuse videos.
 
     Raises:
         ConfigError: if the processor cannot be loaded or does not take pictures, or a limit is set.
     """
 
-    limits = MediaLimits()
-
-    def __init__(self, files: ModelFiles, options: MediaOptions, *, no_videos: str) -> None:
+    def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)
         self._processor = load_processor(files.directory)
-        self._image_token = str(self._processor.image_token)
+        image_token = str(self._processor.image_token)
         self._special = special_tokens(self._processor)
         pad = pad_ids_of(files.config).get("image")
-        # Where config.json names none: the most frequent control token, which stands for the picture's pieces.
+        # Without one in config.json, the most frequent control token is the placeholder of a picture's pieces.
         self._pad = None if pad is None else str(self._processor.tokenizer.convert_ids_to_tokens(pad))
         self._parts: dict[tuple[int, int], list[Part]] = {}
-        first = self._parts_of(*_PROBE_SIZE)
-        self._spelled = tuple(part[0] for part in first if not isinstance(part, str))
-        self._tells_number, self.alone_only = self._spells_rows()
+        probe = self._parts_of(*_PROBE_SIZE)
+        # Pictures may be numbered within their row. Where several are written in another way, a row may have only one.
+        is_alike = self._process([_PROBE_SIZE] * 2) == [probe] * 2
+        numbered = [_numbered(probe, number) for number in range(_NUM_PROBES)]
+        self._is_numbered = not is_alike and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
+        self.alone_only = not is_alike and not self._is_numbered
         self.content_as_list = _takes_lists(files)
-        self.placeholders: dict[str, MediaKind] = {self._image_token: "image"} if self.content_as_list else {}
-        self._videos: AskedVideos | None = None
-        self._no_videos = no_videos or "the processor takes no videos, or the tokenizer has no token for them"
-        self._video_tokens: tuple[str, ...] = ()
-        if not no_videos and self._pad is not None and has_videos(self._processor):
-            self._videos = AskedVideos(self._processor, self._pad)
-            self._video_tokens = (str(self._processor.video_token),)
-            self.placeholders |= {token: "video" for token in self._video_tokens if self.content_as_list}
+        tokens = [image_token, *(part[0] for part in probe if not isinstance(part, str))]
+        placeholders: dict[str, MediaKind] = {image_token: "image"}
         self.remarks = (
             f"{files.model_type} models are encoded through transformers' own processor, which is slower than from "
             "headers: it resizes a blank picture for each size that comes up",
-            *(self._videos.remarks if self._videos is not None else ()),
         )
-
-    @property
-    def control_tokens(self) -> tuple[str, ...]:
-        """See ``MediaEncoding``."""
-        return tuple(dict.fromkeys((self._image_token, *self._spelled, *self._video_tokens)))
+        self._videos: ProcessorVideos | None = None
+        self._no_videos = family.no_videos or "the processor takes no videos, or the tokenizer has no token for them"
+        if not family.no_videos and self._pad is not None and has_videos(self._processor):
+            self._videos = ProcessorVideos(self._processor, self._pad)
+            tokens.append(str(self._processor.video_token))
+            placeholders[tokens[-1]] = "video"
+            self.remarks += self._videos.remarks
+        self.control_tokens = tuple(dict.fromkeys(tokens))
+        self.placeholders = placeholders if self.content_as_list else {}
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """See ``MediaEncoding``."""
         if kind == "video" and self._videos is not None:
             return self._videos.measure(ref)
         if kind != "image":
-            told = self._no_videos if kind == "video" else "the model hears nothing"
-            raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
+            reason = self._no_videos if kind == "video" else "the model hears nothing"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {reason}")
         refuse_own_limits(ref)
-        from packtool.media.measure import measure_image  # here, because families without it need no PIL
+        from packtool.media.measure import measure_image  # here, because other families need no PIL
 
         height, width = measure_image(ref)
         try:
@@ -337,7 +351,9 @@ class ProcessorFamily:
         except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
             detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
             raise MediaProblem("media_size", detail) from error
-        return EncodedImage(ref.path, ref.data, height, width, (), _num_pads(parts, self._pad))
+        counts = _token_counts(parts)
+        num_tokens = max(counts.values(), default=0) if self._pad is None else counts[self._pad]
+        return EncodedImage(ref.path, ref.data, height, width, (), num_tokens)
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
@@ -346,35 +362,23 @@ class ProcessorFamily:
             return self._videos.parts(medium)
         assert isinstance(medium, EncodedImage), "nothing else is measured"
         parts = self._parts_of(medium.height, medium.width)
-        return _numbered(parts, number) if self._tells_number else parts
+        return _numbered(parts, number) if self._is_numbered else parts
 
     def _parts_of(self, height: int, width: int) -> list[Part]:
         if (height, width) not in self._parts:
-            (self._parts[height, width],) = self._asked([(height, width)])
+            (self._parts[height, width],) = self._process([(height, width)])
         return self._parts[height, width]
 
-    def _spells_rows(self) -> tuple[bool, bool]:
-        """Whether each picture tells its number in its row, and whether a row must have a single one.
-
-        The latter where several of them are spelled in another way than each alone.
-        """
-        alone = self._parts_of(*_PROBE_SIZE)
-        if self._asked([_PROBE_SIZE] * 2) == [alone] * 2:
-            return False, False
-        numbered = [_numbered(alone, number) for number in range(_NUM_PROBES)]
-        tells_number = self._asked([_PROBE_SIZE] * _NUM_PROBES) == numbered
-        return tells_number, not tells_number
-
-    def _asked(self, sizes: list[tuple[int, int]]) -> list[list[Part]]:
-        """What the processor writes for pictures of these sizes, (height, width) each, in one row."""
-        from packtool.media.measure import blank_image  # here, because families without it need no PIL
+    def _process(self, sizes: list[tuple[int, int]]) -> list[list[Part]]:
+        """Return the tokens of each picture of a row with pictures of these sizes, (height, width) each."""
+        from packtool.media.measure import blank_image  # here, because other families need no PIL
 
         blank = [blank_image(height, width) for height, width in sizes]
-        return [split_spelling(spelled, self._special) for spelled in processed(self._processor, [blank])[0][0]]
+        return [split_processor_text(text, self._special) for text in process_images(self._processor, [blank])[0][0]]
 
 
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
-    """Raise if a limit on Qwen's media is set for another family.
+    """Refuse limits on Qwen's media for another family.
 
     Raises:
         ConfigError: naming each.
@@ -393,7 +397,7 @@ def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
 
 
 def load_processor(directory: str) -> Any:
-    """transformers' processor of a model.
+    """Load transformers' processor of a model.
 
     Raises:
         ConfigError: if it cannot be loaded, or does not take pictures.
@@ -416,45 +420,22 @@ def load_processor(directory: str) -> Any:
     return processor
 
 
-def processed(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
-    """What a processor makes of the pictures of some rows.
-
-    Args:
-        rows: pictures of each, at least one.
-
-    Returns:
-        what it writes for each picture of each row, and all that it makes; of pictures as tensors of torch.
-
-    Raises:
-        ConfigError: if it does not say what it writes.
-    """
-    made: Mapping[str, Any] = processor(
-        text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
-        images=[list(pictures) for pictures in rows],
-        return_text_replacement_offsets=True,
-        images_kwargs={"return_tensors": "pt"},
-        text_kwargs={"return_tensors": None},  # rows differ in length, and not every tokenizer can pad
-    )
-    return replacements_in(processor, made, [len(pictures) for pictures in rows], "picture"), made
-
-
 def _numbered(parts: list[Part], number: int) -> list[Part]:
-    """What stands for the picture of a number in its row, from what stands for the first: MiniCPM-V tells it."""
-    at = next((i for i, part in enumerate(parts) if isinstance(part, str) and "0" in part), None)
-    return parts if at is None else [*parts[:at], str(parts[at]).replace("0", str(number), 1), *parts[at + 1 :]]
+    """Return the tokens of picture ``number`` of its row, given those of picture 0: MiniCPM-V writes the number."""
+    i = next((i for i, part in enumerate(parts) if isinstance(part, str) and "0" in part), None)
+    return parts if i is None else [*parts[:i], str(parts[i]).replace("0", str(number), 1), *parts[i + 1 :]]
 
 
-def _num_pads(parts: list[Part], pad: str | None) -> int:
-    """How often the token comes that stands for the picture's pieces: ``pad``, or the most frequent control token."""
-    counts: dict[str, int] = {}
+def _token_counts(parts: list[Part]) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for part in parts:
         if not isinstance(part, str):
-            counts[part[0]] = counts.get(part[0], 0) + part[1]
-    return max(counts.values(), default=0) if pad is None else counts.get(pad, 0)
+            counts[part[0]] += part[1]
+    return counts
 
 
 def _takes_lists(files: ModelFiles) -> bool:
-    """Whether the chat template understands contents that are lists of texts and media."""
+    """Return whether the chat template understands contents that are lists of texts and media."""
     template = ChatTemplate(files.chat_template, files.template_variables)
     content = [{"type": "image"}, {"type": "text", "text": _PROBE}]
     try:

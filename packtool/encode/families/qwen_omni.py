@@ -1,4 +1,4 @@
-"""Media of Qwen2.5-Omni and Qwen3-Omni: what their thinkers see and hear.
+"""Media of the thinkers of Qwen2.5-Omni and Qwen3-Omni.
 
 Sound becomes mel frames and these become tokens. With ``USE_AUDIO_IN_VIDEO`` a video's sound track is woven in between
 its frames: Qwen2.5-Omni takes chunks of two seconds of frames, then of sound; Qwen3-Omni puts every step of frames
@@ -9,19 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
 from packtool.encode.families.qwen_video import video_limits
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
-from packtool.encode.families.record import AudioLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits, thinker_of
+from packtool.encode.families.record import (
+    AudioLimits,
+    Family,
+    MediaKind,
+    MediaLimits,
+    Medium,
+    Part,
+    VideoLimits,
+    thinker_of,
+)
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
 
 _FRAME_TOKENS = (128, 768)  # which the processors set whatever the settings say
-_LEAST_SAMPLES = 201  # the feature extractor mirrors half a window at each end
+_MIN_SAMPLES = 201  # the feature extractor mirrors half a window at each end
 _TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
 
 
@@ -31,33 +41,28 @@ class QwenOmni(QwenVL):
     Args:
         files: the model's settings.
         options: the user's limits.
-        is_qwen3: sounds are counted, and woven into videos, as Qwen3-Omni has it.
+        family: its ``is_qwen3`` decides how sounds are counted and woven into videos.
 
     Raises:
         ConfigError: if the tokenizer does not name the tokens of the media.
     """
 
-    def __init__(self, files: ModelFiles, options: MediaOptions, *, is_qwen3: bool) -> None:
-        self._is_qwen3 = is_qwen3
+    def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
+        self._is_qwen3 = family.is_qwen3
         self._images = image_limits(files.processor, options)
         self._videos = video_limits(files.video_processor, options, is_qwen3=False, frame_tokens=_FRAME_TOKENS)
         self._audios = _audio_limits(files, options, self._is_qwen3)
         self.limits = MediaLimits(self._images, self._videos, self._audios)
-        named = files.template_variables
-        if missing := [f"{name}_token" for name in _TOKENS if f"{name}_token" not in named]:
+        variables = files.template_variables
+        if missing := [f"{name}_token" for name in _TOKENS if f"{name}_token" not in variables]:
             raise ConfigError(
                 f"the tokenizer's settings do not name {', '.join(missing)}",
                 "Take tokenizer_config.json from the model's own repository.",
             )
-        tokens = {name: named[f"{name}_token"] for name in _TOKENS}
-        self._opening, self._closing = tokens["vision_bos"], tokens["vision_eos"]
-        self._audio_opening, self._audio_closing = tokens["audio_bos"], tokens["audio_eos"]
-        self._pads = {kind: tokens[kind] for kind in ("image", "video", "audio")}
-
-    @property
-    def control_tokens(self) -> tuple[str, ...]:
-        """See ``MediaEncoding``."""
-        return (*super().control_tokens, self._audio_opening, self._audio_closing)
+        image, video, audio, *marks = (variables[f"{name}_token"] for name in _TOKENS)
+        self._pads = {"image": image, "video": video, "audio": audio}
+        self._opening, self._closing, self._audio_opening, self._audio_closing = marks
+        self.control_tokens = (*marks[:2], *self._pads.values(), *marks[2:])
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """See ``MediaEncoding``."""
@@ -68,27 +73,24 @@ class QwenOmni(QwenVL):
 
         limits = self._audios
         num_samples = measure_audio(ref, limits.sampling_rate)
-        if num_samples < _LEAST_SAMPLES:
-            raise MediaProblem("media_size", f"{label(ref)}: {num_samples} samples are too short a sound")
-        whole, rest = divmod(num_samples, limits.hop_length)
-        num_features = whole if self._is_qwen3 else whole + bool(rest)
+        full, rest = divmod(num_samples, limits.hop_length)
+        num_features = full if self._is_qwen3 else full + bool(rest)
         if limits.max_features is not None:
             num_features = min(num_features, limits.max_features)
         num_tokens = num_sound_tokens(num_features, is_qwen3=self._is_qwen3)
-        if num_tokens < 1:
+        if num_samples < _MIN_SAMPLES or num_tokens < 1:
             raise MediaProblem("media_size", f"{label(ref)}: {num_samples} samples are too short a sound")
         return EncodedAudio(ref.path, ref.data, num_samples, num_features, num_tokens)
 
-    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
-        # Omni's processors go by the rate asked for, not by the one that came of it.
-        return limits.temporal_patch_size / limits.fps
+    def _sampled_fps(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
+        return limits.fps  # Omni's processors use the requested rate, not the resulting one
 
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         if not self._audios.in_video:
             return None
         if ref.clip is not None:
-            told = "a clip whose sound is woven in (USE_AUDIO_IN_VIDEO); cut it into a file of its own"
-            raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
+            detail = "a clip whose sound is woven in (USE_AUDIO_IN_VIDEO); cut it into a file of its own"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
         sound = self._audio(ref)
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 
@@ -132,9 +134,9 @@ def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> A
 
 
 def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
-    """Tokens of a sound of so many mel frames.
+    """Return the tokens of a sound with ``num_features`` mel frames.
 
-    Qwen3-Omni has three convolutions of stride 2 over each chunk of 100 frames, which leave 13 of a whole one;
+    Qwen3-Omni has three convolutions of stride 2 over each chunk of 100 frames, which leave 13 of a full one;
     Qwen2.5-Omni one convolution and a mean of two.
     """
     if not is_qwen3:
@@ -146,33 +148,35 @@ def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
 
 
 def _woven_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
-    told = 0
+    num_written = 0
     for time in times:
-        before = min(math.ceil(time), num_sounds) - told
-        if before > 0:
-            yield "audio", before
-            told += before
+        num_before = min(math.ceil(time), num_sounds) - num_written
+        if num_before > 0:
+            yield "audio", num_before
+            num_written += num_before
         yield "video", per_step
-    yield "audio", num_sounds - told
+    yield "audio", num_sounds - num_written
 
 
 def _woven_in_chunks(times: list[float], per_step: int, num_sounds: int, chunk: int) -> Iterator[tuple[MediaKind, int]]:
     frames = _chunk_sizes([(time, per_step) for time in times], chunk)
     sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], chunk)
-    for i in range(max(len(frames), len(sounds))):
-        if i < len(frames):
-            yield "video", frames[i]
-        if i < len(sounds):
-            yield "audio", sounds[i]
+    for num_frame_tokens, num_sound_tokens in zip_longest(frames, sounds, fillvalue=0):
+        yield "video", num_frame_tokens
+        yield "audio", num_sound_tokens
 
 
 def _chunk_sizes(tokens: list[tuple[float, int]], chunk: int) -> list[int]:
-    """Tokens in each chunk: a token at or behind a chunk's end begins the next one, one chunk at a time."""
-    sizes, ends = [0], 1
+    """Return the tokens in each chunk: a token at or after a chunk's end begins the next one, one chunk at a time.
+
+    Args:
+        tokens: (time, number of tokens), ascending.
+        chunk: length in units of that time.
+    """
+    sizes = [0]
     for time, count in tokens:
-        left = count
-        while left and time >= ends * chunk:
+        while count and time >= len(sizes) * chunk:
             sizes.append(1)
-            ends, left = ends + 1, left - 1
-        sizes[-1] += left
+            count -= 1
+        sizes[-1] += count
     return sizes

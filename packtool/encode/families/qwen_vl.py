@@ -1,28 +1,22 @@
 """Media of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures and videos of any size, resized to whole tokens.
 
 Mirrors ``Qwen2VLImageProcessor`` of transformers, which all of them use with other patch sizes; for videos see
-``qwen_video``.
-
-The bounds that gave a medium its size, found from what a cache keeps of it, whatever limits it was exported at.
-
-A processor that is given these bounds makes the very patches that the export counted.
+``qwen_video``. Inferred resize bounds (``image_bounds``, ``video_bounds``) are bounds with which a processor makes the
+very patches that the export counted, whatever limits the cache was exported at.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
-from packtool.encode.families.processor import of_image, of_video
+from packtool.encode.families.processor import image_limits_of, video_limits_of
 from packtool.encode.families.qwen_video import (
     clip_frames,
-    grid_within,
     num_bounded_frames,
     sample_clip,
     sample_frames,
@@ -31,19 +25,28 @@ from packtool.encode.families.qwen_video import (
     video_grid,
     video_limits,
 )
-from packtool.encode.families.record import ImageLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits
+from packtool.encode.families.record import (
+    Family,
+    ImageLimits,
+    MediaEncoding,
+    MediaKind,
+    MediaLimits,
+    Medium,
+    Part,
+    VideoLimits,
+)
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
 
-# What the processor's class assumes when its settings name nothing.
+# Defaults of the processor's class.
 _DEFAULT_MIN_PIXELS = 56 * 56
 _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 
 
 def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLimits:
-    """Limits from the processor's settings, overridden by the user's.
+    """Return the limits of the processor's settings, overridden by the user's.
 
     Raises:
         ConfigError: if there are no settings, or the limits contradict each other.
@@ -81,7 +84,7 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
 
 
 def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, int]:
-    """(t, h, w) in patches of a picture of ``height`` x ``width`` pixels.
+    """Return (t, h, w) in patches of a picture of ``height`` x ``width`` pixels.
 
     Raises:
         ValueError: if the picture cannot be shown to the model.
@@ -93,40 +96,31 @@ def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, 
     return 1, new_height // limits.patch_size, new_width // limits.patch_size
 
 
-class QwenVL:
+class QwenVL(MediaEncoding):
     """Media of the Qwen vision-language families.
 
     Args:
         files: the model's settings.
         options: the user's limits.
-        is_qwen3: videos are taken, and their times told, as Qwen3-VL has it.
+        family: its ``is_qwen3`` decides how videos are sampled and their times written.
     """
 
-    content_as_list = False
-    alone_only = False
     missing_video = "the tokenizer has no token for videos"
-    remarks: tuple[str, ...] = ()
-    placeholders: Mapping[str, MediaKind] = MappingProxyType({})
 
-    def __init__(self, files: ModelFiles, options: MediaOptions, *, is_qwen3: bool) -> None:
+    def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         if options.use_audio_in_video:
             raise ConfigError(
                 f"--use-audio-in-video (USE_AUDIO_IN_VIDEO): a {files.model_type} model hears nothing",
                 "Leave it out, or give an Omni model.",
             )
-        images = image_limits(files.processor, options)
-        videos = video_limits(files.video_processor, options, is_qwen3=is_qwen3)
-        self.limits = MediaLimits(images, videos)
-        self._images, self._videos = images, videos
+        self._images = image_limits(files.processor, options)
+        self._videos = video_limits(files.video_processor, options, is_qwen3=family.is_qwen3)
+        self.limits = MediaLimits(self._images, self._videos)
         self._opening, self._closing = "<|vision_start|>", "<|vision_end|>"
         self._pads = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
         if self._pads["video"] not in files.tokenizer_json:
             del self._pads["video"]
-
-    @property
-    def control_tokens(self) -> tuple[str, ...]:
-        """See ``MediaEncoding``."""
-        return (self._opening, self._closing, *self._pads.values())
+        self.control_tokens = (self._opening, self._closing, *self._pads.values())
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """See ``MediaEncoding``."""
@@ -149,14 +143,14 @@ class QwenVL:
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
 
     def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
-        return image_grid(height, width, of_image(self._images, ref))
+        return image_grid(height, width, image_limits_of(ref, self._images))
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
-        from packtool.media.video import measure_video  # here, because most rows need none of PyAV
+        from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
         size = measure_video(ref)
         try:
-            limits = of_video(self._videos, ref)
+            limits = video_limits_of(ref, self._videos)
             num_frames = size.num_frames
             if ref.clip is not None:
                 start, num_frames = clip_frames(ref.clip, num_frames, size.fps)
@@ -176,27 +170,24 @@ class QwenVL:
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=self._seconds_per_grid(num_frames, size.fps, len(indices), limits),
+            seconds_per_grid=limits.temporal_patch_size / self._sampled_fps(num_frames, size.fps, len(indices), limits),
             num_tokens=grid[0] * grid[1] * grid[2] // limits.merge_size**2,
             audio=self._sound_track(ref) if size.has_sound else None,
         )
 
-    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
-        sampled_fps = num_taken / num_frames * fps
-        return limits.temporal_patch_size / sampled_fps
+    def _sampled_fps(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
+        return num_taken / num_frames * fps
 
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         return None
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
-        if isinstance(medium, EncodedImage):
-            return [(self._opening, 1), (self._pads["image"], medium.num_tokens), (self._closing, 1)]
-        assert isinstance(medium, EncodedVideo), "a model without ears measures no sound"
-        pad = self._pads["video"]
-        if not self._videos.even_ends:
+        assert not isinstance(medium, EncodedAudio), "a model without ears measures no sound"
+        pad = self._pads["image" if isinstance(medium, EncodedImage) else "video"]
+        if isinstance(medium, EncodedImage) or not self._videos.even_ends:
             return [(self._opening, 1), (pad, medium.num_tokens), (self._closing, 1)]
-        # Qwen3-VL tells the time before each step, and the marks around the whole stay (as in its processor).
+        # Qwen3-VL writes the time before each step, and keeps the marks around the video (as in its processor).
         parts: list[Part] = [(self._opening, 1)]
         for seconds in timestamps(medium.indices, medium.fps, self._videos.temporal_patch_size):
             step = [(self._opening, 1), (pad, medium.num_tokens // medium.grid[0]), (self._closing, 1)]
@@ -206,12 +197,12 @@ class QwenVL:
 
 Grid = tuple[int, ...]
 Bounds = tuple[int, int]
-_MOST = 1 << 40
+_UNBOUNDED = (1, 1 << 40)
 
 
 @lru_cache(maxsize=65536)
 def image_bounds(height: int, width: int, grid: Grid, limits: ImageLimits) -> Bounds:
-    """(least, most) pixels that make a grid of a picture: the limits' own, unless it was exported at others.
+    """Infer (min, max) pixels that make a grid of a picture: the limits' own, unless it was exported at others.
 
     Args:
         height, width: of the picture.
@@ -219,62 +210,57 @@ def image_bounds(height: int, width: int, grid: Grid, limits: ImageLimits) -> Bo
         limits: of the run.
     """
 
-    def grid_of(least: int, most: int) -> Grid:
-        return image_grid(height, width, replace(limits, min_pixels=least, max_pixels=most))
+    def grid_of(bounds: Bounds) -> Grid:
+        return image_grid(height, width, replace(limits, min_pixels=bounds[0], max_pixels=bounds[1]))
 
-    try:
-        whole = math.prod(grid_of(1, _MOST)) * limits.patch_size**2
-    except ValueError:
-        whole = None
-    return _fitted(grid_of, grid, (limits.min_pixels, limits.max_pixels), whole)
+    return _inferred(grid_of, grid, (limits.min_pixels, limits.max_pixels), limits.patch_size**2)
 
 
 @lru_cache(maxsize=65536)
 def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: VideoLimits) -> Bounds:
-    """(least, most) pixels that make a grid of ``num_taken`` frames of a video; as ``image_bounds``."""
+    """Infer (min, max) pixels that make a grid of ``num_taken`` frames of a video, as ``image_bounds``."""
 
-    def grid_of(least: int, most: int) -> Grid:
-        return grid_within(height, width, num_taken, limits, least, most)
+    def grid_of(bounds: Bounds) -> Grid:
+        return video_grid(height, width, num_taken, limits, bounds)
 
-    try:
-        _, rows, columns = grid_of(1, _MOST)
-    except ValueError:
-        whole = None
-    else:
-        whole = rows * columns * limits.patch_size**2
-        if limits.over_all_frames:
-            whole *= num_bounded_frames(num_taken, limits)
-    return _fitted(grid_of, grid, limits.bounds(num_taken), whole)
+    num_frames = num_bounded_frames(num_taken, limits) if limits.over_all_frames else 1
+    return _inferred(grid_of, grid, limits.bounds(num_taken), limits.patch_size**2 * num_frames)
 
 
-def _fitted(grid_of: Callable[[int, int], Grid], grid: Grid, own: Bounds, whole: int | None = None) -> Bounds:
-    """Bounds for which ``grid_of`` gives a grid; the limits' own where none do, for who loads it tells of that.
+def _inferred(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pixels_per_patch: int) -> Bounds:
+    """Find bounds for which ``grid_of`` gives a grid; the limits' own where none do: loading then reports the change.
 
-    Both sides of a grid grow with the most pixels that there may be, and with the least.
+    Both sides of a grid grow with the maximum and with the minimum of pixels. An unbounded size is rounded, so
+    shrinking may lengthen a side and stretching may shorten one: smaller and larger sizes are searched separately.
 
     Args:
-        whole: pixels of a picture that nothing bounds, whose sides are rounded. Those that bounds shrink may be longer,
-            and those that they stretch shorter, so fewer and more pixels are searched each for itself.
+        pixels_per_patch: pixels, as compared with the bounds, of each patch of one frame.
     """
 
-    def tried(least: int, most: int) -> Grid | None:
+    def attempt(bounds: Bounds) -> Grid | None:
         try:
-            return grid_of(least, most)
+            return grid_of(bounds)
         except ValueError:
             return None
 
-    for bounds in (own, (1, _MOST)):
-        if tried(*bounds) == grid:
-            return bounds
-    for is_most in (True, False):
-        low, high = (1, _MOST) if whole is None else (1, whole - 1) if is_most else (whole + 1, _MOST)
+    if attempt(own) == grid:
+        return own
+    unbounded = attempt(_UNBOUNDED)
+    if unbounded == grid:
+        return _UNBOUNDED
+    low_end, high_end = _UNBOUNDED
+    num_pixels = None if unbounded is None else unbounded[1] * unbounded[2] * pixels_per_patch
+    for is_max in (True, False):
+        low, high = low_end, high_end
+        if num_pixels is not None:
+            low, high = (low, num_pixels - 1) if is_max else (num_pixels + 1, high)
         while low <= high:
             middle = (low + high) // 2
-            bounds = (1, middle) if is_most else (middle, _MOST)
-            found = tried(*bounds)
-            if found == grid:
+            bounds = (low_end, middle) if is_max else (middle, high_end)
+            made = attempt(bounds)
+            if made == grid:
                 return bounds
-            if found is None or any(side < wanted for side, wanted in zip(found, grid, strict=True)):
+            if made is None or any(side < wanted for side, wanted in zip(made, grid, strict=True)):
                 low = middle + 1
             else:
                 high = middle - 1

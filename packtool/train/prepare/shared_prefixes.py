@@ -327,7 +327,7 @@ def _prefixes(reader: CacheReader, *, asked: bool) -> SplitPrefixes | None:
 def _problem_of_model(model: Mapping[str, Any]) -> str:
     """Why samples of a model cannot go on from a prefix that they share; empty if they can."""
     kind = str(text_config_of(model).get("model_type"))
-    if kind not in family_of(model).recurrence.text_types:
+    if kind not in family_of(model).recurrent_types:
         return ""
     return f"{kind} has recurrent layers, whose state at the end of a prefix is not handed on to several samples"
 

@@ -200,13 +200,13 @@ def test_a_familys_record_is_true_of_transformers_own_class(model_type: str) -> 
     if getattr(config, "image_token_id", 0) is None:  # which every model of it names
         config.image_token_id = 1
     assert family.title
-    assert family.shares_sequences == (_is_shared(config.to_dict()) and not family.refused)
+    assert family.refused or _is_shared(config.to_dict())
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     towers = towers_of(model, config.model_type)
     assert family_of({"model_type": config.model_type}) is family
     assert bool(towers.vision) == bool(family.kinds)
     assert InputSpec("", config, MediaLimits()).pad_ids.keys() == set(family.kinds)
-    assert (text.model_type in family.recurrence.text_types) == bool(recurrent_layers(model))
+    assert (text.model_type in family.recurrent_types) == bool(recurrent_layers(model))
     look_once(model)
     assert any(hasattr(module, "_packtool_look") for module in model.modules()) == bool(family.kinds)

@@ -1,4 +1,4 @@
-"""Videos of which a model's own processor says what stands for them: frames, text and tokens are its own."""
+"""Videos through a model's own processor: frames, text and tokens equal its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
 from packtool.encode.encoder import Encoder
-from packtool.encode.families.processor import AskedVideos, has_videos
+from packtool.encode.families.processor import ProcessorVideos, has_videos
 from packtool.media.opening import MediaProblem
 from packtool.media.video import VideoSize
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
@@ -27,7 +27,7 @@ from tests.encode.test_prepared import prepared, values
 from tests.media.clips import write_clip
 
 NAMES = ("glm4v", "glm46v", "internvl")
-ASKED: dict[str, tuple[AskedVideos, Any]] = {}
+ASKED: dict[str, tuple[ProcessorVideos, Any]] = {}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def encoder_of(directory_of: Callable[[str], Path]) -> Callable[..., Encoder]:
 def asked(directory_of: Callable[[str], Path], drawn_data: Path) -> None:
     for name in NAMES:
         processor = model_of(name, drawn_data, directory_of(name).parent)[1]
-        ASKED[name] = AskedVideos(processor, processor.image_token), processor
+        ASKED[name] = ProcessorVideos(processor, processor.image_token), processor
 
 
 @pytest.fixture(scope="module")

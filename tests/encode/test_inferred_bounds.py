@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from packtool.encode.families.processor import of_image, of_video
-from packtool.encode.families.qwen_video import grid_within, video_grid
+from packtool.encode.families.processor import image_limits_of, video_limits_of
+from packtool.encode.families.qwen_video import video_grid
 from packtool.encode.families.qwen_vl import image_bounds, image_grid, video_bounds
 from packtool.encode.families.record import ImageLimits, VideoLimits
 from packtool.rows.sample import MediaRef
@@ -67,24 +67,24 @@ def test_videos_of_other_limits_have_their_size_again(
         grid = video_grid(*sides, taken, replace(limits, max_pixels=most))
     except ValueError:
         return
-    assert grid_within(*sides, taken, limits, *video_bounds(*sides, taken, grid, limits)) == grid
+    assert video_grid(*sides, taken, limits, video_bounds(*sides, taken, grid, limits)) == grid
 
 
 def test_limits_of_one_medium() -> None:
     def ref(**limits: float) -> MediaRef:
         return MediaRef("a", limits=tuple(limits.items()))
 
-    assert of_image(OWN, ref()) is OWN
-    assert of_image(OWN, ref(max_pixels=1000)) == replace(OWN, min_pixels=1000, max_pixels=1000)
-    assert of_image(OWN, ref(min_pixels=10**6)) == replace(OWN, min_pixels=10**6, max_pixels=10**6)
+    assert image_limits_of(ref(), OWN) is OWN
+    assert image_limits_of(ref(max_pixels=1000), OWN) == replace(OWN, min_pixels=1000, max_pixels=1000)
+    assert image_limits_of(ref(min_pixels=10**6), OWN) == replace(OWN, min_pixels=10**6, max_pixels=10**6)
     with pytest.raises(ValueError, match="at least 9 and at most 5 pixels"):
-        of_image(OWN, ref(min_pixels=9, max_pixels=5))
+        image_limits_of(ref(min_pixels=9, max_pixels=5), OWN)
     whole, each = videos(over_all_frames=True), videos(over_all_frames=False)
-    assert of_video(whole, ref(fps=1, max_frames=2)) == replace(whole, fps=1.0, min_frames=2, max_frames=2)
-    assert of_video(whole, ref(max_pixels=900, total_pixels=5000)) == replace(
+    assert video_limits_of(ref(fps=1, max_frames=2), whole) == replace(whole, fps=1.0, min_frames=2, max_frames=2)
+    assert video_limits_of(ref(max_pixels=900, total_pixels=5000), whole) == replace(
         whole, frame_max_pixels=900, max_pixels=5000
     )
-    assert of_video(each, ref(max_pixels=900, total_pixels=5000)) == replace(
+    assert video_limits_of(ref(max_pixels=900, total_pixels=5000), each) == replace(
         each, min_pixels=900, max_pixels=900, total_pixels=5000
     )
 
