@@ -51,8 +51,8 @@ from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
 from packtool.launch.world import World as Processes
 from packtool.train.model.loss import HeadLoss
-from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.preview import preview
+from packtool.train.prepare.run import Run
 from scripts._prefix_planning import make_large_cache
 from scripts._prefix_turns import TEMPLATE, small_thinking_rows, thinking_rows
 from scripts._prefix_ways import WHOLE, World, export_rows, measure, models_of, print_rows, step
@@ -135,9 +135,9 @@ def bench_alone(world: World, work: Path, rounds: int) -> None:
     head = HeadLoss(model)
     length = max(sample.length for sample in rows.samples)  # of a pack: of one row, so that there are some to train
 
-    def prepared(share_prefix: str) -> CachedRun:
+    def prepared(share_prefix: str) -> Run:
         given = {"cached_dataset": (str(rows.cache),), "packing_length": length, "share_prefix": share_prefix}
-        return prepare_cached(TrainConfig(model=str(world.model), output_dir=str(work / "out"), **given), Processes())
+        return Run.of(TrainConfig(model=str(world.model), output_dir=str(work / "out"), **given), Processes())
 
     def preparing(share_prefix: str) -> float:
         begin = time.process_time()
@@ -145,7 +145,7 @@ def bench_alone(world: World, work: Path, rounds: int) -> None:
         return time.process_time() - begin
 
     runs = {way: prepared(way) for way in ("auto", "false")}
-    assert all(run.inputs.shared is None for run in runs.values()), "these rows share nothing"
+    assert all(run.source.inputs.shared is None for run in runs.values()), "these rows share nothing"
     plans = {
         way: [each for micro_batches in PlannedEpoch(run.timeline.plan_of(0)).steps(0) for each in micro_batches]
         for way, run in runs.items()
@@ -154,7 +154,9 @@ def bench_alone(world: World, work: Path, rounds: int) -> None:
     def training(share_prefix: str, place: int) -> float:
         run = runs[share_prefix]
         begin = time.process_time()
-        batch: Any = MicroBatches(run.read, rows.spec, least_shared=run.least_shared)[plans[share_prefix][place]]
+        batch: Any = MicroBatches(run.source.read, rows.spec, least_shared=run.source.min_shared)[
+            plans[share_prefix][place]
+        ]
         step(model, head, batch)
         return time.process_time() - begin
 
@@ -176,7 +178,7 @@ def bench_planning(source: Path, work: Path, num_rows: int, model: Path, rounds:
             given = {"cached_dataset": (str(cache),), "packing_length": 8192, "share_prefix": share_prefix}
             config = TrainConfig(model=str(model), output_dir=str(work / "out"), gradient_accumulation_steps=2, **given)
             begin = time.process_time()
-            prepare_cached(config, Processes(0, 64))
+            Run.of(config, Processes(0, 64))
             return time.process_time() - begin
 
         told = f"{rows_per_picture:g} of a picture" if rows_per_picture != 1 else "that share nothing"

@@ -66,7 +66,7 @@ from packtool.media.content import SETTLED_SECONDS
 from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.train.model.loss import HeadLoss, sum_of_losses
-from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from scripts._media_wait import make_media_rows
 from scripts._reduced_model import reduce_model
@@ -195,26 +195,26 @@ def run_packtool(setting: Setting, seed: int, **options: Any) -> Epoch:
     )
 
 
-def prepared(setting: Setting) -> CachedRun:
+def prepared(setting: Setting) -> Run:
     """The packed run, planned."""
-    return prepare_cached(run_config(setting, 0, packing=True), World())
+    return Run.of(run_config(setting, 0, packing=True), World())
 
 
-def preparing(run: CachedRun) -> dict[str, float]:
+def preparing(run: Run) -> dict[str, float]:
     """Seconds of planning an epoch, and of collating it."""
     begin = time.perf_counter()
     plan = run.timeline.plan_of(1)
     planned = time.perf_counter()
-    dataset = MicroBatches(run.read, spec_of(run))
+    dataset = MicroBatches(run.source.read, spec_of(run))
     for step in PlannedEpoch(plan).steps(0):
         for micro_batch in step:
             dataset[micro_batch]
     return {"planning": planned - begin, "collating": time.perf_counter() - planned}
 
 
-def spec_of(run: CachedRun) -> InputSpec:
+def spec_of(run: Run) -> InputSpec:
     """The model as collation sees it."""
-    return InputSpec.load(run.files.directory, run.media_limits)
+    return InputSpec.load(run.source.files.directory, run.source.media_limits)
 
 
 def run_peer(setting: Setting, seed: int) -> Epoch:
@@ -311,9 +311,9 @@ def print_ways(measured: Mapping[str, Sequence[Epoch]]) -> None:
         print(f"{start}  {shown:<21} {fastest[PACKED] / fastest[name]:.2f}")
 
 
-def print_head(setting: Setting, exported: Mapping[str, Any], run: CachedRun, rounds: int) -> None:
+def print_head(setting: Setting, exported: Mapping[str, Any], run: Run, rounds: int) -> None:
     """What is trained, and on what."""
-    index, targets = run.reader.index, run.figures.target_tokens
+    index, targets = run.source.reader.index, run.source.inputs.targets
     lengths = index.length.astype(np.int64)
     print(
         f"{exported['kept']:,} of {exported['rows']:,} rows, {np.count_nonzero(index.num_images):,} with pictures, "
@@ -322,7 +322,7 @@ def print_head(setting: Setting, exported: Mapping[str, Any], run: CachedRun, ro
     )
     print(f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), float32, torch {torch.__version__}")
     told = []
-    for cost in (CostModel.of_config(run.files.config), CostModel.of_config(QWEN3_VL_2B)):
+    for cost in (CostModel.of_config(run.source.files.config), CostModel.of_config(QWEN3_VL_2B)):
         towers = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
         whole = cost(lengths, cost.attention(lengths), targets, towers).sum()
         head, vision = cost.per_target_token * targets.sum(), towers.sum()
@@ -330,7 +330,7 @@ def print_head(setting: Setting, exported: Mapping[str, Any], run: CachedRun, ro
     print(f"of the FLOPs: {told[0]}; of a Qwen3-VL-2B's on these rows: {told[1]}")
 
 
-def print_shares(run: CachedRun, epochs: Sequence[Epoch]) -> None:
+def print_shares(run: Run, epochs: Sequence[Epoch]) -> None:
     """Planning, collating and waiting over the time of the median packed epoch."""
     middle = sorted(epochs, key=lambda epoch: epoch.seconds)[len(epochs) // 2]
     print(f"\nof the packed epoch's {middle.seconds:.1f} s")
@@ -398,7 +398,7 @@ def report(setting: Setting, exported: Mapping[str, Any], rounds: int, *, quick:
     """Measure everything and print it."""
     run = prepared(setting)
     print_head(setting, exported, run, rounds)
-    dataset = MicroBatches(run.read, spec_of(run))
+    dataset = MicroBatches(run.source.read, spec_of(run))
     wanted = (micro_batch for step in PlannedEpoch(run.timeline.plan_of(0)).steps(0) for micro_batch in step)
     some: list[Any] = [dataset[micro_batch] for micro_batch in islice(wanted, 8)]
     # Before anything is trained: memory that this process has freed would be used again, and not be counted.

@@ -80,7 +80,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 def _resumed(config: PlanConfig, invocation: Invocation) -> None:
     """How a run would go on, and what has become of its data."""
     from packtool.report.plan import resumed_lines
-    from packtool.train.prepare.run import resumed_figures
+    from packtool.train.prepare.preview import resumed_figures
 
     figures = resumed_figures(config)
     if invocation.as_json:

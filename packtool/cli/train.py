@@ -212,7 +212,7 @@ def _prepare_train(config: TrainConfig, world: World) -> None:
     """Find mistakes, and make the cache of rows, before processes are started."""
     from packtool.report.tables import TerminalProgress
     from packtool.train.prepare.from_rows import with_cache
-    from packtool.train.prepare.run import prepare_run
+    from packtool.train.prepare.run import Run
     from packtool.train.run import check_without_rows
 
     with TerminalProgress() as progress:
@@ -224,7 +224,7 @@ def _prepare_train(config: TrainConfig, world: World) -> None:
         from packtool.train.prepare.costs import with_recomputing
 
         config = with_bucket(with_recomputing(config), world, SilentProgress())
-    prepare_run(config, world)
+    Run.of(config, world)
 
 
 def run_eval(config: EvalConfig, invocation: Invocation) -> None:

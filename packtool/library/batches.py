@@ -26,10 +26,10 @@ from packtool.library.planned import Plan
 from packtool.library.training import Targets
 from packtool.train.loop.loader import input_spec, micro_batches
 from packtool.train.model.loss import label_positions
-from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import units_per_step
-from packtool.train.prepare.prepared import ResumePoint
+from packtool.train.prepare.place import ResumePoint
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import workers_of
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Batches(Dataset[dict[str, Any]]):
         self.rank = _rank(rank, plan.world_size)
         self._config = _training(plan, model, options)
         self._prepare(None)
-        if self._run.timeline.first.packs.fingerprint != plan.preview.first.packs.fingerprint:
+        if self._timeline.first.packs.fingerprint != plan.preview.first.packs.fingerprint:
             raise MismatchError(
                 "the caches are not what they were when the plan was made", "Call packtool.plan again, and look at it."
             )
@@ -110,21 +110,21 @@ class Batches(Dataset[dict[str, Any]]):
     def _prepare(self, before: RunState | None) -> None:
         """Go through the plan, or through what a run with that state has left of it."""
         self._before = before
-        resume_point = ResumePoint(None, before, None, ())
         world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
-        self._run: CachedRun = prepare_cached(self._config, world, resume_point, planned)
+        self._run = Run.of(self._config, world, ResumePoint(before=before), planned)
+        self._source, self._timeline = self._run.caches, self._run.caches.timeline
         self._tensors = micro_batches(self._run, input_spec(self._run))
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to as many ranks as there are; numbers count from there.
         self._base = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
-        self._first_epoch = self._run.timeline.locate(self._base)[0]
+        self._first_epoch = self._timeline.locate(self._base)[0]
         self._ends, self._starts, self.micro_batches_per_step = self._count()
         self._begin = self._place = 0
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self._run.timeline.num_steps
+        return self._timeline.num_steps
 
     def __len__(self) -> int:
         """Micro-batches of the whole run, of this rank or of all."""
@@ -209,7 +209,7 @@ class Batches(Dataset[dict[str, Any]]):
 
     def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
         """Micro-batches of a rank before each epoch and in all, (E + 1,); each one's first step; most of a step."""
-        timeline, ends, starts, most = self._run.timeline, [0], [self._base], 1
+        timeline, ends, starts, most = self._timeline, [0], [self._base], 1
         for epoch in count(self._first_epoch):
             # Other epochs have as many as the first, but for micro-batches that are filled by tokens, a rest, stages.
             is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches
@@ -232,15 +232,15 @@ class Batches(Dataset[dict[str, Any]]):
 
     def _epoch_of(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """The micro-batches of an epoch, and what the loss of each of its steps is divided by, (S,)."""
-        plan = self._run.timeline.plan_of(epoch)
-        return self._run.planned_epoch(plan, epoch), units_per_step(plan, self._run.figures)
+        plan = self._timeline.plan_of(epoch)
+        return self._source.planned_epoch(plan, epoch), units_per_step(plan, self._source.figures)
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
         """Epoch, step of the epoch, rank and number in the step of a micro-batch."""
         if self.rank == "all":
             number, rank = divmod(number, self.plan.world_size)
             step, place = divmod(number, self.micro_batches_per_step)
-            return *self._run.timeline.locate(self._base + step), rank, place
+            return *self._timeline.locate(self._base + step), rank, place
         index = int(np.searchsorted(self._ends, number, side="right")) - 1
         epoch = self._first_epoch + index
         steps = self._epoch(epoch)[0].plan.steps

@@ -14,10 +14,10 @@ from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.prepare.from_rows import with_cache
-from packtool.train.prepare.heaviest import length_lines
 from packtool.train.prepare.place import checkpoint_of, locked_place, with_resumed_version
 from packtool.train.prepare.result import TrainResult, settings_lines
-from packtool.train.prepare.run import prepare_run, resume_lines
+from packtool.train.prepare.resume import resume_lines
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
 
 
@@ -66,10 +66,18 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
             from packtool.train.model.bucket import with_bucket
 
         config = with_bucket(config, world, progress)
-    run = prepare_run(config, world)
+    run = Run.of(config, world)
     result = run.expected()
-    lines = (*settings_lines(run.config), *run.lines(result), *notes, *sequence_parallel_lines(run.world, run.axes))
-    for line in (*lines, *length_lines(run), *run.notes, *resume_lines(run)):
+    lines = (
+        *settings_lines(run.config),
+        *run.source.lines(run.config),
+        *notes,
+        *sequence_parallel_lines(run.world, run.axes),
+        *run.length_lines(),
+        *run.notes,
+        *resume_lines(run.config, run.resume_point, run.state, run.timeline.num_steps),
+    )
+    for line in lines:
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
     with imported_at_once():

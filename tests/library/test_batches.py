@@ -18,7 +18,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
 from packtool.train.loop.loader import StepLoader, input_spec
 from packtool.train.prepare import inputs
-from packtool.train.prepare.cached import prepare_cached
+from packtool.train.prepare.run import Run
 from tests.library.conftest import HERE, PLAN
 from tests.train.tiny import TinyWorld, export_rows
 
@@ -36,7 +36,7 @@ def ids(batch: dict[str, Any]) -> list[int]:
 
 def test_they_are_those_of_a_training(batches: packtool.Batches, tiny: TinyWorld, tmp_path: Any) -> None:
     config = tiny.config(tmp_path, gradient_accumulation_steps=2, num_train_epochs=2)
-    run = prepare_cached(config, World())
+    run = Run.of(config, World())
     steps = StepLoader(run, input_spec(run))
     found = iter(batches)
     for number, step in enumerate(steps):

@@ -16,7 +16,7 @@ from packtool.cli.main import run
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
-from packtool.train.prepare.cached import prepare_cached
+from packtool.train.prepare.run import Run
 from tests.library.conftest import PLAN
 from tests.train.tiny import MAX_LENGTH, TinyWorld
 
@@ -73,7 +73,7 @@ def test_a_plan_is_saved_and_drawn(tiny: TinyWorld, tmp_path: Path, capsys: pyte
     plan = packtool.plan([tiny.cache], **PLAN)
     plan.save(tmp_path / "plan.arrow")
     config = tiny.config(tmp_path / "output", plan=str(tmp_path / "plan.arrow"), gradient_accumulation_steps=2)
-    trained = prepare_cached(config, World()).timeline.first
+    trained = Run.of(config, World()).timeline.first
     assert trained.fingerprint == plan.fingerprint
     plan.page(tmp_path / "plan.html")
     (command,) = re.findall(r"made by</h3><pre>(.*?)</pre>", (tmp_path / "plan.html").read_text(), re.DOTALL)

@@ -20,7 +20,7 @@ from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.train.loop.loader import StepLoader, input_spec
 from packtool.train.model.loss import StepMean, sum_of_losses
-from packtool.train.prepare.cached import prepare_cached
+from packtool.train.prepare.run import Run
 from tests.library.conftest import HERE, PLAN
 from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld, export_rows
@@ -44,7 +44,7 @@ def worlds(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 def step_losses(model: PreTrainedModel, tiny: TinyWorld, settings: dict[str, Any], folder: Path) -> list[float]:
     """What ``packtool train`` would log for each step if nothing were learned."""
-    run = prepare_cached(tiny.config(folder, **settings), World())
+    run = Run.of(tiny.config(folder, **settings), World())
     found = []
     for step in StepLoader(run, input_spec(run)):
         sums = [sum_of_losses(model, batch, label_logits_only=True) for batch in step.micro_batches]

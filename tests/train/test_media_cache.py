@@ -19,7 +19,7 @@ from packtool.launch.world import World
 from packtool.media import content
 from packtool.progress import SilentProgress
 from packtool.train.evaluate.run import evaluate_caches
-from packtool.train.prepare.cached import prepare_cached
+from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, export_rows, read_metrics
 
@@ -106,10 +106,10 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
     other = str(tmp_path_factory.mktemp("other") / "cache")
     export_rows(tiny, other, image_max_token_num=6)
     given = {"cached_dataset": (f"{tiny.cache}#20", other), "resample": "epoch", "num_train_epochs": 2.0}
-    run = prepare_cached(tiny.config(tmp_path, **given, **kept(tmp_path)), World())
-    assert run.inputs.mixture is not None
-    wanted = run.inputs.wanted_of(1) > 0
-    first = run.planned_epoch(run.timeline.plan_of(0), 0)
+    run = Run.of(tiny.config(tmp_path, **given, **kept(tmp_path)), World())
+    assert run.source.inputs.mixture is not None
+    wanted = run.source.inputs.wanted_of(1) > 0
+    first = run.source.planned_epoch(run.timeline.plan_of(0), 0)
     told = {
         sample: again
         for step in first.steps(0)
@@ -119,7 +119,7 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
     assert len(told) == 60
     assert 0 < sum(not again for again in told.values()) < 20
     assert all(again == wanted[sample] for sample, again in told.items())
-    last = run.planned_epoch(run.timeline.plan_of(1), 1)
+    last = run.source.planned_epoch(run.timeline.plan_of(1), 1)
     assert all(micro_batch.read_again is None for step in last.steps(0) for micro_batch in step)
     assert np.count_nonzero(wanted) == 60
 

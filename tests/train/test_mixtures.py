@@ -26,11 +26,11 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.report.statistics import train_lines
 from packtool.report.trained import step_figures
-from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.figures import RankStep
 from packtool.train.prepare.mixtures import recipe_of_anywhere
-from packtool.train.prepare.prepared import RankStep
+from packtool.train.prepare.preview import resumed_figures
 from packtool.train.prepare.record import read_ledger
-from packtool.train.prepare.run import resumed_figures
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
@@ -56,8 +56,8 @@ def mixed(tiny: TinyWorld, output_dir: Path, **settings: Any) -> TrainConfig:
     return tiny.config(output_dir, **{**given, "verify_packing": False, **settings})
 
 
-def prepared(config: TrainConfig, size: int = 1) -> CachedRun:
-    return prepare_cached(config, World(size=size))
+def prepared(config: TrainConfig, size: int = 1) -> Run:
+    return Run.of(config, World(size=size))
 
 
 def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     planned, counts = prepared(mixed(tiny, tmp_path / "other", mix=mix)), Counter[str]()
     for step in planned.steps(None).drawn():  # type: ignore[arg-type]
         for micro_batch in step.micro_batches:
-            counts.update(str(planned.read(place).channel) for place in micro_batch.samples)
+            counts.update(str(planned.source.read(place).channel) for place in micro_batch.samples)
     assert {name: figures["num_samples"] for name, figures in result.sources.items()} == counts
     assert counts["large"] == 2 * counts["small"]
     assert result.sources["large"]["epochs"] == pytest.approx(2.0)
@@ -171,7 +171,7 @@ def test_stages_are_trained_shown_and_resumed(
     for number, step in enumerate(planned.steps(None).drawn()):  # type: ignore[arg-type]
         held = [place for micro_batch in step.micro_batches for place in micro_batch.samples]
         counts.update(held)
-        lengths = planned.reader.index.length
+        lengths = planned.source.reader.index.length
         for micro_batch in step.micro_batches:
             assert all(sum(lengths[list(pack)]) <= (128 if number < 4 else 256) for pack in micro_batch.packs)
         found = step_figures(str(whole), number + 1)
@@ -198,7 +198,7 @@ def test_stages_are_trained_shown_and_resumed(
     assert [(stage["first_step"], stage["last_step"]) for stage in other["stages"]] == [(3, 3), (4, 8)]
 
 
-def again(planned: CachedRun) -> list[RankStep]:
+def again(planned: Run) -> list[RankStep]:
     """The steps of a run, once more."""
     return list(planned.steps(None).drawn())  # type: ignore[arg-type]
 
@@ -225,12 +225,12 @@ def test_samples_have_the_weight_and_the_name_of_their_source(
     tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path
 ) -> None:
     found = prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, caches, loss_weight=0.5)))
-    of_first, of_second = found.read(0), found.read(len(found.reader) - 1)
+    of_first, of_second = found.source.read(0), found.source.read(len(found.source.reader) - 1)
     assert (of_first.channel, of_second.channel) == ("large", "small")
     assert of_first.loss_scale is None
     assert of_second.loss_scale is not None
     assert np.unique(of_second.loss_scale).tolist() == [0.5]
-    assert found.tells_channels
+    assert found.source.logs_channels
 
 
 def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tupl
     one, two = (prepared(config, size) for size in (1, 2))
     assert one.state.plan == two.state.plan
     done = one.timeline.steps_per_epoch + 1  # in the second epoch, which is another draw
-    rest = Timeline.of(two.inputs, ((0, 1, 4, 1), (done, 2, 4, 1)))
+    rest = Timeline.of(two.source.inputs, ((0, 1, 4, 1), (done, 2, 4, 1)))
     left = np.sort(rest.plan_of(1).packs.samples)
     assert len(left)
     assert np.array_equal(left, np.sort(one.timeline.plan_of(1).packs_from(1).samples))

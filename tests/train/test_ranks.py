@@ -20,7 +20,7 @@ from packtool.progress import SilentProgress
 from packtool.train.loop.checks import load_spec
 from packtool.train.loop.loader import Ranks, always_run
 from packtool.train.model.load import load_model, make_trainable
-from packtool.train.prepare.cached import prepare_cached
+from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
@@ -135,11 +135,11 @@ def test_every_trained_parameter_has_a_gradient_whatever_a_micro_batch_holds(
     for tiny in (hearing, seeing):
         rows = [row for row in ROWS if tiny is hearing or "sound" not in row]
         tiny = export_kinds(tiny, str(tmp_path / Path(tiny.model).parent.name), rows)
-        run = prepare_cached(tiny.config(tmp_path), World())
+        run = Run.of(tiny.config(tmp_path), World())
         spec = load_spec(run)
         model = make_trainable(load_model(tiny.model, spec.config, dtype=torch.float32, packing=True), run.config)
         for position in range(len(rows)):
-            sample = run.reader.sample(position)
+            sample = run.source.reader.sample(position)
             model.zero_grad()
             model(**collate_packs([sample], spec).model_inputs()).logits.sum().backward()
             bare = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
@@ -154,15 +154,15 @@ def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> N
     rows = [("text",), ("picture",), ("text",), ("text",), ("sound",), ("video", "sound")]
     tiny = export_kinds(hearing, str(tmp_path / "cache"), rows)
     frozen = tiny.config(tmp_path, **IN_ORDER | TRAINED["frozen"])
-    run = prepare_cached(frozen, World(size=2))
+    run = Run.of(frozen, World(size=2))
     spec = load_spec(run)
     assert always_run(spec, frozen) == frozenset()
     assert always_run(spec, tiny.config(tmp_path)) == {"vision", "sound"}
     for rank in range(2):
-        run = prepare_cached(frozen, World(rank, 2))
+        run = Run.of(frozen, World(rank, 2))
         wanted = [batch for step in run.steps(Ranks(run.world)).drawn() for batch in step.micro_batches]
         assert [batch.towers for batch in wanted] == [{"vision"}, frozenset(), {"vision", "sound"}]
-        dataset = MicroBatches(run.read, spec, always=always_run(spec, frozen))
+        dataset = MicroBatches(run.source.read, spec, always=always_run(spec, frozen))
         found = [dataset[batch] for batch in wanted]
         assert [isinstance(batch, Batch) and "input_features" in batch.media for batch in found] == [False, False, True]
         assert [isinstance(batch, Batch) and "input_ids" in batch.model_inputs() for batch in found] == [True] * 3

@@ -29,7 +29,8 @@ from packtool.train.prepare.checkpoint import (
     write_run_state,
 )
 from packtool.train.prepare.costs import with_recomputing
-from packtool.train.prepare.run import prepare_run, resume_lines
+from packtool.train.prepare.resume import resume_lines
+from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from tests.forked import started
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
@@ -61,6 +62,11 @@ class Interrupting(SilentProgress):
         self.left -= num_done
         if self.left < 0:
             raise BrokenOffError
+
+
+def lines_of(run: Run) -> list[str]:
+    """Log lines of a resumed run."""
+    return list(resume_lines(run.config, run.resume_point, run.state, run.timeline.num_steps))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -122,7 +128,7 @@ def resume_line(tiny: TinyWorld, output_dir: Path, settings: dict[str, Any], **c
     config = tiny.config(
         output_dir, **settings | changes, resume_from_checkpoint=str(output_dir / "checkpoint-2"), save_total_limit=9
     )
-    (line,) = resume_lines(prepare_run(with_recomputing(config), World()))
+    (line,) = lines_of(Run.of(with_recomputing(config), World()))
     return line
 
 
@@ -140,8 +146,8 @@ def test_a_resumed_run_says_where_and_with_what(whole: tuple[Path, Any], tiny: T
     assert "--max-steps 6 (was default)" in resume_line(tiny, output_dir, settings, max_steps=6)
     line = resume_line(tiny, output_dir, settings, max_steps=4, data_change="allow")
     assert re.search(r"2 of 4 steps done, 2 left; .*--max-steps 4 \(was default\)", line)
-    new = prepare_run(tiny.config(output_dir / "new", **settings), World())
-    assert not list(resume_lines(new))
+    new = Run.of(tiny.config(output_dir / "new", **settings), World())
+    assert not list(lines_of(new))
 
 
 @hypothesis.settings(max_examples=25)
@@ -206,15 +212,15 @@ def test_checkpoints_say_where_they_are(whole: tuple[Path, Any]) -> None:
 
 
 def test_unfinished_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    assert find_checkpoint(None, str(tmp_path)).directory is None
-    assert find_checkpoint("false", str(tmp_path)).directory is None
+    assert find_checkpoint(None, str(tmp_path))[0] is None
+    assert find_checkpoint("false", str(tmp_path))[0] is None
     for step in (2, 10, 9):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-30").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
-    assert find_checkpoint("true", str(tmp_path)).directory == str(tmp_path / "checkpoint-10")
-    assert find_checkpoint("True", str(tmp_path)).directory == str(tmp_path / "checkpoint-10")
-    assert find_checkpoint(str(tmp_path / "checkpoint-2") + "/", "").directory == str(tmp_path / "checkpoint-2")
+    assert find_checkpoint("true", str(tmp_path))[0] == str(tmp_path / "checkpoint-10")
+    assert find_checkpoint("True", str(tmp_path))[0] == str(tmp_path / "checkpoint-10")
+    assert find_checkpoint(str(tmp_path / "checkpoint-2") + "/", "")[0] == str(tmp_path / "checkpoint-2")
 
 
 def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 500, saved_at=1.0)
     make_checkpoint(tmp_path, 20, saved_at=3.0)
     make_checkpoint(tmp_path, 10, saved_at=2.0)
-    assert find_checkpoint("true", str(tmp_path)).directory == str(tmp_path / "checkpoint-20")
+    assert find_checkpoint("true", str(tmp_path))[0] == str(tmp_path / "checkpoint-20")
     remove_oldest(str(tmp_path), 2)
     assert not (tmp_path / "checkpoint-500").exists()
 

@@ -21,7 +21,7 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.result import TrainResult
-from packtool.train.prepare.streamed import prepare_stream
+from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from tests.forked import started
 from tests.train.test_gradients import write_lines
@@ -88,7 +88,7 @@ def test_what_decides_the_packs_must_stay_when_resumed(
         with pytest.raises(MismatchError, match=told):
             train(config, SilentProgress())
     with pytest.raises(MismatchError, match="world_size: 1 there, 2 now"):
-        prepare_stream(tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint)), World(0, 2))
+        Run.of(tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint)), World(0, 2))
 
 
 def test_max_steps_is_the_end_as_well(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:

@@ -47,10 +47,11 @@ from packtool.train.prepare.checkpoint import (
     saving,
     write_run_state,
 )
+from packtool.train.prepare.figures import Steps
 from packtool.train.prepare.history import options_kept
 from packtool.train.prepare.place import BEST, LAST, METRICS_NAME, best_of, point
-from packtool.train.prepare.prepared import PreparedRun, Steps
 from packtool.train.prepare.record import RunRecord
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
 
@@ -60,7 +61,7 @@ _MAX_CHANNELS = 8  # whose losses are shown
 _WAITS = ("data_wait", "copy_wait", "log_wait")
 
 
-def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
+def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
     """What each figure of a log line is, and its unit; said once, before the first step.
 
     Args:
@@ -77,7 +78,7 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
     }
-    if run.tells_channels:
+    if run.source.logs_channels:
         told[_CHANNEL_LOSSES] = "the loss of each channel; in a mixture, of each source"
     if run.config.media_cache is not None:
         told["kept"] = "pictures and videos that were in the media cache, of all that this process loaded"
@@ -260,9 +261,7 @@ class CheckpointCallback(TrainerCallback):
         unloaded: tensors of the base model, and their files, that each saved model takes over unchanged.
     """
 
-    def __init__(
-        self, run: PreparedRun, watch: StepWatch, lock: DirectoryLock | None, unloaded: Mapping[str, str]
-    ) -> None:
+    def __init__(self, run: Run, watch: StepWatch, lock: DirectoryLock | None, unloaded: Mapping[str, str]) -> None:
         self.run, self.watch, self.lock, self.unloaded = run, watch, lock, unloaded
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -283,7 +282,7 @@ class CheckpointCallback(TrainerCallback):
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
             with saving(checkpoint):
                 add_unloaded(checkpoint, self.unloaded)
-                copy_processor(self.run.files.directory, checkpoint, self.run.files.template_file)
+                copy_processor(self.run.source.files.directory, checkpoint, self.run.source.files.template_file)
                 epoch, step_in_epoch = self.run.timeline.locate(state.global_step)
                 write_run_state(
                     checkpoint,
@@ -383,7 +382,7 @@ class ReportCallback(TrainerCallback):
         first_loss, last_loss: of the first and the last log line that has targets.
     """
 
-    def __init__(self, run: PreparedRun, progress: Progress, loader: StepLoader) -> None:
+    def __init__(self, run: Run, progress: Progress, loader: StepLoader) -> None:
         self.run, self.progress, self.loader = run, progress, loader
         self._reads = MediaReads()
         self.waiting = WaitingNote(workers_of(run), cores_of_a_rank())
@@ -410,7 +409,7 @@ class ReportCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The next one is about to be trained, perhaps the first of a stage."""
-        if (line := self.run.stage_line(state.global_step)) is not None:
+        if (line := self.run.source.stage_line(state.global_step)) is not None:
             self.progress.note(line)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -34,12 +34,12 @@ from packtool.train.model.sharding import (
 )
 from packtool.train.model.towers import PartRates
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.prepared import PreparedRun
+from packtool.train.prepare.run import Run
 
 _MANY_STEPS = 1_000_000
 
 
-def load_spec(run: PreparedRun) -> InputSpec:
+def load_spec(run: Run) -> InputSpec:
     """The model as collation sees it.
 
     Raises:
@@ -121,7 +121,7 @@ def _trainable_without_weights(
     return model, args
 
 
-def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
+def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
     """What training would need, without loading weights; everything that it would refuse is refused.
 
     Returns:
@@ -139,11 +139,11 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
     return estimate, told
 
 
-def estimate_run(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
+def estimate_run(run: Run, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
     """Estimate the memory of the run's heaviest micro-batches; the largest estimate of its step configurations."""
     found = []
-    for number, (config, axes) in enumerate(run.kinds_of_steps):
-        heaviest, size = run.heaviest(number), run.world.size
+    for number, (config, axes) in enumerate(run.step_configs):
+        heaviest, size = run.peak_memory_batches(number), run.world.size
         found.append(
             estimate_memory(config, model, spec.config, dtype=dtype, world_size=size, micro_batches=heaviest, axes=axes)
         )

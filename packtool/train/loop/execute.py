@@ -50,9 +50,10 @@ from packtool.train.model.sharding import (
     shard_on_cpus,
 )
 from packtool.train.prepare.checkpoint import PREFIX
+from packtool.train.prepare.evaluation import Validation
 from packtool.train.prepare.place import make_place
-from packtool.train.prepare.prepared import PreparedRun, Validation
 from packtool.train.prepare.result import TrainResult
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import workers_of
 from packtool.train.verify.before_training import verify_before_training
 
@@ -94,7 +95,7 @@ def _is_scarce_here() -> bool:
 
 
 def execute(
-    run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Progress, lock: DirectoryLock | None
+    run: Run, spec: InputSpec, result: TrainResult, progress: Progress, lock: DirectoryLock | None
 ) -> TrainResult:
     """Load, train, save.
 
@@ -163,7 +164,7 @@ def _last_checkpoint(config: TrainConfig, trainer: PackTrainer) -> str | None:
     return os.path.join(config.output_dir, f"{PREFIX}{trainer.state.global_step}")
 
 
-def enter(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[PreparedRun, TrainingArguments]:
+def enter(run: Run, spec: InputSpec, progress: Progress) -> tuple[Run, TrainingArguments]:
     """Start the process group, let the ranks compare what they will train, and clear the output directory.
 
     Returns:
@@ -210,7 +211,7 @@ class Training:
 
 
 def make_training(
-    run: PreparedRun, args: TrainingArguments, spec: InputSpec, progress: Progress, lock: DirectoryLock | None
+    run: Run, args: TrainingArguments, spec: InputSpec, progress: Progress, lock: DirectoryLock | None
 ) -> Training:
     """Load the model, and put together what trains it."""
     config, on_gpu = run.config, torch.cuda.is_available()
@@ -227,7 +228,9 @@ def make_training(
     parallel = None
     if run.world.sequence_parallel_size > 1:
         device_type = "cuda" if on_gpu else "cpu"
-        others = tuple(SequenceParallel.on_mesh(axes, device_type) for size, axes in run.ways.items() if size > 1)
+        own = run.world.sequence_parallel_size
+        stages = [axes for size, axes in run.axes_by_size.items() if size not in (1, own)]
+        others = tuple(SequenceParallel.on_mesh(axes, device_type) for axes in stages)
         parallel = dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
     meet_on_cpus(config)
     built = build_model(run, spec, dtype, parallel, progress)
@@ -262,7 +265,7 @@ def make_training(
 
 
 def _evaluate(
-    run: PreparedRun, validation: Validation, trainer: PackTrainer, parallel: SequenceParallel | None
+    run: Run, validation: Validation, trainer: PackTrainer, parallel: SequenceParallel | None
 ) -> dict[str, float]:
     """The val split, between two steps."""
     return evaluate_in_training(

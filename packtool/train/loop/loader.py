@@ -25,8 +25,7 @@ from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World, all_gather_objects
 from packtool.train.prepare.figures import StepFigures
-from packtool.train.prepare.heaviest import length_step
-from packtool.train.prepare.prepared import PreparedRun
+from packtool.train.prepare.run import Run
 
 _LOG = logging.getLogger("packtool.train.batches")
 
@@ -88,18 +87,18 @@ def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
     return spec.towers if trains else frozenset()
 
 
-def input_spec(run: PreparedRun) -> InputSpec:
+def input_spec(run: Run) -> InputSpec:
     """The model of a run as collation sees it.
 
     Raises:
         ConfigError: for a multimodal model of an unknown family, or a media cache that cannot be.
     """
-    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     spec = spec.keeping_media(run.config, run.state.cache)
     return dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
 
 
-def micro_batches(run: PreparedRun, spec: InputSpec, always: frozenset[Tower] | None = None) -> MicroBatches:
+def micro_batches(run: Run, spec: InputSpec, always: frozenset[Tower] | None = None) -> MicroBatches:
     """What turns the micro-batches of a run into tensors.
 
     Args:
@@ -107,18 +106,19 @@ def micro_batches(run: PreparedRun, spec: InputSpec, always: frozenset[Tower] | 
         always: towers that run in every micro-batch; by default all.
     """
     world, config = run.world, run.config
-    ways = {world.sequence_parallel_size: run.axes, **run.ways}
     return MicroBatches(
-        run.read,
+        run.source.read,
         spec,
         packing=config.removes_padding,
         skip_bad_media=config.on_bad_media == "skip",
         cuts={
-            size: Cut(axes.ring_size, axes.ulysses_size, world.rank % size) for size, axes in ways.items() if size > 1
+            size: Cut(axes.ring_size, axes.ulysses_size, world.rank % size)
+            for size, axes in run.axes_by_size.items()
+            if size > 1
         },
         always=always,
-        least_shared=run.least_shared,
-        multiple_of=length_step(run),
+        least_shared=run.source.min_shared,
+        multiple_of=run.length_multiple,
     )
 
 
@@ -137,7 +137,7 @@ class StepLoader:
         media_reads: what was asked of the media cache so far, by this rank.
     """
 
-    def __init__(self, run: PreparedRun, spec: InputSpec) -> None:
+    def __init__(self, run: Run, spec: InputSpec) -> None:
         self.run, self.spec = run, spec
         self.steps = run.steps(Ranks(run.world))
         self.media_reads = MediaReads()
@@ -161,7 +161,7 @@ class StepLoader:
             self._given, num = step.micro_batches, len(step.micro_batches)
             given = self._counted(islice(batches, num))
             if is_watched():
-                held = (run.words(micro_batch) for micro_batch in step.micro_batches)
+                held = (run.source.words(micro_batch) for micro_batch in step.micro_batches)
                 given = watched(given, held, rank=run.world.data.rank, step=number, num=num)
             yield TrainingStep(figures, num, given)
             if self.steps.ended:
@@ -182,7 +182,7 @@ class StepLoader:
         It takes the 0-based number of a micro-batch in the step that is given last now, also when others have followed.
         """
         given = self._given
-        return lambda number: self.run.names(given[number])
+        return lambda number: self.run.source.names(given[number])
 
 
 class Ranks:

@@ -195,7 +195,7 @@ class PackTrainer(Trainer):
         self.balance = RouterBalance(model, coefficient) if coefficient else None
         self.skipped: list[SkippedSample] = []
         self.skipped_in: list[int] = []
-        self._meter = Meter(by_channel=loader.run.tells_channels)
+        self._meter = Meter(by_channel=loader.run.source.logs_channels)
         self._copies = DeviceCopies(args.device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

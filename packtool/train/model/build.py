@@ -22,7 +22,7 @@ from packtool.train.model.sharding import (
     expert_sharding,
 )
 from packtool.train.model.unloaded import unloaded_line, unloaded_tensors
-from packtool.train.prepare.prepared import PreparedRun
+from packtool.train.prepare.run import Run
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BuiltModel:
 
 
 def build_model(
-    run: PreparedRun, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None, progress: Progress
+    run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None, progress: Progress
 ) -> BuiltModel:
     """Load the model that a run trains, add its adapter, and compile its layers if the run asks for it.
 
@@ -71,7 +71,7 @@ def build_model(
         experts=experts,
     )
     saved = SavedPrecision.of(spec.config, model)
-    unloaded = {} if is_adapter else unloaded_tensors(model, run.files.directory)
+    unloaded = {} if is_adapter else unloaded_tensors(model, run.source.files.directory)
     trained = make_trainable(model, run.config)
     if weights is not None and isinstance(trained, PeftModel):
         take_adapter(trained, weights)

@@ -416,58 +416,43 @@ def discard_run_state(checkpoint: str) -> None:
         os.remove(os.path.join(checkpoint, STATE_NAME))
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """What ``--resume-from-checkpoint`` means.
-
-    Args:
-        directory: of the checkpoint; None for a run from the beginning.
-        broken: newer ones that were passed over, each with what is wrong with it.
-    """
-
-    directory: str | None = None
-    broken: tuple[str, ...] = ()
-
-    def notes(self) -> Iterator[str]:
-        """What is to be said of it."""
-        for line in self.broken:
-            yield f"passed over: {line}"
-        if self.broken:
-            yield f"the newest whole checkpoint is {self.directory}"
-
-
-def find_checkpoint(resume_from: str | None, output_dir: str, *, only_model: bool = False) -> FoundCheckpoint:
-    """The checkpoint that ``--resume-from-checkpoint`` means: one whose files are what was written.
+def find_checkpoint(
+    resume_from: str | None, output_dir: str, *, only_model: bool = False
+) -> tuple[str | None, list[str]]:
+    """Find the intact checkpoint that ``--resume-from-checkpoint`` names.
 
     Args:
         resume_from: None, ``true``, ``false`` or a directory.
-        output_dir: where ``true`` looks for the newest whole one.
+        output_dir: where ``true`` looks for the newest intact one.
         only_model: its weights are all that is needed.
+
+    Returns:
+        its directory, None to train from the beginning; and messages on newer checkpoints that are damaged.
 
     Raises:
         ConfigError: if there is none.
-        MismatchError: if the one that was named is damaged; it says which files are.
+        MismatchError: if the named one is damaged, with the files that are.
     """
     if resume_from is None or resume_from.lower() == "false":
-        return FoundCheckpoint()
+        return None, []
     if resume_from.lower() != "true":
         if not os.path.isdir(resume_from):
             raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
-        if found := list(damages(resume_from, read_whole_state(resume_from)[1], only_model=only_model)):
+        if problems := list(damages(resume_from, read_whole_state(resume_from)[1], only_model=only_model)):
             raise MismatchError(
-                f"{resume_from} is damaged: {'; '.join(found)}",
+                f"{resume_from} is damaged: {'; '.join(problems)}",
                 f"Give another checkpoint. If its weights are sound, {ONLY_MODEL}",
             )
-        return FoundCheckpoint(resume_from.rstrip("/"))
+        return resume_from.rstrip("/"), []
     broken = list(_unreadable(output_dir))
     for checkpoint in reversed(finished_checkpoints(output_dir)):
-        found = list(damages(checkpoint, read_whole_state(checkpoint)[1], only_model=only_model))
-        if not found:
-            return FoundCheckpoint(checkpoint, tuple(broken))
-        broken.append(f"{checkpoint} is damaged: {'; '.join(found)}")
-    told = "".join(f"\n  - {line}" for line in broken)
+        problems = list(damages(checkpoint, read_whole_state(checkpoint)[1], only_model=only_model))
+        if not problems:
+            newest = [f"the newest whole checkpoint is {checkpoint}"] if broken else []
+            return checkpoint, [f"passed over: {line}" for line in broken] + newest
+        broken.append(f"{checkpoint} is damaged: {'; '.join(problems)}")
     raise ConfigError(
-        f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}{told}",
+        "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *broken]),
         "Leave the option out to train from the beginning.",
     )
 

@@ -11,6 +11,7 @@ from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
+from packtool.cache.views import ChosenTargets, SampleReader
 from packtool.config.commands import MAX_TOKENS_OPTION, EvalConfig
 from packtool.config.packing import SharingOptions
 from packtool.config.train import EvalStrategy, TrainConfig
@@ -22,9 +23,37 @@ from packtool.planning.cost import ALL_WEIGHTS
 from packtool.planning.dynamic import EvaluationPlan, aligned_lengths, plan_evaluation
 from packtool.train.prepare.check import check_model
 from packtool.train.prepare.costs import cost_of
+from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared
 from packtool.train.prepare.trained import TrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """The val split of a run's caches.
+
+    Args:
+        samples: with their labels as ``--loss-scale`` chooses them.
+        plan: micro-batches of all ranks.
+    """
+
+    reader: CacheReader
+    samples: SampleReader
+    plan: EvaluationPlan
+
+
+def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None:
+    """Plan the evaluation of the val split between steps; None with ``--eval-strategy no``."""
+    (config, files, reader), choices = inputs.of_run, inputs.choices
+    if config.eval_strategy == "no":
+        return None
+    val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
+    plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
+    shared, _ = shared_of_evaluation(config, files, val, plan)
+    if shared is not None:
+        plan = dataclasses.replace(plan, trees=shared.trees)
+    return Validation(val, ChosenTargets(val, choices) if any(choices) else val, plan)
 
 
 @dataclass(frozen=True)

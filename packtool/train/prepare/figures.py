@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.batch.micro_batch import MicroBatch
 from packtool.planning.balance import Costs
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import Counts, Mixture, added, by_name, counts_of_steps, share_figures
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.summary import computed_tokens
+from packtool.train.prepare.result import TrainResult
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,6 @@ class SampleFigures:
     """What is known of the samples of a cache beforehand; arrays by cache position.
 
     Args:
-        target_tokens: labels that carry loss.
         media_tokens: placeholder tokens of each sample's media.
         audio_tokens: those of them that stand for sounds.
         units: what each sample adds to the loss's denominator.
@@ -82,7 +84,6 @@ class SampleFigures:
         mixture: whose sources steps tell the shares of; None without one.
     """
 
-    target_tokens: npt.NDArray[np.integer[Any]]
     media_tokens: npt.NDArray[np.integer[Any]]
     audio_tokens: npt.NDArray[np.integer[Any]]
     units: npt.NDArray[np.integer[Any]]
@@ -91,6 +92,40 @@ class SampleFigures:
     is_seen: npt.NDArray[np.bool_] | None = None
     is_heard: npt.NDArray[np.bool_] | None = None
     mixture: Mixture | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RankStep:
+    """One optimizer step of one rank, before any sample is read.
+
+    Args:
+        micro_batches: of this rank, the same number on every rank.
+        begin: returns the figures over all ranks; every rank calls it once, when the step is next.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    begin: Callable[[], StepFigures]
+
+
+class Steps(ABC):
+    """The steps of one rank from the first one to train.
+
+    Attributes:
+        ended: whether the step that was begun last is the last one, whatever was expected.
+    """
+
+    ended = False
+
+    @abstractmethod
+    def drawn(self) -> Iterator[RankStep]:
+        """Yield the steps in order; they are drawn ahead of training."""
+
+    def save(self, checkpoint: str, step: int) -> None:  # noqa: B027  # planned steps need nothing
+        """Save what this rank needs to resume after ``step`` steps."""
+
+    def counted(self, result: TrainResult) -> TrainResult:
+        """Add counts that are only known after training to the result; every rank calls this at the end."""
+        return result
 
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:

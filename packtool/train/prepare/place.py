@@ -24,7 +24,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
@@ -34,7 +35,8 @@ from packtool.errors import ConfigError, StorageError
 from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import (
     PREFIX,
-    FoundCheckpoint,
+    RunState,
+    check_resumable,
     discard_run_state,
     find_checkpoint,
     finished_checkpoints,
@@ -150,25 +152,79 @@ def newest_checkpoint(config: TrainConfig) -> str | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def checkpoint_of(config: TrainConfig) -> FoundCheckpoint:
-    """The checkpoint that a run goes on from, or takes its weights from; none for a run from the beginning.
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run resumes from, if any.
+
+    Args:
+        checkpoint: its directory; None to train from the beginning.
+        before: its state; also set without a checkpoint, by ``packtool.Batches``, whose user keeps the checkpoints.
+        weights: checkpoint to take only the weights from; None for those of the model.
+        notes: messages on damaged checkpoints.
+    """
+
+    checkpoint: str | None = None
+    before: RunState | None = None
+    weights: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> ResumePoint:
+        """Find the checkpoint that the options and the output directory name.
+
+        Raises:
+            ConfigError, MismatchError: as ``checkpoint_of``.
+        """
+        checkpoint, notes = checkpoint_of(config)
+        if config.resume_only_model or checkpoint is None:
+            return cls(weights=checkpoint, notes=tuple(notes))
+        return cls(checkpoint, read_run_state(checkpoint), notes=tuple(notes))
+
+    @property
+    def start(self) -> int:
+        """The first step to train."""
+        return self.before.step if self.before is not None else 0
+
+    def check(
+        self,
+        state: RunState,
+        world: World,
+        *,
+        data_may_change: bool = False,
+        other_data: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """Raise unless a run with this state may resume here; arguments as for ``RunState.check_continues``.
+
+        Raises:
+            MismatchError: naming every difference, or what the checkpoint lacks.
+        """
+        if self.checkpoint is not None and self.before is not None:
+            state.check_continues(self.checkpoint, self.before, data_may_change=data_may_change, other_data=other_data)
+            check_resumable(self.checkpoint, world.rank, world.size)
+
+
+def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
+    """Find the checkpoint that a run resumes from, or takes its weights from; None for a run from the beginning.
+
+    Returns:
+        its directory, and messages on damaged ones.
 
     Raises:
-        ConfigError: if there is no such checkpoint, or the output directory holds another run, or can be none.
+        ConfigError: if there is no such checkpoint, or the output directory holds another run, or cannot be used.
         MismatchError: if it is damaged.
     """
     _check_is_possible(config.output_dir)
-    only_model = config.resume_only_model
-    found = find_checkpoint(config.resume_from_checkpoint, config.output_dir, only_model=only_model)
-    checkpoint = found.directory
-    goes_on = checkpoint is not None and _is_in(checkpoint, config.output_dir)
-    if goes_on and config.overwrite_output_dir:
+    checkpoint, notes = find_checkpoint(
+        config.resume_from_checkpoint, config.output_dir, only_model=config.resume_only_model
+    )
+    resumes_here = checkpoint is not None and _is_in(checkpoint, config.output_dir)
+    if resumes_here and config.overwrite_output_dir:
         raise ConfigError(
             f"--overwrite-output-dir would remove {checkpoint}, which this run is to go on from",
             "Leave out one of --overwrite-output-dir and --resume-from-checkpoint.",
         )
-    if goes_on or config.overwrite_output_dir or config.add_version:
-        return found
+    if resumes_here or config.overwrite_output_dir or config.add_version:
+        return checkpoint, notes
     if used := _left_by_a_run(config.output_dir):
         shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
         on = "--resume-from-checkpoint true goes on with it, " if finished_checkpoints(config.output_dir) else ""
@@ -177,7 +233,7 @@ def checkpoint_of(config: TrainConfig) -> FoundCheckpoint:
             f"Give another directory; or {on}--overwrite-output-dir true deletes it first, and --add-version true "
             "makes a numbered folder inside for each run.",
         )
-    return found
+    return checkpoint, notes
 
 
 def refuse_other_run(config: TrainConfig) -> None:

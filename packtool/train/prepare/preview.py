@@ -11,15 +11,22 @@ from typing import Any
 import numpy as np
 
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
+from packtool.config.mixture import MixOptions
 from packtool.config.plan import PlanConfig
+from packtool.errors import ConfigError
+from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan, plan_epoch, plan_mixture
 from packtool.planning.mixture import by_name, counts_of_steps, share_figures
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array
 from packtool.planning.summary import BatchGrowth, PlanSummary, own_steps_line, padded_fill
 from packtool.planning.tree_parts import TreeParts
+from packtool.train.prepare.checkpoint import find_checkpoint, is_checkpoint, read_run_state, run_directory
+from packtool.train.prepare.history import read_history
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_plan
+from packtool.train.prepare.resume import steps_planned
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 
 
@@ -285,3 +292,57 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
 def _trains_packs(summary: PlanSummary) -> bool:
     """Whether packs are trained as they are, with what is free in them."""
     return summary.options.packing and summary.skrull is None
+
+
+def resumed_figures(config: PlanConfig) -> dict[str, Any]:
+    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run, with its own options.
+
+    Args:
+        config: ``resume`` is the run's directory or one of its checkpoints; caches or their recipe are the run's if
+            none are given.
+
+    Returns:
+        all figures by name, as JSON has them.
+
+    Raises:
+        ConfigError, MismatchError: as training, and where the run keeps no history.
+    """
+    assert config.resume is not None, "asked for"
+    directory = config.resume.rstrip("/")
+    output_dir = run_directory(directory)
+    segments = read_history(output_dir)
+    checkpoint, _ = find_checkpoint(directory if is_checkpoint(directory) else "true", output_dir)
+    assert checkpoint is not None, "a directory was named"
+    step = read_run_state(checkpoint).step
+    segment = next(each for each in reversed(segments) if each.first < step or each is segments[0])
+    train = segment.train_config
+    has_caches = bool(config.cached_dataset or config.mix)
+    train = dataclasses.replace(
+        train,
+        cached_dataset=config.cached_dataset if has_caches else train.cached_dataset,
+        mix=config.mix if has_caches else train.mix,
+        output_dir=output_dir,
+        resume_from_checkpoint=checkpoint,
+        data_change="allow",
+    )
+    if problems := train.problems(MixOptions):
+        raise ConfigError.from_problems(problems)
+    ranks = train.sequence_parallel_ranks
+    size = segment.assignments[-1][1] * ranks if config.world_size == 1 else config.world_size
+    run = Run.of(train, World(size=size).shared_by(ranks))
+    timeline = run.caches.timeline
+    stretch = timeline.stretch(run.start)
+    return {
+        "checkpoint": run.resume_point.checkpoint,
+        "step": run.start,
+        "epoch": stretch.epoch,
+        "steps_left_in_epoch": stretch.stop - run.start,
+        "steps_per_epoch": timeline.steps_per_epoch,
+        "steps": timeline.num_steps,
+        "steps_before": steps_planned(checkpoint),
+        "world_size": run.world.data.size,
+        "samples_left_in_epoch": len(stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)),
+        "data_changed": run.changed is not None,
+        "sources": [] if run.changed is None else [dataclasses.asdict(source) for source in run.changed.sources],
+        "stages": timeline.figures() or None,
+    }

@@ -13,7 +13,7 @@ import dataclasses
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,7 @@ class RunRecord:
     Args:
         ledger: at the beginning.
         timeline: of the run.
-        segment: of the history, given how the run is called by now.
+        segment: of the history.
         checkpoint: that it goes on from.
     """
 
@@ -150,7 +150,7 @@ class RunRecord:
         self,
         ledger: Ledger,
         timeline: Timeline,
-        segment: Callable[[], Segment],
+        segment: Segment,
         checkpoint: str | None,
     ) -> None:
         self.ledger, self._checkpoint = ledger, checkpoint
@@ -162,7 +162,7 @@ class RunRecord:
         Raises:
             StorageError: if it cannot be written.
         """
-        begin_segment(output_dir, self._segment(), self._checkpoint)
+        begin_segment(output_dir, self._segment, self._checkpoint)
         change = self.ledger.change
         if change is not None:
             write_ledger(os.path.join(output_dir, HISTORY), self.ledger, ledger_name(change.step))

@@ -144,11 +144,11 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
         yield f'load: transformers.{auto.__name__}.from_pretrained("{result.checkpoint}")'
 
 
-def schedule_lines(config: TrainConfig, timeline: Timeline, result: TrainResult) -> Iterator[str]:
-    """What is to be said of the plan before it is trained."""
-    summary = timeline.first.summary
+def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) -> Iterator[str]:
+    """Describe the plan before the first step."""
+    summary, num_steps = timeline.first.summary, timeline.num_steps
     reason = f"longer than {summary.options.max_length:,} tokens"
-    if result.sources:
+    if timeline.inputs.mixture is not None:
         reason += ", or outside what their source takes,"
     if config.plan is not None:
         reason = f"that --plan {config.plan} does not hold"
@@ -158,15 +158,15 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, result: TrainResult)
     num, repeats = f"{summary.num_samples:,}", summary.num_samples - summary.num_distinct
     again = f", {repeats:,} of them repeats" if repeats else ""
     yield f"samples to train on: {num}{again}, lengths known: {num}, longest {summary.longest:,}"
-    processes = f"{result.num_processes} process{'es' if result.num_processes > 1 else ''}"
+    processes = f"{num_processes} process{'es' if num_processes > 1 else ''}"
     if summary.skrull is not None:
         yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
-        yield f"optimizer steps: {result.steps:,}; {processes}"
-        yield from _batch_lines(config, timeline, result)
+        yield f"optimizer steps: {num_steps:,}; {processes}"
+        yield from _batch_lines(config, timeline)
         return
     if not summary.options.packing:
         yield f"packing: no, but {_unpacked(config)}, {summary.fill:.1%} of whose tokens are true; {processes}"
-        yield f"optimizer steps: {result.steps:,}"
+        yield f"optimizer steps: {num_steps:,}"
         return
     yield (
         f"packing: yes (--packing false pads); packing length: {summary.options.packing_length:,}, packing processes: "
@@ -180,18 +180,18 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, result: TrainResult)
         f"{summary.fill:.2%}{free}"
     )
     if keeps:
-        yield f"optimizer steps: {result.steps:,}, as without packing; {own_steps_line(summary, timeline.first.steps)}"
+        yield f"optimizer steps: {num_steps:,}, as without packing; {own_steps_line(summary, timeline.first.steps)}"
         return
     if last := last_step_line(timeline):
         yield last
-    saved = 1 - result.steps / result.steps_without_packing
-    without = result.steps_without_packing
-    yield f"optimizer steps: {result.steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
-    yield from _batch_lines(config, timeline, result)
+    without = timeline.num_steps_without_packing()
+    saved = 1 - num_steps / without
+    yield f"optimizer steps: {num_steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
+    yield from _batch_lines(config, timeline)
 
 
-def _batch_lines(config: TrainConfig, timeline: Timeline, result: TrainResult) -> Iterator[str]:
-    """What packs make of the batch, and what that asks of the learning rate and the warm-up."""
+def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
+    """Compare the batch with that of unpacked training, and advise on learning rate and warm-up."""
     batch = BatchGrowth.of(timeline.first.summary)
     if not config.packing:
         return
@@ -199,7 +199,7 @@ def _batch_lines(config: TrainConfig, timeline: Timeline, result: TrainResult) -
     factors = (config.per_device_train_batch_size, config.gradient_accumulation_steps, timeline.first.steps.world_size)
     yield f"{batch.sentence(' x '.join(map(str, factors)))}: {keeps} keeps that batch"
     if batch.is_large:
-        steps, plain = result.steps, result.steps_without_packing
+        steps, plain = timeline.num_steps, timeline.num_steps_without_packing()
         yield (
             f"{batch.advice(config.optim)}; warm-up: {config.num_warmup_steps(steps):,} of {steps:,} steps, unpacked "
             f"{config.num_warmup_steps(plain):,} of {plain:,}"

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from packtool.config.settings import load_json
+from packtool.config.settings import flag, load_json
+from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.planning.ledger import Ledger
-from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.checkpoint import ONLY_MODEL, RunState, read_options
 from packtool.train.prepare.data_change import ChangedData, cache_differences, history_of, with_changed_data
+from packtool.train.prepare.history import options_kept
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.prepared import ResumePoint
+from packtool.train.prepare.place import ResumePoint
 from packtool.train.prepare.record import begin_ledger, ledger_of_plan, read_ledger
 from packtool.train.prepare.timeline import Timeline
+
+_FIXED_PANELS = ("Optimizer", "Parameters")
+"""Panels of options that a resumed optimizer has from its checkpoint."""
+_LENGTH = ("num_train_epochs", "max_steps")
+_NOT_COMPARED = ("output_dir", "dataloader_num_workers", "data_change")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,19 +46,16 @@ class ResumedState:
     notes: tuple[str, ...] = ()
 
 
-def resume(
-    resume_point: ResumePoint, state: RunState, world: World, inputs: Inputs, *, may_change: bool
-) -> ResumedState:
+def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inputs) -> ResumedState:
     """Resume from a checkpoint, or begin a run.
 
     Args:
         state: of a run that begins with these options and caches.
-        may_change: the caches may be others than the checkpoint's.
 
     Raises:
         MismatchError: if the run does not fit the checkpoint, or what was trained cannot be found in other caches.
     """
-    before, checkpoint, (_, _, reader) = resume_point.before, resume_point.checkpoint, inputs.of_run
+    before, checkpoint, (config, _, reader) = resume_point.before, resume_point.checkpoint, inputs.of_run
     if before is None:
         return ResumedState(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
     if checkpoint is None:  # as packtool.Batches goes on, whose user keeps the checkpoints, and no ledger
@@ -57,7 +63,10 @@ def resume(
     ledger = read_ledger(checkpoint)
     had = () if ledger is None else ledger.sources
     resume_point.check(
-        state, world, data_may_change=may_change, other_data=lambda: cache_differences(had, reader) if had else []
+        state,
+        world,
+        data_may_change=config.data_change == "allow",
+        other_data=lambda: cache_differences(had, reader) if had else [],
     )
     if state.has_other_data(before):
         return _with_other_data(checkpoint, before, state, inputs, ledger)
@@ -141,3 +150,60 @@ def steps_planned(checkpoint: str) -> int:
     """How many steps the run of a checkpoint was to have."""
     with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
         return int(load_json(file.read())["max_steps"])
+
+
+def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState, num_steps: int) -> Iterator[str]:
+    """Yield one line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
+
+    Args:
+        state: of the resumed run.
+        num_steps: of the whole run.
+
+    Raises:
+        MismatchError: if a changed setting would have no effect, or would shift the schedule of learning rates.
+    """
+    checkpoint, before = resume_point.checkpoint, resume_point.before
+    if checkpoint is None or before is None:
+        return
+    changes = _changed_settings(config, read_options(checkpoint))
+    num_planned = steps_planned(checkpoint)
+    panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
+    refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
+    is_same_data = config.data_change == "refuse" and not state.is_assigned_anew_after(before)
+    shifts = num_steps != num_planned and config.lr_scheduler_type != "constant"
+    reasons = []
+    is_length_set = config.data_change == "refuse" and any(name in changes for name in _LENGTH)
+    if shifts and (is_same_data or is_length_set):
+        refused += [name for name in _LENGTH if name in changes]
+        reasons = [f"    the schedule of learning rates would have {num_steps:,} steps instead of {num_planned:,}"]
+    if refused or reasons:
+        lines = [f"  - {flag(name)}: {changes[name][0]} there, {changes[name][1]} now" for name in refused]
+        raise MismatchError(
+            "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *reasons]),
+            f"Resume with the settings of that run; or {ONLY_MODEL}",
+        )
+    settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
+    done = f"{before.step:,} of {num_steps:,} steps done, {max(num_steps - before.step, 0):,} left"
+    yield f"resuming from {checkpoint}: {done}" + (f"; changed settings: {settings}" if settings else "")
+
+
+def _changed_settings(config: TrainConfig, before: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
+    """Settings that differ from a checkpoint's, by name: its value and the new one; none if it does not say."""
+    if before is None:
+        return {}
+    now = options_kept(config)
+    return {
+        field.name: (_shown(field, before), _shown(field, now))
+        for field in dataclasses.fields(config)
+        if field.name not in _NOT_COMPARED and before.get(field.name) != now.get(field.name)
+    }
+
+
+def _shown(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:
+    """A setting's value, or its default, as a command line has it."""
+    value = values.get(field.name, field.default)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if value is None or value is dataclasses.MISSING:
+        return "none" if field.name in values else "default"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,150 +1,229 @@
-"""What a run is made of, whichever kind it is.
-
-What a resumed run trains: the line at its start, and its preview with ``packtool plan --resume``.
-"""
+"""A run that is ready to train: inputs checked, steps planned as far as possible, resume point found. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from packtool.config.mixture import MixOptions
-from packtool.config.plan import PlanConfig
-from packtool.config.settings import flag
+import numpy as np
+
+from packtool import storage
+from packtool.attention.parallel.axes import Axes
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError, MismatchError
+from packtool.encode.families import family_of
 from packtool.launch.world import World
-from packtool.train.prepare.cached import prepare_cached
-from packtool.train.prepare.checkpoint import (
-    ONLY_MODEL,
-    find_checkpoint,
-    is_checkpoint,
-    read_options,
-    read_run_state,
-    run_directory,
-)
-from packtool.train.prepare.history import options_kept, read_history
-from packtool.train.prepare.prepared import PreparedRun
-from packtool.train.prepare.resume import steps_planned
-from packtool.train.prepare.streamed import prepare_stream
+from packtool.planning.ledger import Ledger
+from packtool.stream.reading import read_stream_state
+from packtool.train.prepare.cached import CachedSource, PlannedSteps, sample_figures
+from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.data_change import ChangedData
+from packtool.train.prepare.evaluation import Validation, validation_of
+from packtool.train.prepare.figures import RankTokens, Steps
+from packtool.train.prepare.heaviest import length_step, max_tokens, num_fillers
+from packtool.train.prepare.history import Segment, options_kept
+from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.opening import open_to_train
+from packtool.train.prepare.place import ResumePoint, with_resumed_version
+from packtool.train.prepare.record import RunRecord
+from packtool.train.prepare.result import TrainResult
+from packtool.train.prepare.resume import resume
+from packtool.train.prepare.sequence_parallel import axes_of, with_shares
+from packtool.train.prepare.stream_steps import NumberExchange, StreamedSteps
+from packtool.train.prepare.streamed import StreamedSource, open_stream
+from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
 
-def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
-    """A run on caches, or with ``--streaming true`` on rows as they come: checked and, as far as can be, planned.
-
-    Raises:
-        ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and what to do.
-    """
-    return prepare_stream(config, world) if config.streaming else prepare_cached(config, world)
-
-
-_FIXED_PANELS = ("Optimizer", "Parameters")  # a resumed optimizer has these settings from its checkpoint
-_LENGTH = ("num_train_epochs", "max_steps")
-_NOT_COMPARED = ("output_dir", "dataloader_num_workers", "data_change")
-
-
-def resumed_figures(config: PlanConfig) -> dict[str, Any]:
-    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run, with its own options.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A training run on one rank, ready for its first step.
 
     Args:
-        config: ``resume`` is the run's directory or one of its checkpoints; caches or their recipe are the run's if
-            none are given.
-
-    Returns:
-        all figures by name, as JSON has them.
-
-    Raises:
-        ConfigError, MismatchError: as training, and where the run keeps no history.
+        config: the settings, with everything decided that was left to packtool.
+        world: this process among the others.
+        source: the samples: of caches, or of rows that are encoded during training.
+        state: what its checkpoints record, and what a run that resumes from them must agree with.
+        resume_point: where it starts.
+        axes_by_size: how ranks share a sequence, by their number: that of the run, and those of its stages.
+        notes: messages for the user.
+        validation: the split that is evaluated between steps; None without evaluation.
+        ledger: of what was trained before; None for a stream.
+        changed: differences between the caches and those of the checkpoint; None if they are the same.
     """
-    assert config.resume is not None, "asked for"
-    directory = config.resume.rstrip("/")
-    output_dir = run_directory(directory)
-    segments = read_history(output_dir)
-    found = find_checkpoint(directory if is_checkpoint(directory) else "true", output_dir)
-    checkpoint = str(found.directory)
-    step = read_run_state(checkpoint).step
-    segment = next(each for each in reversed(segments) if each.first < step or each is segments[0])
-    train = segment.train_config
-    has_caches = bool(config.cached_dataset or config.mix)
-    train = dataclasses.replace(
-        train,
-        cached_dataset=config.cached_dataset if has_caches else train.cached_dataset,
-        mix=config.mix if has_caches else train.mix,
-        output_dir=output_dir,
-        resume_from_checkpoint=checkpoint,
-        data_change="allow",
-    )
-    if problems := train.problems(MixOptions):
-        raise ConfigError.from_problems(problems)
-    ranks = train.sequence_parallel_ranks
-    size = segment.assignments[-1][1] * ranks if config.world_size == 1 else config.world_size
-    run = prepare_cached(train, World(size=size).shared_by(ranks))
-    stretch = run.timeline.stretch(run.start)
-    return {
-        "checkpoint": run.resume_point.checkpoint,
-        "step": run.start,
-        "epoch": stretch.epoch,
-        "steps_left_in_epoch": stretch.stop - run.start,
-        "steps_per_epoch": run.timeline.steps_per_epoch,
-        "steps": run.timeline.num_steps,
-        "steps_before": steps_planned(checkpoint),
-        "world_size": run.world.data.size,
-        "samples_left_in_epoch": len(stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)),
-        "data_changed": run.changed is not None,
-        "sources": [] if run.changed is None else [dataclasses.asdict(source) for source in run.changed.sources],
-        "stages": run.timeline.figures() or None,
-    }
 
+    config: TrainConfig
+    world: World
+    source: CachedSource | StreamedSource
+    state: RunState
+    resume_point: ResumePoint
+    axes_by_size: Mapping[int, Axes]
+    notes: tuple[str, ...] = ()
+    validation: Validation | None = None
+    ledger: Ledger | None = None
+    changed: ChangedData | None = None
 
-def resume_lines(run: PreparedRun) -> Iterator[str]:
-    """One line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
+    @classmethod
+    def of(
+        cls, config: TrainConfig, world: World, resume_point: ResumePoint | None = None, planned: Inputs | None = None
+    ) -> Run:
+        """Check that model, caches or rows, options and checkpoint fit, and plan; takes seconds.
 
-    Raises:
-        MismatchError: if a changed setting would have no effect, or would shift the schedule of learning rates.
-    """
-    checkpoint, before = run.resume_point.checkpoint, run.resume_point.before
-    if checkpoint is None or before is None:
-        return
-    changes = _changed_settings(run.config, read_options(checkpoint))
-    num_steps, num_planned = run.timeline.num_steps, steps_planned(checkpoint)
-    panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
-    refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
-    is_same_data = run.config.data_change == "refuse" and not run.state.is_assigned_anew_after(before)
-    shifts = num_steps != num_planned and run.config.lr_scheduler_type != "constant"
-    reasons = []
-    is_length_set = run.config.data_change == "refuse" and any(name in changes for name in _LENGTH)
-    if shifts and (is_same_data or is_length_set):
-        refused += [name for name in _LENGTH if name in changes]
-        reasons = [f"    the schedule of learning rates would have {num_steps:,} steps instead of {num_planned:,}"]
-    if refused or reasons:
-        lines = [f"  - {flag(name)}: {changes[name][0]} there, {changes[name][1]} now" for name in refused]
-        raise MismatchError(
-            "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *reasons]),
-            f"Resume with the settings of that run; or {ONLY_MODEL}",
+        Args:
+            resume_point: by default the one that the options and the output directory name.
+            planned: as for ``open_to_train``.
+
+        Raises:
+            ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and how to fix it.
+        """
+        config = with_resumed_version(config)
+        if config.streaming:
+            return cls._of_rows(config, world)
+        inputs = open_to_train(config, planned)
+        config, files, _ = inputs.of_run
+        resume_point = resume_point or ResumePoint.of(config)
+        assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
+        resumed = resume(resume_point, inputs.state(assignment), world, inputs)
+        stages = resumed.timeline.stages if inputs.stages else ()
+        sizes = {stage.inputs.sequence_parallel_size for stage in stages} | {world.sequence_parallel_size}
+        axes = {
+            size: axes_of(with_shares(config, size), world.shared_by(size), files, inputs.lengths, trained=True)
+            for size in sorted(sizes)
+        }
+        unshared = () if inputs.unshared is None else (inputs.unshared,)
+        return cls(
+            config=config,
+            world=world,
+            source=CachedSource(
+                inputs=inputs,
+                timeline=resumed.timeline,
+                world=world,
+                start=resume_point.start,
+                figures=sample_figures(inputs),
+            ),
+            state=resumed.state,
+            resume_point=resume_point,
+            axes_by_size=axes,
+            notes=(*unshared, *inputs.notes, *resume_point.notes, *resumed.notes),
+            validation=validation_of(inputs, world, axes[world.sequence_parallel_size]),
+            ledger=resumed.ledger,
+            changed=resumed.changed,
         )
-    settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
-    done = f"{run.start:,} of {num_steps:,} steps done, {max(num_steps - run.start, 0):,} left"
-    yield f"resuming from {checkpoint}: {done}" + (f"; changed settings: {settings}" if settings else "")
 
+    @classmethod
+    def _of_rows(cls, config: TrainConfig, world: World) -> Run:
+        """A run that encodes and packs rows while it trains; reads the first rows of the first files."""
+        source, state, notes = open_stream(config, world)
+        resume_point = ResumePoint.of(config)
+        resume_point.check(state, world)
+        if (checkpoint := resume_point.checkpoint) is not None:
+            position = read_stream_state(checkpoint, world.data.rank)
+            source = dataclasses.replace(source, start=resume_point.start, stream=position)
+        axes = axes_of(config, world, source.files, np.array([source.spec.max_length]), trained=True)
+        return cls(
+            config=config,
+            world=world,
+            source=source,
+            state=state,
+            resume_point=resume_point,
+            axes_by_size={world.sequence_parallel_size: axes},
+            notes=(*notes, *resume_point.notes),
+        )
 
-def _changed_settings(config: TrainConfig, before: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
-    """Settings that differ from a checkpoint's, by name: its value and the new one; none if it does not say."""
-    if before is None:
-        return {}
-    now = options_kept(config)
-    return {
-        field.name: (_shown(field, before), _shown(field, now))
-        for field in dataclasses.fields(config)
-        if field.name not in _NOT_COMPARED and before.get(field.name) != now.get(field.name)
-    }
+    @property
+    def timeline(self) -> Timeline | OpenTimeline:
+        """The steps of the run by number."""
+        return self.source.timeline
 
+    @property
+    def caches(self) -> CachedSource:
+        """The source of a run on caches."""
+        assert isinstance(self.source, CachedSource), "a run on caches"
+        return self.source
 
-def _shown(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:
-    """A setting's value, or its default, as a command line has it."""
-    value = values.get(field.name, field.default)
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    if value is None or value is dataclasses.MISSING:
-        return "none" if field.name in values else "default"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    @property
+    def start(self) -> int:
+        """The first step to train."""
+        return self.resume_point.start
+
+    @property
+    def axes(self) -> Axes:
+        """How ranks share sequences, unless a stage has its own way."""
+        return self.axes_by_size[self.world.sequence_parallel_size]
+
+    def expected(self) -> TrainResult:
+        """The result as far as it is known before the first step."""
+        return TrainResult(
+            steps=self.timeline.num_steps,
+            num_processes=self.world.size,
+            output_dir=self.config.output_dir,
+            resumed_from=self.resume_point.checkpoint,
+            **self.source.expected(),
+        )
+
+    def with_config(self, **changes: Any) -> Run:
+        """The same run with other settings that neither plan nor source depend on."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))
+
+    @property
+    def step_configs(self) -> list[tuple[TrainConfig, Axes]]:
+        """Settings of steps, and how ranks share their sequences: one pair, or one for each stage still to train."""
+        return [
+            (
+                dataclasses.replace(with_shares(self.config, size), packing_length=packing_length),
+                self.axes_by_size.get(size, Axes()),
+            )
+            for packing_length, size in self.source.step_shapes
+        ]
+
+    def peak_memory_batches(self, number: int = 0) -> tuple[RankTokens, ...]:
+        """The micro-batches of one rank that may need most memory.
+
+        Args:
+            number: of their settings among ``step_configs``.
+        """
+        return self.source.peak_memory_batches(self.step_configs[number][0], number)
+
+    @property
+    def length_multiple(self) -> int:
+        """Tokens of which the length of a micro-batch is a multiple; 1 without ``--torch-compile``."""
+        return length_step(self._max_tokens) if self.config.torch_compile else 1
+
+    @property
+    def _max_tokens(self) -> int:
+        return max(max_tokens(config, config.sequence_parallel_ranks) for config, _ in self.step_configs)
+
+    def length_lines(self) -> Iterator[str]:
+        """Say which lengths of micro-batches are compiled, with ``--torch-compile``."""
+        if self.config.torch_compile:
+            step, fillers = self.length_multiple, num_fillers(family_of(self.source.files.config).kinds)
+            num_lengths = -(-(self._max_tokens + fillers) // step)
+            yield (
+                f"torch.compile ({self.config.torch_compile_backend}): micro-batches are padded to multiples of "
+                f"{step:,} tokens, up to {num_lengths * step:,}; the first step of each of these {num_lengths} lengths "
+                "takes longer, for it is compiled"
+            )
+
+    def steps(self, exchange: NumberExchange) -> Steps:
+        """The steps of this rank from ``start`` on."""
+        if isinstance(self.source, StreamedSource):
+            return StreamedSteps(self.source, self.config, exchange)
+        return PlannedSteps(self.source)
+
+    def record(self) -> RunRecord | None:
+        """The keeper of this run's history and ledger; None for a stream, which has neither."""
+        if self.ledger is None:
+            return None
+        reader, state = self.caches.reader, self.state
+        caches = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
+        segment = Segment(
+            first=self.start,
+            num_steps=self.timeline.num_steps,
+            config=options_kept(self.config),
+            caches=tuple((storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in caches),
+            assignments=state.assignments or ((0, *state.assignment),),
+            changed_at=None if self.ledger.change is None else self.ledger.change.step,
+            plan=state.plan,
+            steps=state.steps,
+        )
+        return RunRecord(self.ledger, self.caches.timeline, segment, self.resume_point.checkpoint)

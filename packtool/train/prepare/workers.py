@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from packtool.launch.world import processes_of_machine
-from packtool.train.prepare.prepared import PreparedRun
+from packtool.train.prepare.run import Run
 
 #  Pictures of 8,192 tokens are read and cut into patches in 0.4 s on one core.
 _TOKENS_OF_A_WORKER = 2048
@@ -24,12 +24,12 @@ def choose_workers(media_tokens: float, cores: int) -> int:
     return max(min(-(-int(media_tokens) // _TOKENS_OF_A_WORKER), cores - 1, _MOST), 1)
 
 
-def workers_of(run: PreparedRun) -> int:
-    """What ``--dataloader-num-workers`` says, or what suits the media of the run and this machine."""
+def workers_of(run: Run) -> int:
+    """The number of loading processes: ``--dataloader-num-workers``, or by media of the first stage and cores."""
     if run.config.dataloader_num_workers is not None:
         return run.config.dataloader_num_workers
-    config, _ = run.kinds_of_steps[0]  # of the steps that come first: other stages may share their packs otherwise
-    return choose_workers(run.media_tokens() / config.sequence_parallel_ranks, cores_of_a_rank())
+    config, _ = run.step_configs[0]
+    return choose_workers(run.source.media_tokens() / config.sequence_parallel_ranks, cores_of_a_rank())
 
 
 def cores_of_a_rank() -> int:

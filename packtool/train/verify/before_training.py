@@ -21,7 +21,7 @@ from packtool.train.model.memory import FEW
 from packtool.train.model.sharding import (
     is_zero3,
 )
-from packtool.train.prepare.prepared import PreparedRun
+from packtool.train.prepare.run import Run
 from packtool.train.verify.checks import (
     Check,
     check_isolation,
@@ -37,7 +37,7 @@ _CHANGES_BEFORE_TRAINING = 2
 
 
 def verify_before_training(
-    run: PreparedRun,
+    run: Run,
     model: nn.Module,
     spec: InputSpec,
     parallel: SequenceParallel | None,
@@ -59,12 +59,12 @@ def verify_before_training(
         progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
-    samples = run.first_samples(FEW)
+    samples = run.source.first_samples(FEW)
     if config.on_bad_media == "skip":
         samples = [sample for sample in samples if not is_bad(sample, spec)]
     samples = fewer_tokens(samples)
     if len(samples) > 1:
-        least_shared = run.least_shared
+        least_shared = run.source.min_shared
         checks = verify_cheaply(model, samples, spec, dtype=dtype, parallel=parallel, least_shared=least_shared)
         raise_if_failed(checks, shares=least_shared is not None)
 

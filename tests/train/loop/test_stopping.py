@@ -31,8 +31,8 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import SIGNALS, StepWatch, StopSignals
-from packtool.train.prepare.cached import prepare_cached
 from packtool.train.prepare.checkpoint import finished_checkpoints
+from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from tests.forked import started, started_ranks
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
@@ -203,7 +203,7 @@ def bad_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bad_rows(config: TrainConfig) -> list[int]:
     """Numbers in the cache of the samples of that micro-batch."""
-    (pack,) = prepare_cached(config, World()).timeline.plan_of(0).samples(2, 0, 1)
+    (pack,) = Run.of(config, World()).timeline.plan_of(0).samples(2, 0, 1)
     return [int(position) for position in pack]
 
 

@@ -11,23 +11,23 @@ import pytest
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.launch.world import World
-from packtool.train.prepare.cached import prepare_cached
+from packtool.train.prepare.run import Run
 from tests.train.tiny import TinyWorld, export_rows
 
 
 def test_every_epoch_has_its_own_plan_and_every_rank_the_same(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, num_train_epochs=3.0)
-    first, second = (prepare_cached(config, World(rank, 2)) for rank in (0, 1))
+    first, second = (Run.of(config, World(rank, 2)) for rank in (0, 1))
     plans = [first.timeline.plan_of(epoch) for epoch in range(3)]
     assert len({plan.fingerprint for plan in plans}) == 3
     assert [second.timeline.plan_of(epoch).fingerprint for epoch in range(3)] == [plan.fingerprint for plan in plans]
     for plan in plans:
-        assert sorted(plan.packs.samples) == list(range(len(first.reader)))
+        assert sorted(plan.packs.samples) == list(range(len(first.source.reader)))
     assert not np.array_equal(plans[0].packs.samples, plans[1].packs.samples)
 
 
 def test_the_seed_decides_the_plan(tiny: TinyWorld, tmp_path: Path) -> None:
-    states = [prepare_cached(tiny.config(tmp_path, seed=seed), World()).state for seed in (1, 1, 2)]
+    states = [Run.of(tiny.config(tmp_path, seed=seed), World()).state for seed in (1, 1, 2)]
     assert states[0] == states[1]
     assert states[0].plan != states[2].plan
     assert states[0].cache == states[2].cache
@@ -36,31 +36,31 @@ def test_the_seed_decides_the_plan(tiny: TinyWorld, tmp_path: Path) -> None:
 def test_a_cache_that_may_name_web_addresses_is_told_of(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "any", media_access="any")
     given = {"cached_dataset": (tiny.cache, str(tmp_path / "any"))}
-    (note,) = prepare_cached(tiny.config(tmp_path, **given), World()).notes
+    (note,) = Run.of(tiny.config(tmp_path, **given), World()).notes
     assert "--media-access any" in note
-    assert not prepare_cached(tiny.config(tmp_path, **given, media_access="any"), World()).notes
-    assert not prepare_cached(tiny.config(tmp_path), World()).notes
+    assert not Run.of(tiny.config(tmp_path, **given, media_access="any"), World()).notes
+    assert not Run.of(tiny.config(tmp_path), World()).notes
 
 
 def test_lengths_are_the_exports_unless_given(tiny: TinyWorld, tmp_path: Path) -> None:
-    state = prepare_cached(tiny.config(tmp_path, packing_length=None), World()).state
+    state = Run.of(tiny.config(tmp_path, packing_length=None), World()).state
     assert (state.max_length, state.packing_length) == (128, 128)
-    state = prepare_cached(tiny.config(tmp_path, packing_length=None, max_length=100), World()).state
+    state = Run.of(tiny.config(tmp_path, packing_length=None, max_length=100), World()).state
     assert (state.max_length, state.packing_length) == (100, 100)
 
 
 def test_the_first_samples_are_the_shortest_of_the_first_pack_in_its_order(tiny: TinyWorld, tmp_path: Path) -> None:
-    run = prepare_cached(tiny.config(tmp_path), World())
+    run = Run.of(tiny.config(tmp_path), World())
     (pack,) = run.timeline.plan_of(0).samples(0, 0, 0)
-    lengths = [int(run.reader.index.length[position]) for position in pack]
+    lengths = [int(run.source.reader.index.length[position]) for position in pack]
     shortest = sorted(range(len(pack)), key=lambda number: lengths[number])[:3]
-    expected = [run.reader.sample(int(pack[number])).row for number in sorted(shortest)]
-    assert [sample.row for sample in run.first_samples(3)] == expected
+    expected = [run.source.reader.sample(int(pack[number])).row for number in sorted(shortest)]
+    assert [sample.row for sample in run.source.first_samples(3)] == expected
 
 
 def test_plans_are_remembered_in_one_place(tiny: TinyWorld, tmp_path: Path) -> None:
     """The epoch that is trained and the one that is read ahead are planned once, whoever asks."""
-    schedule = prepare_cached(tiny.config(tmp_path, num_train_epochs=4.0), World()).timeline
+    schedule = Run.of(tiny.config(tmp_path, num_train_epochs=4.0), World()).timeline
     assert schedule.first is schedule.plan_of(0)
     second, third = schedule.plan_of(1), schedule.plan_of(2)
     assert (schedule.plan_of(1), schedule.plan_of(2)) == (second, third)
@@ -70,8 +70,8 @@ def test_the_log_tells_whether_samples_are_packed(tiny: TinyWorld, tmp_path: Pat
     assert TrainConfig(model="m", cached_dataset=("c",), output_dir="o").packing, "unless something else is said"
 
     def told(**settings: Any) -> str:
-        run = prepare_cached(tiny.config(tmp_path, **settings), World())
-        (line,) = [line for line in run.lines(run.expected()) if line.startswith("packing: ")]
+        run = Run.of(tiny.config(tmp_path, **settings), World())
+        (line,) = [line for line in run.source.lines(run.config) if line.startswith("packing: ")]
         return line
 
     assert told().startswith("packing: yes (--packing false pads); packing length: 256, ")
@@ -84,7 +84,7 @@ def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tm
     split = {"cached_dataset": (str(tmp_path / "with"),), "save_steps": 7}
 
     def decided(**settings: Any) -> tuple[str | None, int | None, bool, bool]:
-        run = prepare_cached(tiny.config(tmp_path, **settings), World())
+        run = Run.of(tiny.config(tmp_path, **settings), World())
         told = any("--eval-strategy no leaves it out" in note for note in run.notes)
         return run.config.eval_strategy, run.config.eval_steps, run.validation is not None, told
 
@@ -96,7 +96,7 @@ def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tm
         assert decided(**split, **nothing)[2:] == (False, False)
     assert decided()[2:] == (False, False)
     both = {"cached_dataset": (str(tmp_path / "with"), tiny.cache)}
-    (note,) = prepare_cached(tiny.config(tmp_path, **both), World()).notes
+    (note,) = Run.of(tiny.config(tmp_path, **both), World()).notes
     assert note == "only some of the caches have a val split: nothing is evaluated"
     with pytest.raises(
         ConfigError, match="the best checkpoint or an early stop is asked for, and nothing is evaluated"

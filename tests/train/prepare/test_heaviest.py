@@ -14,15 +14,14 @@ from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.launch.world import World
 from packtool.planning.skrull import SHARDED
-from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.heaviest import keys_per_pack
-from packtool.train.prepare.streamed import prepare_stream
+from packtool.train.prepare.run import Run
 from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld
 
 
-def samples_of_micro_batches(run: CachedRun) -> list[tuple[list[Any], list[int]]]:
+def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
     """Samples of each micro-batch of each data-parallel rank of the first epoch, and their places."""
     plan, found = run.timeline.first, []
     for step in range(plan.steps.num_steps):
@@ -32,7 +31,7 @@ def samples_of_micro_batches(run: CachedRun) -> list[tuple[list[Any], list[int]]
                 places = plan.places_of(step, rank, number)
                 found.append(
                     (
-                        [run.reader.sample(position) for position in positions],
+                        [run.source.reader.sample(position) for position in positions],
                         [SHARDED] * len(positions) if places is None else places.tolist(),
                     )
                 )
@@ -47,9 +46,9 @@ def samples_of_micro_batches(run: CachedRun) -> list[tuple[list[Any], list[int]]
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_looks_at_whole_pictures(size: int, settings: dict[str, Any], tiny: TinyWorld) -> None:
     config = tiny.config("unused", sequence_parallel_size=size, **settings)
-    run = prepare_cached(config, World(0, size, size))
-    (told,) = run.heaviest()
-    spec = InputSpec.load(run.files.directory, run.media_limits, config)
+    run = Run.of(config, World(0, size, size))
+    (told,) = run.peak_memory_batches()
+    spec = InputSpec.load(run.source.files.directory, run.source.media_limits, config)
     most = largest = held = 0
     for samples, places in samples_of_micro_batches(run):
         for rank in range(size):
@@ -69,24 +68,24 @@ def test_a_rank_looks_at_whole_pictures(size: int, settings: dict[str, Any], tin
 def test_keys_of_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     """Tokens from the root to the end of each node, at most, of every pack as it is collated."""
     world = make_alike_world(tiny, tmp_path / "alike")
-    run = prepare_cached(world.config(tmp_path / "out"), World())
+    run = Run.of(world.config(tmp_path / "out"), World())
     packs = run.timeline.first.packs
     assert packs.shared is not None
-    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     told, found = keys_per_pack(packs), []
     for number in range(packs.num_packs):
-        samples = [run.reader.sample(int(position)) for position in packs.pack(number)]
+        samples = [run.source.reader.sample(int(position)) for position in packs.pack(number)]
         batch = collate_tree(samples, spec, frozenset())
         found.append(len(getattr(batch, "key_index", batch.input_ids[0])))
     assert (told >= found).all()
     assert (told <= 1.5 * np.array(found)).all()
-    (heaviest,) = run.heaviest()
+    (heaviest,) = run.peak_memory_batches()
     assert heaviest.keys == told.max() > heaviest.computed
 
 
 def test_compiled_lengths_are_padded(tiny: TinyWorld) -> None:
     full, between = (
-        prepare_cached(tiny.config("unused", torch_compile=True, packing_length=length), World()).heaviest()
+        Run.of(tiny.config("unused", torch_compile=True, packing_length=length), World()).peak_memory_batches()
         for length in (256, 240)
     )
     assert [tokens.computed for tokens in full] == [256, 288], "with a filler for a picture it is one length more"
@@ -95,9 +94,9 @@ def test_compiled_lengths_are_padded(tiny: TinyWorld) -> None:
 
 
 def test_nobody_knows_the_media_of_a_stream(tiny: TinyWorld) -> None:
-    (alone,) = prepare_stream(tiny.config("unused", **tiny.streamed()), World()).heaviest()
+    (alone,) = Run.of(tiny.config("unused", **tiny.streamed()), World()).peak_memory_batches()
     assert alone == RankTokens(computed=256, vision=255)
     config = tiny.config("unused", **tiny.streamed(), sequence_parallel_size=4)
-    (shared,) = prepare_stream(config, World(0, 4, 4)).heaviest()
+    (shared,) = Run.of(config, World(0, 4, 4)).peak_memory_batches()
     assert (shared.computed, shared.vision) == (64, 63)
     assert shared.looked_at == 64

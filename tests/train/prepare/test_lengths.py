@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from packtool.launch.world import World
-from packtool.train.prepare.cached import prepare_cached
-from packtool.train.prepare.heaviest import length_lines, length_step
+from packtool.train.prepare.run import Run
 from tests.train.tiny import TinyWorld
 
 
@@ -23,18 +22,19 @@ from tests.train.tiny import TinyWorld
     ],
 )
 def test_eighths_of_the_fullest(settings: dict[str, Any], expected: int, tiny: TinyWorld) -> None:
-    run = prepare_cached(tiny.config("unused", torch_compile=True, **settings), World())
-    assert length_step(run) == expected
-    assert len(list(length_lines(run))) == 1
+    run = Run.of(tiny.config("unused", torch_compile=True, **settings), World())
+    assert run.length_multiple == expected
+    assert len(list(run.length_lines())) == 1
 
 
 def test_shared_rows_are_shorter(tiny: TinyWorld) -> None:
-    run = prepare_cached(tiny.config("unused", torch_compile=True, per_device_train_batch_size=4), World())
-    shared = dataclasses.replace(run, world=dataclasses.replace(run.world, sequence_parallel_size=2, size=2))
-    assert length_step(shared) == 64
+    run = Run.of(tiny.config("unused", torch_compile=True, per_device_train_batch_size=4), World())
+    world = dataclasses.replace(run.world, sequence_parallel_size=2, size=2)
+    shared = dataclasses.replace(run, world=world, source=dataclasses.replace(run.source, world=world))
+    assert shared.length_multiple == 64
 
 
 def test_nothing_is_padded_otherwise(tiny: TinyWorld) -> None:
-    run = prepare_cached(tiny.config("unused"), World())
-    assert length_step(run) == 1
-    assert not list(length_lines(run))
+    run = Run.of(tiny.config("unused"), World())
+    assert run.length_multiple == 1
+    assert not list(run.length_lines())

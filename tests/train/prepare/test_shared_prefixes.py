@@ -29,9 +29,9 @@ from packtool.report.inspect_pack import pack_figures, pack_lines
 from packtool.report.plan import page_content, plan_lines
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.model.loss import sum_of_losses
-from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview, save_plan
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.shared_prefixes import find_shared
 from scripts._flop_counter import flop_counter
 from tests.train.alike import NUM_TREES, QUESTIONS, alike_rows, make_alike_world
@@ -43,21 +43,21 @@ def alike(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorl
     return make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
 
 
-def prepared(world: TinyWorld, folder: Path, **settings: Any) -> CachedRun:
-    return prepare_cached(world.config(folder, **settings), World(0, settings.pop("world", 1)))
+def prepared(world: TinyWorld, folder: Path, **settings: Any) -> Run:
+    return Run.of(world.config(folder, **settings), World(0, settings.pop("world", 1)))
 
 
 def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
     run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
-    assert run.least_shared == LEAST_SHARED
+    assert run.source.min_shared == LEAST_SHARED
     assert run.state.shares_prefixes
-    assert whole.least_shared is None
+    assert whole.source.min_shared is None
     assert whole.timeline.first.packs.shared is None
     assert run.timeline.first.summary.num_samples == whole.timeline.first.summary.num_samples
     assert run.timeline.first.summary.num_target_tokens == whole.timeline.first.summary.num_target_tokens
     assert run.timeline.first.summary.longest == whole.timeline.first.summary.longest
     assert run.timeline.num_steps < whole.timeline.num_steps
-    (line,) = [line for line in run.lines(run.expected()) if line.startswith("shared prefixes: computed once")]
+    (line,) = [line for line in run.source.lines(run.config) if line.startswith("shared prefixes: computed once")]
     saved, of = re.search(r"saves ([\d,]+) of ([\d,]+) tokens", line).groups()  # type: ignore[union-attr]
     assert int(of.replace(",", "")) == whole.timeline.first.summary.num_tokens
     saved_tokens = whole.timeline.first.summary.num_tokens - run.timeline.first.summary.num_tokens
@@ -68,7 +68,7 @@ def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path:
     assert preview(planned(alike)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
-    assert other.least_shared is None
+    assert other.source.min_shared is None
     assert not other.notes
     told = prepared(tiny, tmp_path, share_prefix="true")
     assert told.state == other.state
@@ -91,29 +91,29 @@ def test_copies_of_pictures_are_shared_like_one(alike: TinyWorld, tmp_path: Path
     run, expected = prepared(world, tmp_path), prepared(alike, tmp_path)
     packs = run.timeline.first.packs
     assert packs.fingerprint == expected.timeline.first.packs.fingerprint
-    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     for number, tokens in enumerate(packs.tokens_per_pack().tolist()):
-        batch = collate_tree([run.reader.sample(int(at)) for at in packs.pack(number)], spec)
+        batch = collate_tree([run.source.reader.sample(int(at)) for at in packs.pack(number)], spec)
         assert batch.input_ids.shape[1] <= tokens
         assert isinstance(batch, TreeBatch)
     both = prepared(world, tmp_path, cached_dataset=(alike.cache, world.cache))
-    assert both.inputs.shared is not None
-    assert both.inputs.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
+    assert both.source.inputs.shared is not None
+    assert both.source.inputs.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
 
 
 def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -> None:
     """Each picture once, and FLOPs that add up to less than those of whole samples."""
     run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
-    pictures = run.reader.index.media_tokens[:: QUESTIONS + 2]
+    pictures = run.source.reader.index.media_tokens[:: QUESTIONS + 2]
     assert len(pictures) == NUM_TREES
-    assert run.figures.media_tokens.sum() == pictures.sum()
-    assert (run.figures.media_tokens >= 0).all()
-    assert run.figures.flops is not None
-    assert whole.figures.flops is not None
-    assert (run.figures.flops <= whole.figures.flops).all()
+    assert run.source.figures.media_tokens.sum() == pictures.sum()
+    assert (run.source.figures.media_tokens >= 0).all()
+    assert run.source.figures.flops is not None
+    assert whole.source.figures.flops is not None
+    assert (run.source.figures.flops <= whole.source.figures.flops).all()
     costs = run.timeline.first.summary.balance
     assert costs is not None
-    assert run.figures.flops.sum() == pytest.approx(costs.flops)
+    assert run.source.figures.flops.sum() == pytest.approx(costs.flops)
 
 
 def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> Non
     world = dataclasses.replace(alike, rows=str(file), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=500, split_dataset_ratio=0.0)
     run = prepared(world, tmp_path, gradient_checkpointing=False, packing_length=1024)
-    assert run.inputs.shared is not None
-    assert run.figures.flops is not None
-    mine = run.inputs.shared.trees.samples
-    samples = [run.reader.sample(int(position)) for position in mine]
-    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    assert run.source.inputs.shared is not None
+    assert run.source.figures.flops is not None
+    mine = run.source.inputs.shared.trees.samples
+    samples = [run.source.reader.sample(int(position)) for position in mine]
+    spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     loaded = load_model(world.model, spec.config, dtype=torch.float32, packing=True, attn_impl="sdpa")
     model: Any = make_trainable(loaded, run.config)
     batch = collate_tree(samples, spec)
@@ -141,25 +141,25 @@ def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> Non
     with flop_counter() as counter:
         sum_of_losses(model, batch, label_logits_only=True).backward()
     # torch counts all keys for every query; what is causal sees no more than half of its own document.
-    cost = RunCosts.of(run.config, run.files.config).model
+    cost = RunCosts.of(run.config, run.source.files.config).model
     own, keys = np.array(batch.lengths), np.array(batch.key_lengths)
     unseen = cost.per_square * float((2 * own * keys - (keys**2 - (keys - own) ** 2)).sum())
-    assert run.figures.flops[mine].sum() == pytest.approx(counter.get_total_flops() - unseen, rel=0.02)
+    assert run.source.figures.flops[mine].sum() == pytest.approx(counter.get_total_flops() - unseen, rel=0.02)
     # Answers of the longest row are targets of the prefix that it shares, and logits are made of them once.
     targets, logits = (
-        run.reader.index.target_tokens[mine],
-        run.inputs.shared.logits(run.reader.index.target_tokens)[mine],
+        run.source.reader.index.target_tokens[mine],
+        run.source.inputs.shared.logits(run.source.reader.index.target_tokens)[mine],
     )
     assert logits.sum() == len(batch.target_positions) < targets.sum()
     # Prefixes do not tell of targets that were chosen among turns: as many as there is room for.
-    chosen = run.inputs.shared.logits(run.reader.index.length)[mine]
-    assert chosen.tolist() == run.inputs.shared.trees.new_tokens(run.reader.index.length).tolist()
+    chosen = run.source.inputs.shared.logits(run.source.reader.index.length)[mine]
+    assert chosen.tolist() == run.source.inputs.shared.trees.new_tokens(run.source.reader.index.length).tolist()
 
 
 def test_a_tree_has_no_more_rows_than_asked(alike: TinyWorld, tmp_path: Path) -> None:
     run = prepared(alike, tmp_path, max_rows_per_tree=2)
-    assert run.inputs.shared is not None
-    assert np.diff(run.inputs.shared.trees.offsets).max() == 2
+    assert run.source.inputs.shared is not None
+    assert np.diff(run.source.inputs.shared.trees.offsets).max() == 2
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_what_does_not_go_with_it(
     for each, num_notes in ((alike, 1), (tiny, 0)):
         config = each.config(tmp_path, **settings)
         assert not config.problems()
-        run = prepare_cached(config, world)
+        run = Run.of(config, world)
         notes = [note for note in run.notes if "could be saved" in note]
         assert len(notes) == num_notes
         assert all(named in note for note in notes)
-        assert run.least_shared is None
+        assert run.source.min_shared is None
 
 
 def test_other_contradictions(alike: TinyWorld, tmp_path: Path) -> None:
@@ -204,13 +204,13 @@ def test_a_model_with_recurrent_layers(alike: TinyWorld, tmp_path: Path) -> None
     run = prepared(alike, tmp_path)
     model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
     config = alike.config(tmp_path)
-    shared, note = find_shared(config, model, run.reader, capacity=256)
+    shared, note = find_shared(config, model, run.source.reader, capacity=256)
     assert shared is None
     assert note is not None
     assert "recurrent layers" in note
     asked = alike.config(tmp_path, share_prefix="true")
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        find_shared(asked, model, run.reader, capacity=256)
+        find_shared(asked, model, run.source.reader, capacity=256)
 
 
 def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest))
     assert Manifest.read(world.cache)
     run = prepared(world, tmp_path)
-    assert run.least_shared is None
+    assert run.source.min_shared is None
     assert not run.notes
     with pytest.raises(MismatchError, match="older packtool") as error:
         prepared(world, tmp_path, share_prefix="true")
@@ -272,9 +272,9 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
     assert run.timeline.first.packs.fingerprint == direct.timeline.first.packs.fingerprint
     assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint
     assert run.state == direct.state
-    assert (run.figures.media_tokens == direct.figures.media_tokens).all()
-    assert run.figures.flops == pytest.approx(direct.figures.flops)
-    assert prepared(alike, tmp_path, plan=path, share_prefix="true").least_shared == LEAST_SHARED
+    assert (run.source.figures.media_tokens == direct.source.figures.media_tokens).all()
+    assert run.source.figures.flops == pytest.approx(direct.source.figures.flops)
+    assert prepared(alike, tmp_path, plan=path, share_prefix="true").source.min_shared == LEAST_SHARED
     with pytest.raises(MismatchError, match="--share-prefix: true there, false here"):
         prepared(alike, tmp_path, plan=path, share_prefix="false")
     with pytest.raises(MismatchError, match="shares prefixes, which does not go with --neftune-noise-alpha"):
@@ -360,7 +360,7 @@ def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: 
     config = planned(alike, save=path, share_prefix="false")
     save_plan(preview(config), config)
     assert read_plan(path).info.format == "packtool plan 1"
-    assert prepared(alike, tmp_path, plan=path).least_shared is None
+    assert prepared(alike, tmp_path, plan=path).source.min_shared is None
     with pytest.raises(MismatchError, match="--share-prefix: false there, true here"):
         prepared(alike, tmp_path, plan=path, share_prefix="true")
 
@@ -368,7 +368,7 @@ def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: 
 def test_the_first_samples_share_a_prefix(alike: TinyWorld, tmp_path: Path) -> None:
     """Packing is verified on a tree."""
     run = prepared(alike, tmp_path)
-    first, second = run.first_samples(4)
+    first, second = run.source.first_samples(4)
     assert (first.input_ids[:LEAST_SHARED] == second.input_ids[:LEAST_SHARED]).all()
 
 

@@ -18,10 +18,11 @@ from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.train.loop.callbacks import ends_epoch
 from packtool.train.loop.loader import StepLoader
-from packtool.train.prepare.cached import CachedRun
+from packtool.train.prepare.cached import CachedSource
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.prepared import ResumePoint
+from packtool.train.prepare.place import ResumePoint
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 from tests.batch.reduced import reduced_spec
 from tests.batch.test_dataset import Samples, documents
@@ -44,7 +45,9 @@ def make_timeline(
     options = options or PlanOptions(balance="none", max_length=64, packing_length=64)
     config = dataclasses.replace(CONFIG, num_train_epochs=num_epochs, max_steps=max_steps, seed=0)
     reader: Any = READER
-    inputs = Inputs(config=config, options=options, lengths=np.array(LENGTHS, np.int32), targets=TARGETS, reader=reader)
+    files: Any = object()
+    lengths = np.array(LENGTHS, np.int32)
+    inputs = Inputs(config=config, options=options, lengths=lengths, targets=TARGETS, reader=reader, files=files)
     accumulation = 1 if options.skrull else 2
     return Timeline.of(inputs, [(step, ranks, accumulation, 1) for step, ranks in ((0, world_size), *later)])
 
@@ -53,18 +56,12 @@ def load(timeline: Timeline, start: int, world: World | None = None) -> list[tup
     """(target tokens, documents of each micro-batch) of every step."""
     nothing: Any = None
     before: Any = SimpleNamespace(step=start)
-    run = CachedRun(
-        config=CONFIG,
-        world=world or World(),
-        files=nothing,
-        media_limits=nothing,
-        timeline=timeline,
-        state=nothing,
-        resume_point=ResumePoint(None, before, None, ()),
-        axes=Axes(),
-        inputs=timeline.inputs,
-        ledger=nothing,
-        figures=SampleFigures(TARGETS, np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, None),
+    world = world or World()
+    figures = SampleFigures(np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, None)
+    source = CachedSource(inputs=timeline.inputs, timeline=timeline, world=world, start=start, figures=figures)
+    resume_point = ResumePoint(before=before)
+    run = Run(
+        config=CONFIG, world=world, source=source, state=nothing, resume_point=resume_point, axes_by_size={1: Axes()}
     )
     loader = StepLoader(run, reduced_spec("qwen3"))
     assert len(loader) == timeline.num_steps
@@ -208,7 +205,7 @@ def test_figures_count_the_padding_of_what_is_sharded() -> None:
     )
     plan = plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0)
     flops = np.arange(len(TARGETS), dtype=np.float64)
-    samples = SampleFigures(TARGETS, np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, flops, 2 * flops)
+    samples = SampleFigures(np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, flops, 2 * flops)
     figures = list(figures_of_steps(plan, samples, is_dynamic=False))
     assert sum(step.tokens for step in figures) == sum(LENGTHS)
     assert sum(step.flops for step in figures) == flops.sum()

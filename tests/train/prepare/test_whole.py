@@ -71,15 +71,15 @@ def test_the_newest_whole_one_is_taken_and_broken_ones_are_named(
     name = data.draw(st.sampled_from(sorted(path.name for path in checkpoint.iterdir())))
     way = data.draw(st.sampled_from(["truncate", "delete", "garbage"]))
     damage(checkpoint / name, way, data.draw(st.integers(0, 2**20)))
-    found = find_checkpoint("true", str(output_dir))
+    found, messages = find_checkpoint("true", str(output_dir))
     if name not in read or (step < 3 and name != STATE_NAME):
-        assert found.directory == str(output_dir / "checkpoint-3")
-        assert found.broken == ()
+        assert found == str(output_dir / "checkpoint-3")
+        assert messages == []
     else:
-        assert found.directory == str(output_dir / ("checkpoint-2" if step == 3 else "checkpoint-3"))
-        assert len(found.broken) == 1
-        assert f"checkpoint-{step}" in found.broken[0]
-        assert name in found.broken[0]
+        assert found == str(output_dir / ("checkpoint-2" if step == 3 else "checkpoint-3"))
+        assert len(messages) == 2
+        assert f"checkpoint-{step}" in messages[0]
+        assert name in messages[0]
     if name in read:
         with pytest.raises(MismatchError, match=name):
             find_checkpoint(str(checkpoint), str(output_dir))
@@ -112,7 +112,7 @@ def test_checkpoints_of_older_versions_have_no_sums(whole: Path, tiny: TinyWorld
         (Path(checkpoint) / STATE_NAME).unlink()
         kept = {name: value for name, value in state.items() if name not in ("files", "digest", "master_weights")}
         (Path(checkpoint) / STATE_NAME).write_text(json.dumps(kept))
-    assert find_checkpoint("true", str(output_dir)).directory == str(output_dir / "checkpoint-3")
+    assert find_checkpoint("true", str(output_dir))[0] == str(output_dir / "checkpoint-3")
     config = tiny.config(output_dir, **GIVEN, resume_from_checkpoint="true")
     for name, what in (("model.safetensors", "the weights"), ("optimizer.pt", "the optimizer's states")):
         kept_bytes = (output_dir / "checkpoint-3" / name).read_bytes()
@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_older_checkpoints_alone(
     assert "--save-total-limit" in str(caught.value)
     assert finished_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
     assert not (tmp_path / "checkpoint-2").exists()
-    assert find_checkpoint("true", str(tmp_path)).directory == str(tmp_path / "checkpoint-1")
+    assert find_checkpoint("true", str(tmp_path))[0] == str(tmp_path / "checkpoint-1")
 
 
 def test_files_that_may_not_be_as_large_end_the_run_with_the_limit(
@@ -213,4 +213,4 @@ def test_no_whole_one_is_an_error_that_names_all(whole: Path, tmp_path: Path) ->
         find_checkpoint("true", str(output_dir))
     assert all(f"checkpoint-{step} is damaged: scheduler.pt is gone" in str(caught.value) for step in (1, 2, 3))
     assert not (output_dir / "checkpoint-1" / MASTER_NAME).exists()
-    assert find_checkpoint("true", str(output_dir), only_model=True).directory == str(output_dir / "checkpoint-3")
+    assert find_checkpoint("true", str(output_dir), only_model=True)[0] == str(output_dir / "checkpoint-3")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.launch.world import World
-from packtool.train.prepare.cached import prepare_cached
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import WaitingNote, choose_workers, workers_of
 from tests.train.tiny import TinyWorld
 
@@ -30,12 +30,12 @@ def test_there_is_always_one_and_never_more_than_cores(tokens: float, cores: int
 
 
 def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = prepare_cached(tiny.config("unused"), World())
+    run = Run.of(tiny.config("unused"), World())
     assert workers_of(run) == 0, "the tiny world asks for none"
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=None))
     monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
     assert workers_of(run) == 1
-    packed = int(run.figures.media_tokens.sum()) / run.timeline.plan_of(0).packs.num_packs
+    packed = int(run.source.figures.media_tokens.sum()) / run.timeline.plan_of(0).packs.num_packs
     monkeypatch.setattr("packtool.train.prepare.workers._TOKENS_OF_A_WORKER", packed / 3.5)
     assert workers_of(run) == 4
 
@@ -43,7 +43,8 @@ def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyP
 def test_a_stage_that_shares_no_packs_has_all_of_their_media(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
     first, config = SimpleNamespace(sequence_parallel_ranks=1), SimpleNamespace(dataloader_num_workers=None)
-    run: Any = SimpleNamespace(config=config, kinds_of_steps=[(first, None)], media_tokens=lambda: 4 * 2048)
+    source = SimpleNamespace(media_tokens=lambda: 4 * 2048)
+    run: Any = SimpleNamespace(config=config, step_configs=[(first, None)], source=source)
     assert workers_of(run) == 4
     first.sequence_parallel_ranks = 4
     assert workers_of(run) == 1
