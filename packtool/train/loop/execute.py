@@ -50,7 +50,6 @@ from packtool.train.model.sharding import (
     shard_on_cpus,
 )
 from packtool.train.prepare.checkpoint import PREFIX
-from packtool.train.prepare.evaluation import Validation
 from packtool.train.prepare.place import make_place
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.run import Run
@@ -251,7 +250,7 @@ def make_training(
     evaluation = None
     if run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else None
-        evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
+        evaluate = partial(_evaluate, run, trainer, parallel)
         ends = partial(ends_epoch, run.timeline)
         evaluation = EvaluationCallback(
             partial(trainer.log_evaluation, evaluate), ends if every is None else lambda step: step % every == 0, config
@@ -264,10 +263,10 @@ def make_training(
     return Training(trainer, report, watch, parallel, evaluation)
 
 
-def _evaluate(
-    run: Run, validation: Validation, trainer: PackTrainer, parallel: SequenceParallel | None
-) -> dict[str, float]:
-    """The val split, between two steps."""
+def _evaluate(run: Run, trainer: PackTrainer, parallel: SequenceParallel | None) -> dict[str, float]:
+    """Evaluate the val split between two steps."""
+    validation = run.validation
+    assert validation is not None, "there is a val split"
     return evaluate_in_training(
         trainer.model_wrapped,
         validation.reader,

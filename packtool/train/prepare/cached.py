@@ -192,7 +192,7 @@ class CachedSource:
         return self.timeline.stage_line(step) if self.inputs.stages else None
 
 
-class PlannedSteps(Steps):
+class CachedSteps(Steps):
     """The steps of one rank as planned: ranks need not tell each other anything."""
 
     def __init__(self, source: CachedSource) -> None:

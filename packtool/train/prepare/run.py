@@ -16,7 +16,7 @@ from packtool.encode.families import family_of
 from packtool.launch.world import World
 from packtool.planning.ledger import Ledger
 from packtool.stream.reading import read_stream_state
-from packtool.train.prepare.cached import CachedSource, PlannedSteps, sample_figures
+from packtool.train.prepare.cached import CachedSource, CachedSteps, sample_figures
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.data_change import ChangedData
 from packtool.train.prepare.evaluation import Validation, validation_of
@@ -208,7 +208,7 @@ class Run:
         """The steps of this rank from ``start`` on."""
         if isinstance(self.source, StreamedSource):
             return StreamedSteps(self.source, self.config, exchange)
-        return PlannedSteps(self.source)
+        return CachedSteps(self.source)
 
     def record(self) -> RunRecord | None:
         """The keeper of this run's history and ledger; None for a stream, which has neither."""
