@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from packtool.attention.parallel import attend, ring
+from packtool.attention.parallel import attend
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
@@ -277,10 +277,8 @@ def _counted_exchanges() -> Iterator[list[float]]:
         return exchange
 
     with ExitStack() as stack:
-        for module in (attend, ring):
-            for name, part in _SENT.items():
-                if function := getattr(module, name, None):
-                    stack.enter_context(patch.object(module, name, counting(function, part)))
+        for name, part in _SENT.items():
+            stack.enter_context(patch.object(attend, name, counting(getattr(attend, name), part)))
         yield sent
 
 

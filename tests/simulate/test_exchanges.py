@@ -49,7 +49,7 @@ class Clock:
 
 
 def all_gather(clock: Clock, local: float, block: float, gather: float, scatter: float, num: int) -> None:
-    """``attention.parallel.ring``: _gather_forward, and with a scatter _gather_backward."""
+    """``attention.parallel.attend``: _gather_forward, and with a scatter _gather_backward."""
     coming = clock.send(gather)
     clock.compute(local)
     clock.compute(block)
@@ -60,7 +60,7 @@ def all_gather(clock: Clock, local: float, block: float, gather: float, scatter:
 
 
 def ring(clock: Clock, local: float, block: float, hop: float, gradients: float, num: int) -> None:
-    """``attention.parallel.ring``: ring_forward, and with gradients ring_backward."""
+    """``attention.parallel.attend``: _ring_forward, and with gradients _ring_backward."""
     coming = clock.send(hop)
     clock.compute(local)
     clock.compute(block)

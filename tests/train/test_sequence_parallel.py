@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from packtool.attention.kernel import Varlen
 from packtool.attention.parallel import attend
-from packtool.attention.parallel.ring import ShardLayout, shard_layout
+from packtool.attention.parallel.attend import ShardLayout, shard_layout
 from packtool.batch.shard import SequenceShard
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
@@ -256,12 +256,12 @@ def test_a_dry_run_says_how_rows_are_shared(tiny: TinyWorld, tmp_path: Path) -> 
 def test_a_leak_is_found_before_training(world: TinyWorld, tmp_path: Path) -> None:
     """Local documents, or sharded ones, that see each other: the check before the first step ends the run."""
     run_ranks(2, train_with_a_leak, world, tmp_path, scratch=tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("leak-*")) == ["leak-local", "leak-whole"]
+    assert sorted(path.name for path in tmp_path.glob("leak-*")) == ["leak-local", "leak-sharded"]
 
 
 def train_with_a_leak(world: TinyWorld, root: Path) -> None:
     """On each rank."""
-    for part in ("local", "whole"):
+    for part in ("local", "sharded"):
 
         def leaky(shard: SequenceShard, device: torch.device, part: str = part) -> ShardLayout:
             layout = shard_layout(shard, device)

@@ -1,12 +1,11 @@
-"""The ranks that share a sequence, as process groups: a mesh (data, ring, ulysses) over all ranks of a run.
+"""Groups of ranks that share a sequence, and what they exchange: heads for tokens, keys and values, media features.
 
-Media of a shared sequence are looked at, or heard, once: each rank's towers get some, features go to the tokens.
+The groups are axes of a mesh (data, ring, ulysses) over all ranks of a run.
 
-What comes out for this rank's pictures, the features of all levels (DeepStack) side by side, is exchanged by one
-all-to-all, and the model goes on as if it had looked at the pictures of exactly its own tokens. Videos and sounds have
-one each. Backward the gradients take the same way home.
-
-What ranks send each other: heads for tokens (Ulysses), keys and values (ring, all-gather).
+Media of a shared sequence are encoded once: each rank's towers get some, and the features are sent to the ranks of
+their tokens. The features of all levels (DeepStack), side by side, take one all-to-all for pictures, one for videos and
+one for sounds; the model then continues as if it had encoded exactly the media of its own tokens. Backward the
+gradients take the same way back.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.shard import Cut, FeatureRoute
 
-Waiting = Callable[[], Tensor]
-"""Waits for an exchange that is under way, and returns what came."""
+Pending = Callable[[], Tensor]
+"""Waits for a started exchange, and returns the tensor received."""
 
 
 @dataclass(frozen=True)
 class AbsentRanks:
-    """Stands for a group of which no other rank is there: room is made for what would come, and nothing comes.
+    """Stands for a group whose other ranks do not exist: memory is allocated for what they would send, but not filled.
 
-    For traces of memory (``train.model.trace``), which run on one process.
+    For memory traces (``train.model.trace``), which run in one process.
 
     Args:
         size: ranks of the group.
@@ -44,17 +43,22 @@ def _size(group: Any) -> int:
     return group.size if isinstance(group, AbsentRanks) else dist.get_world_size(group)
 
 
-def _started(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Any:
-    """Start a collective; the function that waits for it."""
+def _start(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Pending:
+    """Start a collective, without waiting."""
     if isinstance(group, AbsentRanks):
-        return lambda: None
+        return lambda: received
     work = collective(received, sent, *counts, group=group, async_op=True)
     assert work is not None, "asked not to wait"
-    return work.wait
+
+    def wait(sent: Tensor = sent) -> Tensor:  # keeps alive what is sent
+        work.wait()
+        return received
+
+    return wait
 
 
-def to_next(tensor: Tensor, group: Any) -> Waiting:
-    """Send to the next rank of a ring and receive as much from the one before, without waiting.
+def to_next(tensor: Tensor, group: Any) -> Pending:
+    """Send to the next rank of a ring and receive as much from the previous one, without waiting.
 
     Args:
         tensor: of any shape, the same on all ranks.
@@ -73,7 +77,7 @@ def to_next(tensor: Tensor, group: Any) -> Waiting:
             ]
         )
 
-    def wait(sent: Tensor = sent) -> Tensor:  # what is sent must live as long
+    def wait(sent: Tensor = sent) -> Tensor:  # keeps alive what is sent
         for work in works:
             work.wait()
         return received
@@ -81,69 +85,39 @@ def to_next(tensor: Tensor, group: Any) -> Waiting:
     return wait
 
 
-def from_all(tensor: Tensor, group: Any) -> Waiting:
-    """What every rank has, (R * T, ...) for (T, ...), without waiting."""
+def from_all(tensor: Tensor, group: Any) -> Pending:
+    """Gather (T, ...) of every rank as (R * T, ...), without waiting."""
     sent = tensor.contiguous()
     received = sent.new_empty((_size(group) * len(sent), *sent.shape[1:]))
-    finish = _started(dist.all_gather_into_tensor, received, sent, group=group)
+    return _start(dist.all_gather_into_tensor, received, sent, group=group)
 
-    def wait(sent: Tensor = sent) -> Tensor:
-        finish()
-        return received
 
-    return wait
+def _all_to_all(tensor: Tensor, group: Any) -> Pending:
+    return _start(dist.all_to_all_single, torch.empty_like(tensor), tensor, group=group)
 
 
 def sum_to_owners(tensor: Tensor, group: Any) -> Tensor:
-    """The reverse of ``from_all`` for gradients: (T, ...), the sum of what all ranks have for this one.
+    """Reverse ``from_all`` for gradients: (R * T, ...) become (T, ...), the sum of all ranks' numbers for this rank.
 
     A reduce-scatter, as an all-to-all and a sum in the order of the ranks: gloo has no other.
     """
-    received = torch.empty_like(tensor)
-    _started(dist.all_to_all_single, received, tensor.contiguous(), group=group)()
+    received = _all_to_all(tensor.contiguous(), group)()
     return torch.unflatten(received, 0, (_size(group), -1)).sum(0)
 
 
-def heads_to_tokens(tensor: Tensor, group: Any) -> Waiting:
+def heads_to_tokens(tensor: Tensor, group: Any) -> Pending:
     """(T, H, D) of this rank's tokens become (U * T, H / U, D) of this rank's heads, without waiting."""
     size, (num_tokens, num_heads, head_dim) = _size(group), tensor.shape
     sent = tensor.reshape(num_tokens, size, num_heads // size, head_dim).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    finish = _started(dist.all_to_all_single, received, sent, group=group)
-
-    def wait(sent: Tensor = sent) -> Tensor:
-        finish()
-        return received.flatten(0, 1)
-
-    return wait
+    wait = _all_to_all(sent, group)
+    return lambda: wait().flatten(0, 1)
 
 
 def tokens_to_heads(tensor: Tensor, group: Any) -> Tensor:
     """Undo ``heads_to_tokens``: (U * T, H / U, D) become (T, H, D)."""
     sent = tensor.contiguous()
-    received = torch.empty_like(sent)
-    _started(dist.all_to_all_single, received, sent, group=group)()
+    received = _all_to_all(sent, group)()
     return torch.unflatten(received, 0, (_size(group), -1)).transpose(0, 1).flatten(1, 2)
-
-
-def exchange_rows(rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: Any) -> Tensor:
-    """Rows for each rank, one rank's after the other's, become rows from each rank.
-
-    Args:
-        rows: (R, ...), for rank 0 first.
-        send: rows for each rank; they add up to R.
-        receive: rows from each rank.
-        group: the ranks.
-
-    Returns:
-        (sum of ``receive``, ...), from rank 0 first.
-    """
-    received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    _started(dist.all_to_all_single, received, rows.contiguous(), list(receive), list(send), group=group)()
-    return received
-
-
-AXES = ("data", "ring", "ulysses")
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,84 +125,84 @@ class SequenceParallel:
     """This rank among the P that share its sequences.
 
     Args:
-        cut: how sequences are cut.
-        way: of the ranks on the ring axis.
-        ring, ulysses, whole: groups of the ring axis, the Ulysses axis and all P ranks.
-        others: of other sequences of the same run, which fewer ranks share.
+        cut: split of the sequences.
+        way: how the ranks of the ring axis get K and V.
+        ring, ulysses, group: groups of the ring axis, the Ulysses axis and all P ranks.
+        others: of the run's other sequences, which fewer ranks share.
     """
 
     cut: Cut
     way: Literal["ring", "allgather"]
     ring: Any
     ulysses: Any
-    whole: Any
+    group: Any
     others: tuple[SequenceParallel, ...] = ()
 
     def of(self, cut: Cut) -> SequenceParallel:
-        """The ranks that share a sequence which is cut so."""
+        """The ranks that share a sequence with this split."""
         return next((other for other in self.others if other.cut == cut), self)
 
     @classmethod
     def on_mesh(cls, axes: Axes, device_type: str) -> SequenceParallel:
-        """All ranks of a run, P at a time; the process group must be there, and every rank calls this."""
+        """Group all ranks of a run, P at a time; every rank calls this, after the process group was made."""
         size = axes.ring_size * axes.ulysses_size
         shape = (dist.get_world_size() // size, axes.ring_size, axes.ulysses_size)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-        whole = mesh["ring", "ulysses"]._flatten("sequence").get_group()
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "ring", "ulysses"))
+        group = mesh["ring", "ulysses"]._flatten("sequence").get_group()
         cut = Cut(axes.ring_size, axes.ulysses_size, dist.get_rank() % size)
-        return cls(cut, axes.way, mesh["ring"].get_group(), mesh["ulysses"].get_group(), whole)
+        return cls(cut, axes.way, mesh["ring"].get_group(), mesh["ulysses"].get_group(), group)
 
     @torch.no_grad()
-    def gathered(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
-        """The whole sequence from all ranks' parts; every rank has it.
+    def gather(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
+        """Gather the complete sequence on every rank.
 
         Args:
             values: (T, ...) of this rank's tokens.
-            index: int64 (T,), where in the whole sequence.
-            num_tokens: of the whole sequence.
+            index: int64 (T,), their positions in the complete sequence.
+            num_tokens: of the complete sequence.
 
         Returns:
             (``num_tokens``, ...).
         """
         counts = torch.zeros(self.cut.size, dtype=torch.int64, device=values.device)
         counts[self.cut.rank] = len(values)
-        counts = self.summed(counts)
-        most = int(counts.max())
+        num_local = self.sum(counts).tolist()
+        longest = max(num_local)
         sequence = values.new_zeros((num_tokens, *values.shape[1:]))
-        parts = zip(self._from_all(values, most), self._from_all(index, most), counts.tolist(), strict=True)
-        for part, place, count in parts:
-            sequence[place[:count]] = part[:count]
+        parts = zip(self._gather_padded(values, longest), self._gather_padded(index, longest), num_local, strict=True)
+        for part, positions, count in parts:
+            sequence[positions[:count]] = part[:count]
         return sequence
 
-    def _from_all(self, values: Tensor, most: int) -> list[Tensor]:
-        """Every rank's, as if it had ``most`` tokens."""
-        # Not every backend sends truth values.
+    def _gather_padded(self, values: Tensor, num_tokens: int) -> list[Tensor]:
+        """Every rank's values, padded to ``num_tokens``."""
+        # Not every backend sends booleans.
         sent = values.to(torch.uint8) if values.dtype == torch.bool else values
-        mine = torch.cat([sent, sent.new_zeros((most - len(sent), *sent.shape[1:]))])
-        received = from_all(mine, self.whole)().to(values.dtype)
-        return list(received.view(self.cut.size, *mine.shape))
+        padded = torch.cat([sent, sent.new_zeros((num_tokens - len(sent), *sent.shape[1:]))])
+        received = from_all(padded, self.group)().to(values.dtype)
+        return list(received.view(self.cut.size, *padded.shape))
 
     @torch.no_grad()
-    def summed(self, value: Tensor) -> Tensor:
+    def sum(self, value: Tensor) -> Tensor:
         """Sum over the ranks that share a sequence; of any shape, the same on all of them, without a gradient."""
         total = value.detach().clone()
-        dist.all_reduce(total, group=self.whole)
+        dist.all_reduce(total, group=self.group)
         return total
 
 
 def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: SequenceParallel) -> list[Tensor]:
-    """The features of this rank's tokens in exchange for those of this rank's media of one kind.
+    """Exchange the features of this rank's media of one kind for those of its tokens; all ranks call this.
 
     Args:
         levels: (n, D) of each level, of this rank's media.
-        route: of this kind of media.
-        parallel: ranks that share the sequence; all of them call this.
+        route: for this kind of media.
+        parallel: ranks that share the sequence.
 
     Returns:
         (m, D) of each level, of this rank's tokens.
     """
-    travelled = _Exchange.apply(torch.cat(levels, dim=-1), route, parallel)
-    return list(torch.split(travelled, [level.shape[-1] for level in levels], dim=-1))
+    received: Tensor = _Exchange.apply(torch.cat(levels, dim=-1), route, parallel)
+    return list(torch.split(received, [level.shape[-1] for level in levels], dim=-1))
 
 
 class _Exchange(torch.autograd.Function):
@@ -236,18 +210,27 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, route: FeatureRoute, parallel: SequenceParallel) -> Tensor:
-        ctx.route, ctx.parallel, ctx.num_features = route, parallel, len(features)
-        order, back = (index.to(features.device) for index in (route.send_order, route.receive_order))
-        rows = exchange_rows(features[order], route.send_counts, route.receive_counts, parallel.whole)
-        return rows[back]
+        ctx.route, ctx.group, ctx.num_features = route, parallel.group, len(features)
+        send_order, receive_order = (index.to(features.device) for index in (route.send_order, route.receive_order))
+        return _exchange_rows(features[send_order], route.send_counts, route.receive_counts, ctx.group)[receive_order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        route, order = ctx.route, ctx.route.send_order.to(grad.device)
-        came = torch.empty_like(grad)
-        came[route.receive_order.to(grad.device)] = grad
-        rows = exchange_rows(came, route.receive_counts, route.send_counts, ctx.parallel.whole)
-        # A blank picture's features went nowhere: zeros come back.
-        found = grad.new_zeros(ctx.num_features, grad.shape[-1])
-        found[order] = rows
-        return found, None, None
+        route = ctx.route
+        by_rank = torch.empty_like(grad)
+        by_rank[route.receive_order.to(grad.device)] = grad
+        rows = _exchange_rows(by_rank, route.receive_counts, route.send_counts, ctx.group)
+        # A blank picture's features were sent to no rank: their gradients are zeros.
+        gradients = grad.new_zeros(ctx.num_features, grad.shape[-1])
+        gradients[route.send_order.to(grad.device)] = rows
+        return gradients, None, None
+
+
+def _exchange_rows(rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: Any) -> Tensor:
+    """Send rows (n, ...), those for rank 0 first, and receive rows (m, ...), those from rank 0 first.
+
+    Args:
+        send, receive: rows for and from each rank.
+    """
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    return _start(dist.all_to_all_single, received, rows.contiguous(), list(receive), list(send), group=group)()

@@ -267,7 +267,7 @@ def _shared_scores(scorer: Scorer, parallel: SequenceParallel, batch: Batch) -> 
     assert isinstance(batch, ShardedBatch), "collated with a cut"
     length = sum(batch.lengths)
     parts = _scores(scorer, batch)
-    labels, losses, correct = (parallel.gathered(part[0], batch.index, length)[None] for part in parts)
+    labels, losses, correct = (parallel.gather(part[0], batch.index, length)[None] for part in parts)
     return labels, losses, correct
 
 

@@ -171,7 +171,7 @@ class PackUnderTest:
         whole = logits.new_zeros((len(rows), logits.shape[1]))
         if mine:
             whole[torch.tensor([number for number, _ in mine])] = logits
-        return self.parallel.summed(whole.to(batch.input_ids.device)).cpu()
+        return self.parallel.sum(whole.to(batch.input_ids.device)).cpu()
 
     def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
         """Logits of one sample at its checked positions, (positions, vocabulary), computed alone.
@@ -196,7 +196,7 @@ class PackUnderTest:
     def packed_loss(self) -> float:
         """The pack's mean loss."""
         loss = self.loss(self.batch)
-        return float(loss if self.parallel is None else self.parallel.summed(loss))
+        return float(loss if self.parallel is None else self.parallel.sum(loss))
 
     def take_packed_gradients(self) -> None:
         """Take the gradients of the pack's loss away from those that the model has, which all ranks have alike."""
@@ -210,7 +210,7 @@ class PackUnderTest:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(total, group=self.parallel.whole)
+                dist.all_reduce(total, group=self.parallel.group)
                 parameter.grad = total
 
     def with_change(self, changed: Node) -> PackedBatch | ShardedBatch:

@@ -123,7 +123,7 @@ def _run(model: PreTrainedModel, batch: Batch, lengths: Sequence[int], parallel:
     if parallel is not None:
         # At once: each exchange costs more than what it moves.
         together = torch.cat([total.view(1), *(gradient.flatten() for gradient in gradients.values())])
-        dist.all_reduce(together, group=parallel.whole)
+        dist.all_reduce(together, group=parallel.group)
         total, *parts = together.split([1, *(gradient.numel() for gradient in gradients.values())])
         gradients = {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
     return _logits(model, batch, lengths, parallel), float(total), gradients
@@ -137,7 +137,7 @@ def _logits(
     sequence = model(**batch.model_inputs()).logits[0]
     assert isinstance(batch, PackedBatch | ShardedBatch)
     if parallel is not None:
-        sequence = parallel.gathered(sequence, batch.index, sum(batch.lengths))
+        sequence = parallel.gather(sequence, batch.index, sum(batch.lengths))
     starts = np.cumsum([0, *batch.lengths]).tolist()
     return [sequence[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 

@@ -129,7 +129,7 @@ def test_sounds_of_a_sequence_that_ranks_share_are_traced(drawn_data: Path, tmp_
 
 
 def _measure_shared(folder: Path) -> None:
-    mesh._started = _wholly_waited_for(mesh._started)
+    mesh._start = _wholly_waited_for(mesh._start)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         save_image_processor("qwen3_vl", str(folder))
@@ -165,18 +165,19 @@ def _measure_shared(folder: Path) -> None:
 
 
 def _wholly_waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``mesh._started``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
+    """As ``mesh._start``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
 
     def started(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Any:
         held = [(tensor, _num_holders(tensor)) for tensor in (received, sent)]
         finish = start(collective, received, sent, *counts, group=group)
 
-        def wait() -> None:
+        def wait() -> Tensor:
             nonlocal finish
-            finish()
+            result = finish()
             finish = None
             wait_for(lambda: all(_num_holders(tensor) <= before for tensor, before in held))
             held.clear()
+            return result
 
         return wait
 
