@@ -11,8 +11,7 @@ shared by Ulysses, the ring and the all-gather of K and V. Beside it, what there
 Of the busiest rank: what autograd keeps for the backward pass (each storage once, without weights: exact, and the same
 on any device); the peak of a step above what was there before it (of the process, or of CUDA's allocator); the time of
 a step, in rounds that every way has its turn in, the median of the ratios; bytes that it sends, as counted, and in the
-forward pass as ``Heads.forward_volume`` tells. All losses are compared
-with that of P = 1 first.
+forward pass as ``Heads.volume`` estimates. All losses are compared with that of P = 1 first.
 
 On the CPU all P processes share the same cores that P = 1 has to itself: the time says what sharing costs, not what it
 gains, and where others are at work, too, what all ranks' threads were busy ("CPU") says it better. With
@@ -127,7 +126,8 @@ def volume(way: Way, work: Work) -> float:
     text = MODELS[work.model].text
     heads = Heads(text["num_attention_heads"], text["num_key_value_heads"])
     size = way.ranks.size
-    per_token = heads.forward_volume(1, size) if way.name == "ulysses" else heads.forward_volume(size, 1)
+    sizes = (1, size) if way.name == "ulysses" else (size, 1)
+    per_token = heads.volume(*sizes, "ring", backward=False)
     item = 2 if work.device == "cuda" else 4
     return per_token * way.steps[0].num_sequence_tokens * text["head_dim"] * text["num_hidden_layers"] * item
 

@@ -1,4 +1,4 @@
-"""Ulysses, ring, all-gather, or two of them: what P ranks that share a sequence do, and why."""
+"""Choice of how P ranks share a sequence: Ulysses, ring, all-gather, or Ulysses with one of the others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SMALL_CHUNK = 256
 """Tokens of a chunk below which kernels are mostly overhead."""
 
 _LONG_CHUNK = 1024
-"""Tokens of a chunk from which attention to it takes longer than to send the next one, on today's machines."""
+"""Tokens of a chunk from which attention to it takes longer than sending the next one, on today's machines."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What a model's attention looks like.
+    """Attention heads of a model.
 
     Args:
         queries, keys: heads of Q, and of K and V.
-        has_windows: some layers see a sliding window only.
+        has_windows: some layers have a sliding window.
     """
 
     queries: int
@@ -46,47 +46,39 @@ class Heads:
         return cls(queries, int(text.get("num_key_value_heads") or queries), has_windows)
 
     def allow(self, ulysses_size: int) -> bool:
-        """Whether so many ranks can share the heads; K and V are repeated where they have fewer."""
+        """True if this many ranks can share the heads; K and V are repeated where they have fewer."""
         return self.queries % math.lcm(self.keys, ulysses_size) == 0
 
-    def forward_volume(self, ring_size: int, ulysses_size: int) -> float:
-        """Numbers that a rank sends in one forward pass, per token of the sequence and unit of head size.
+    def volume(self, ring_size: int, ulysses_size: int, way: Way, *, backward: bool = True) -> float:
+        """16-bit numbers that a rank sends in a forward and a backward pass, per token and unit of head size.
 
-        Ulysses: (U - 1) / U of Q, K, V and the output of T / P tokens; ring and all-gather: K and V of the R - 1 other
-        parts, with a rank's share of the heads.
+        Forward, Ulysses sends (U - 1) / U of Q, K, V and the output of T / P tokens; ring and all-gather send K and V
+        of the R - 1 other parts, with a rank's share of the heads. Backward, Ulysses sends as much again. K and V go
+        around, or are gathered, once more, and so are their 32-bit gradients: on the ring one hop more, back to their
+        owner.
+
+        Args:
+            backward: False counts the forward pass alone.
         """
-        return self._exchanged(ring_size, ulysses_size) + (ring_size - 1) * self._passed(ring_size, ulysses_size)
-
-    def volume(self, ring_size: int, ulysses_size: int, way: Way) -> float:
-        """What a rank sends in a forward and a backward pass, per token and unit of head size, in numbers of 16 bits.
-
-        Backward Ulysses exchanges as much again. K and V go around, or are gathered, once more, and their gradients, of
-        32 bits, travel too: on the ring one hop more than K and V, for they go home.
-        """
-        hops = ring_size - 1
+        keys, num_ranks, hops = math.lcm(self.keys, ulysses_size), ring_size * ulysses_size, ring_size - 1
+        exchanged = (ulysses_size - 1) / ulysses_size * (2 * self.queries + 2 * keys) / num_ranks
+        passed = 2 * keys / num_ranks  # K and V of one part
+        if not backward:
+            return exchanged + hops * passed
         gradients = 2 * ring_size * (hops > 0) if way == "ring" else 2 * hops
-        passed = (2 * hops + gradients) * self._passed(ring_size, ulysses_size)
-        return 2 * self._exchanged(ring_size, ulysses_size) + passed
-
-    def _exchanged(self, ring_size: int, ulysses_size: int) -> float:
-        keys = math.lcm(self.keys, ulysses_size)
-        return (ulysses_size - 1) / ulysses_size * (2 * self.queries + 2 * keys) / (ring_size * ulysses_size)
-
-    def _passed(self, ring_size: int, ulysses_size: int) -> float:
-        """K and V of one part."""
-        return 2 * math.lcm(self.keys, ulysses_size) / (ring_size * ulysses_size)
+        return 2 * exchanged + (2 * hops + gradients) * passed
 
 
 def refuse_shared(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
     """Raise for a model whose sequences cannot be spread over several processes, by its ``config.json``.
 
     Args:
-        num_ranks: P, that would share a sequence.
-        trained: it will be, so that what is dropped in training counts.
+        num_ranks: P, the ranks that would share a sequence.
+        trained: the model will be trained, so dropout is refused, too.
 
     Raises:
-        ConfigError: if its gated delta nets have heads that so many ranks cannot share.
-        UnsupportedModelError: naming what it has that cannot.
+        ConfigError: if this number of ranks cannot share the heads of its gated delta nets.
+        UnsupportedModelError: for layers or settings that rule it out.
     """
     name, text = thinker_of(config).get("model_type"), text_config_of(config)
     has_state = "linear_attention" in (text.get("layer_types") or ())
@@ -115,12 +107,12 @@ def refuse_shared(config: Mapping[str, Any], num_ranks: int = 1, *, trained: boo
 
 @dataclass(frozen=True)
 class Axes:
-    """What was chosen.
+    """The chosen split of sequences over ranks.
 
     Args:
         ring_size: R; its ranks pass K and V around, or gather them.
         ulysses_size: U.
-        way: of the ring axis.
+        way: how the ranks of the ring axis get K and V.
         reason: a sentence for the user.
     """
 
@@ -143,74 +135,66 @@ class Axes:
 
 
 def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, ranks_per_node: int) -> Axes:
-    """What a run's options mean for its model and samples.
+    """Choose the axes that a run's options request or, with ``auto``, those that send the least.
 
-    ``auto`` takes the split that sends least, among those whose heads divide, whose Ulysses ranks are in one machine,
-    and whose chunks are not tiny; of equals the one with more Ulysses. K and V are passed around where chunks are long
-    enough to hide it, and gathered at once where they are short.
+    ``auto`` considers the splits whose heads divide, whose Ulysses ranks are in one machine, and whose chunks are not
+    tiny; of equals it takes the one with more Ulysses. K and V are passed around where chunks are long enough to hide
+    it, and gathered at once where they are short.
 
     Args:
         options: of the run.
         heads: of the model.
-        typical_length: of the samples, weighed by their tokens.
+        typical_length: mean length of the samples, weighted by their tokens.
         ranks_per_node: processes of one machine.
 
     Raises:
         ConfigError: if the model's heads cannot be shared so, or windows cannot be passed around.
     """
-    size = options.sequence_parallel_ranks
+    size, kind, ulysses = options.sequence_parallel_ranks, options.sequence_parallel_type, options.ulysses_size
     if size == 1:
         return Axes(reason="every rank has sequences of its own")
-    kind = options.sequence_parallel_type
-    ulysses, ring = options.ulysses_size, options.ring_size
-    if ulysses is None and ring is None and kind in ("ulysses", "ring", "allgather"):
+    if ulysses is None and options.ring_size is not None:
+        ulysses = size // options.ring_size
+    elif ulysses is None and kind != "auto":
         ulysses = size if kind == "ulysses" else 1
-    if ulysses is None and ring is not None:
-        ulysses = size // ring
-    asked = ulysses is not None
-    splits = [ulysses] if ulysses is not None else [u for u in range(size, 0, -1) if size % u == 0]
+    splits = [u for u in range(size, 0, -1) if size % u == 0] if ulysses is None else [ulysses]
     allowed = [u for u in splits if heads.allow(u) and (u == size or not heads.has_windows)]
     if not allowed:
         raise ConfigError(_refusal(splits, heads, size), "Choose a --sequence-parallel-size that divides the heads.")
-    split = [_split(u, size, options, typical_length) for u in allowed]
-    if asked:
-        chosen, why = split[0], "as asked"
+    candidates = []
+    for ulysses_size in allowed:
+        axes = Axes(size // ulysses_size, ulysses_size)
+        is_ring = kind == "ring" or (kind != "allgather" and _chunk(axes, typical_length) >= _LONG_CHUNK)
+        candidates.append(dataclasses.replace(axes, way="ring" if is_ring else "allgather"))
+    if ulysses is None:
+        axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
-        chosen, why = _least(split, heads, typical_length, ranks_per_node)
-    if kind in ("auto", "ulysses") and chosen.ring_size > 1:
-        hides = "long enough" if chosen.way == "ring" else "too short"
-        why += f"; chunks of about {_chunk(chosen, typical_length):,} tokens are {hides} to hide the next one's way"
-    return dataclasses.replace(chosen, reason=why)
-
-
-def _split(ulysses_size: int, size: int, options: ParallelOptions, typical_length: int) -> Axes:
-    """The axes with this many processes for Ulysses, and how K and V travel on the ring axis that is left."""
-    axes = Axes(size // ulysses_size, ulysses_size)
-    is_long = _chunk(axes, typical_length) >= _LONG_CHUNK
-    if options.sequence_parallel_type in ("ring", "allgather"):
-        is_long = options.sequence_parallel_type == "ring"
-    return dataclasses.replace(axes, way="ring" if is_long else "allgather")
+        axes, reason = candidates[0], "as asked"
+    if kind in ("auto", "ulysses") and axes.ring_size > 1:
+        hides = "long enough" if axes.way == "ring" else "too short"
+        reason += f"; chunks of about {_chunk(axes, typical_length):,} tokens are {hides} to hide the next one's way"
+    return dataclasses.replace(axes, reason=reason)
 
 
 def _chunk(axes: Axes, typical_length: int) -> int:
     return typical_length // (2 * axes.ring_size)
 
 
-def _least(split: list[Axes], heads: Heads, typical_length: int, ranks_per_node: int) -> tuple[Axes, str]:
-    """The one that sends least, and why."""
+def _cheapest(candidates: list[Axes], heads: Heads, typical_length: int, ranks_per_node: int) -> tuple[Axes, str]:
+    """The candidate that sends the least, and the reason."""
 
     def volume(axes: Axes) -> float:
         return heads.volume(axes.ring_size, axes.ulysses_size, axes.way)
 
-    near = [axes for axes in split if ranks_per_node % axes.ulysses_size == 0] or split[-1:]
+    near = [axes for axes in candidates if ranks_per_node % axes.ulysses_size == 0] or candidates[-1:]
     roomy = [axes for axes in near if axes.ring_size == 1 or _chunk(axes, typical_length) >= _SMALL_CHUNK] or near[:1]
     volumes = ", ".join(f"{volume(axes):.3g} by {axes.name}" for axes in roomy)
-    why = (
+    reason = (
         f"{heads.queries} heads of Q and {heads.keys} of K and V; sent for each token and unit of head size: {volumes}"
     )
     if len(roomy) < len(near):
-        why += f"; samples of about {typical_length:,} tokens would make chunks of less than {_SMALL_CHUNK}"
-    return min(roomy, key=lambda axes: (volume(axes), -axes.ulysses_size)), why
+        reason += f"; samples of about {typical_length:,} tokens would make chunks of less than {_SMALL_CHUNK}"
+    return min(roomy, key=lambda axes: (volume(axes), -axes.ulysses_size)), reason
 
 
 def _refusal(splits: list[int], heads: Heads, size: int) -> str:
@@ -219,9 +203,8 @@ def _refusal(splits: list[int], heads: Heads, size: int) -> str:
             "the model has sliding windows, which only --sequence-parallel-type ulysses knows: rings of chunks would "
             "cut them"
         )
-    told = " or ".join(map(str, splits))
     windows = " and sliding windows, which must not be cut" if heads.has_windows else ""
     return (
-        f"the model has {heads.queries} heads of Q and {heads.keys} of K and V{windows}: ulysses over {told} "
-        "cannot share them evenly"
+        f"the model has {heads.queries} heads of Q and {heads.keys} of K and V{windows}: ulysses over "
+        f"{' or '.join(map(str, splits))} cannot share them evenly"
     )

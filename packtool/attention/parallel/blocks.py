@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, with an lse to merge by and a backward pass that takes the final one.
+"""Attention of some queries to some keys: its results can be merged, and its backward pass takes the final ones.
 
 A sequence that several ranks share is attended to in blocks: the queries of one rank, the keys of another. Each block
-tells the output and the lse of its own keys; merged in float32 they are those of all keys,
+returns the output and the lse of its own keys; merged in float32 they are those of all keys,
 
     lse' = logaddexp(lse, lse_b)      out' = exp(lse - lse') out + exp(lse_b - lse') out_b
 
@@ -12,7 +12,7 @@ et al. 2023, "Ring Attention with Blockwise Transformers"): with D = rowsum(dout
 
 | blocks | where |
 |---|---|
-| ``MathBlockKernel`` | anywhere, some queries at a time: the formulas above, and what the others are tested against |
+| ``MathBlockKernel`` | anywhere, some queries at a time: the formulas above, and the reference of the others |
 | ``CpuFlashBlockKernel`` | torch's flash attention for the CPU |
 | ``CudaFlashBlockKernel`` | torch's flash attention for CUDA, bfloat16 and float16 |
 
@@ -24,15 +24,17 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from packtool.attention.kernel import Varlen, needs_fast_gpu, pad_heads
 from packtool.config.packing import WITH_BLOCKS
 from packtool.errors import ConfigError
 
-_QUERIES_AT_ONCE = 256
+_MATH_QUERIES = 256
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -40,12 +42,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Which queries see which keys.
+    """Queries and the keys that they see.
 
     Args:
         queries: the S documents of the queries.
-        keys: those of the keys; document i of the one sees document i of the other, and nothing else.
-        causal: queries and keys are the same tokens, and none looks ahead; otherwise each query sees all keys.
+        keys: those of the keys; document i of the queries sees document i of the keys, and nothing else.
+        causal: queries and keys are the same tokens, and none sees later ones; otherwise each query sees all keys.
         scale: factor on the scores.
         window: with ``causal``, a query sees itself and at most ``window - 1`` tokens before it.
     """
@@ -66,21 +68,17 @@ class AttentionBlock:
                 yield slice(query, query + queries), slice(key, key + keys)
             query, key = query + queries, key + keys
 
-    def parts(self, queries: slice, keys: slice, most: int) -> Iterator[tuple[slice, slice, bool]]:
-        """A document's queries, ``most`` at a time, the keys that they see some of, and whether a mask is needed."""
-        if not self.causal:
-            for start in range(queries.start, queries.stop, most):
-                yield slice(start, min(start + most, queries.stop)), keys, False
-            return
-        for start in range(0, queries.stop - queries.start, most):
-            stop = min(start + most, queries.stop - queries.start)
-            first = 0 if self.window is None else max(0, start - self.window + 1)
-            some = slice(queries.start + start, queries.start + stop)
-            yield some, slice(keys.start + first, keys.start + stop), True
+    def parts(self, queries: slice, keys: slice, num_queries: int) -> Iterator[tuple[slice, slice]]:
+        """A document's queries, at most ``num_queries`` at a time, and the range of the keys that they see."""
+        for start in range(0, queries.stop - queries.start, num_queries):
+            stop = min(start + num_queries, queries.stop - queries.start)
+            part = slice(queries.start + start, queries.start + stop)
+            first_key = 0 if self.window is None else max(0, start - self.window + 1)
+            yield part, slice(keys.start + first_key, keys.start + stop) if self.causal else keys
 
     def mask(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        """bool (queries, keys) of two slices of one causal document that end together."""
-        # Both end with the same token: positions are counted back from it.
+        """bool (queries, keys) of two slices of one causal document that end with the same token."""
+        # Positions are counted back from that token.
         query_at = torch.arange(queries.start - queries.stop, 0, device=device).unsqueeze(1)
         key_at = torch.arange(keys.start - keys.stop, 0, device=device)
         visible = key_at <= query_at
@@ -88,7 +86,7 @@ class AttentionBlock:
 
 
 class BlockKernel(abc.ABC):
-    """A way to compute blocks; without a graph, for the callers are autograd functions themselves."""
+    """Attention of blocks; without a graph, as the callers are autograd functions themselves."""
 
     name: str
 
@@ -109,180 +107,167 @@ class BlockKernel(abc.ABC):
     def bwd(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
     ) -> Gradients:
-        """What this block adds to the gradients of q, k and v.
+        """This block's part of the gradients of q, k and v.
 
         Args:
             grad: (T, Hq, D), of the final output.
-            out, lse: the final ones, over all keys that these queries see anywhere.
+            out, lse: the final ones, over the keys of all blocks.
         """
 
 
 class MathBlockKernel(BlockKernel):
-    """The formulas as they stand, in float32 (float64 for float64); holds the scores of 256 queries at a time."""
+    """The formulas in float32 (float64 for float64), for 256 queries at a time; shapes: see ``BlockKernel``."""
 
     name = "math"
 
     def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """See ``BlockKernel``."""
         dtype = _wide(q.dtype)
         out = q.new_zeros((*q.shape[:2], v.shape[-1]))
         lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=dtype)
-        for queries, keys in block.documents(len(q), len(k)):
-            for some, seen, is_masked in block.parts(queries, keys, _QUERIES_AT_ONCE):
-                scores = _scores(q[some], k[seen], block, some, seen, is_masked)
-                found = scores.logsumexp(-1)
-                weights = (scores - found.unsqueeze(-1)).exp()
-                out[some] = _from_groups(weights @ v[seen].to(dtype).transpose(0, 1).unsqueeze(1)).to(out.dtype)
-                lse[:, some] = found.flatten(0, 1)
+        for queries, keys, scores in self._scores(q, k, block):
+            part_lse = scores.logsumexp(-1)
+            weights = (scores - part_lse.unsqueeze(-1)).exp()
+            out[queries] = _from_groups(weights @ v[keys].to(dtype).transpose(0, 1).unsqueeze(1)).to(out.dtype)
+            lse[:, queries] = part_lse.flatten(0, 1)
         return out, lse
 
     def bwd(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
     ) -> Gradients:
-        """See ``BlockKernel``."""
         dtype, num_groups = _wide(q.dtype), k.shape[1]
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
-        for queries, keys in block.documents(len(q), len(k)):
-            for some, seen, is_masked in block.parts(queries, keys, _QUERIES_AT_ONCE):
-                scores = _scores(q[some], k[seen], block, some, seen, is_masked)
-                final = torch.unflatten(lse[:, some].to(dtype), 0, (num_groups, -1)).unsqueeze(-1)
-                weights = (scores - final).exp()
-                above, result = (_in_groups(tensor[some], num_groups) for tensor in (grad, out))
-                from_values = above @ v[seen].to(dtype).transpose(0, 1).unsqueeze(1).transpose(-1, -2)
-                slope = weights * (from_values - (above * result).sum(-1, keepdim=True)) * block.scale
-                dq[some] += _from_groups(slope @ k[seen].to(dtype).transpose(0, 1).unsqueeze(1))
-                # The query heads of a group share one head of K and V: their gradients add up.
-                dk[seen] += (slope.transpose(-1, -2) @ _in_groups(q[some], num_groups)).sum(1).transpose(0, 1)
-                dv[seen] += (weights.transpose(-1, -2) @ above).sum(1).transpose(0, 1)
+        for queries, keys, scores in self._scores(q, k, block):
+            final = torch.unflatten(lse[:, queries].to(dtype), 0, (num_groups, -1)).unsqueeze(-1)
+            weights = (scores - final).exp()
+            dout, final_out = (_in_groups(tensor[queries], num_groups) for tensor in (grad, out))
+            from_values = dout @ v[keys].to(dtype).transpose(0, 1).unsqueeze(1).transpose(-1, -2)
+            slope = weights * (from_values - (dout * final_out).sum(-1, keepdim=True)) * block.scale
+            dq[queries] += _from_groups(slope @ k[keys].to(dtype).transpose(0, 1).unsqueeze(1))
+            # The query heads of a group share one head of K and V: their gradients add up.
+            dk[keys] += (slope.transpose(-1, -2) @ _in_groups(q[queries], num_groups)).sum(1).transpose(0, 1)
+            dv[keys] += (weights.transpose(-1, -2) @ dout).sum(1).transpose(0, 1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Queries, keys and their scores (Hkv, Hq / Hkv, queries, keys)."""
+        for document, document_keys in block.documents(len(q), len(k)):
+            for queries, keys in block.parts(document, document_keys, _MATH_QUERIES):
+                grouped_keys = k[keys].to(_wide(q.dtype)).permute(1, 2, 0).unsqueeze(1)
+                scores = _in_groups(q[queries], k.shape[1]) @ grouped_keys * block.scale
+                if block.causal:
+                    scores = scores.masked_fill(~block.mask(queries, keys, q.device), -torch.inf)
+                yield queries, keys, scores
 
 
 class CpuFlashBlockKernel(BlockKernel):
-    """torch's flash attention for the CPU, a call for each document."""
+    """torch's flash attention for the CPU, one call per document; shapes: see ``BlockKernel``."""
 
     name = "cpu_flash"
 
     def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """See ``BlockKernel``."""
         out = torch.zeros_like(q)
         lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=_wide(q.dtype))
         attend = getattr(torch.ops.aten, _CPU_FLASH)
-        for some, seen, bias in self._calls(q, k, block):
-            heads = _one_head_each(q[some], k[seen], v[seen])
-            found, its_lse = attend(*heads, 0.0, block.causal and bias is None, attn_mask=bias, scale=block.scale)
-            out[some] = found.flatten(0, 1).transpose(0, 1)
-            lse[:, some] = its_lse.flatten(0, 1).to(lse.dtype)
+        for queries, keys, options in self._calls(q, k, block):
+            part, part_lse = attend(*_one_head_each(q[queries], k[keys], v[keys]), **options)
+            out[queries] = _from_groups(part)
+            lse[:, queries] = part_lse.flatten(0, 1).to(lse.dtype)
         return out, lse
 
     def bwd(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
     ) -> Gradients:
-        """See ``BlockKernel``."""
         dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         attend = getattr(torch.ops.aten, _CPU_FLASH + "_backward")
         num_groups = k.shape[1]
-        for some, seen, bias in self._calls(q, k, block):
-            heads = _one_head_each(q[some], k[seen], v[seen])
-            above, result = (_in_groups(tensor[some], num_groups, tensor.dtype) for tensor in (grad, out))
-            final = torch.unflatten(lse[:, some], 0, (num_groups, -1)).contiguous()
-            found = attend(
-                above, *heads, result, final, 0.0, block.causal and bias is None, attn_mask=bias, scale=block.scale
-            )
-            dq[some] += found[0].flatten(0, 1).transpose(0, 1)
-            dk[seen] += found[1].sum(1).transpose(0, 1)
-            dv[seen] += found[2].sum(1).transpose(0, 1)
+        for queries, keys, options in self._calls(q, k, block):
+            heads = _one_head_each(q[queries], k[keys], v[keys])
+            dout, final_out = (_in_groups(tensor[queries], num_groups, tensor.dtype) for tensor in (grad, out))
+            final_lse = torch.unflatten(lse[:, queries], 0, (num_groups, -1)).contiguous()
+            gradients = attend(dout, *heads, final_out, final_lse, **options)
+            dq[queries] += _from_groups(gradients[0])
+            dk[keys] += gradients[1].sum(1).transpose(0, 1)
+            dv[keys] += gradients[2].sum(1).transpose(0, 1)
         return dq, dk, dv
 
     @staticmethod
-    def _calls(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Queries, keys and, for a window that is shorter than its document, an additive mask."""
-        for queries, keys in block.documents(len(q), len(k)):
-            if block.window is None or queries.stop - queries.start <= block.window:
-                yield queries, keys, None
+    def _calls(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+        """Queries, keys and options; the mask is additive, for a window that is shorter than its document."""
+        options = {"dropout_p": 0.0, "scale": block.scale}
+        for document, document_keys in block.documents(len(q), len(k)):
+            if block.window is None or document.stop - document.start <= block.window:
+                yield document, document_keys, options | {"is_causal": block.causal, "attn_mask": None}
                 continue
-            for some, seen, _ in block.parts(queries, keys, block.window):
-                visible = block.mask(some, seen, q.device)
-                yield some, seen, torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+            for queries, keys in block.parts(document, document_keys, block.window):
+                visible = block.mask(queries, keys, q.device)
+                bias = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+                yield queries, keys, options | {"is_causal": False, "attn_mask": bias}
 
 
 class CudaFlashBlockKernel(BlockKernel):
-    """torch's own flash attention 2 for CUDA: one call for all documents."""
+    """torch's own flash attention 2 for CUDA: one call for all documents; shapes: see ``BlockKernel``."""
 
     name = "cuda_flash"
 
     def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """See ``BlockKernel``."""
+        bounds, options = self._arguments(block)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *pad_heads(q, k, v), *self._bounds(block), 0.0, block.causal, False, **self._settings(block)
+            *pad_heads(q, k, v), *bounds, 0.0, block.causal, False, **options
         )
-        # Where a document has no keys, the kernel says +inf: it adds nothing.
+        # The kernel returns +inf for a document without keys, which adds nothing.
         return out[..., : v.shape[-1]], torch.where(torch.isposinf(lse), -torch.inf, lse)
 
     def bwd(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
     ) -> Gradients:
-        """See ``BlockKernel``."""
         heads = pad_heads(q, k, v)
         size = heads[0].shape[-1]
-        above, result = (torch.nn.functional.pad(tensor, (0, size - tensor.shape[-1])) for tensor in (grad, out))
-        # Nothing is dropped: the state of the random numbers is not looked at.
+        dout, final_out = (F.pad(tensor, (0, size - tensor.shape[-1])).contiguous() for tensor in (grad, out))
+        # Without dropout the state of the random numbers is not used.
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        found = torch.ops.aten._flash_attention_backward(
-            above.contiguous(),
-            *heads,
-            result.contiguous(),
-            lse.contiguous(),
-            *self._bounds(block),
-            0.0,
-            block.causal,
-            *unused,
-            **self._settings(block),
+        bounds, options = self._arguments(block)
+        gradients = torch.ops.aten._flash_attention_backward(
+            dout, *heads, final_out, lse.contiguous(), *bounds, 0.0, block.causal, *unused, **options
         )
-        dq, dk, dv = (part[..., : tensor.shape[-1]] for part, tensor in zip(found, (q, k, v), strict=True))
+        dq, dk, dv = (part[..., : tensor.shape[-1]] for part, tensor in zip(gradients, (q, k, v), strict=True))
         return dq, dk, dv
 
     @staticmethod
-    def _bounds(block: AttentionBlock) -> tuple[Tensor, Tensor, int, int]:
-        return (
-            block.queries.cu_seqlens,
-            block.keys.cu_seqlens,
-            block.queries.max_seqlen,
-            block.keys.max_seqlen,
-        )
-
-    @staticmethod
-    def _settings(block: AttentionBlock) -> dict[str, float | int]:
-        settings: dict[str, float | int] = {"scale": block.scale}
+    def _arguments(block: AttentionBlock) -> tuple[tuple[Tensor, Tensor, int, int], dict[str, float | int]]:
+        """Boundaries and options."""
+        queries, keys = block.queries, block.keys
+        options: dict[str, float | int] = {"scale": block.scale}
         if block.window is not None:
-            settings |= {"window_size_left": block.window - 1, "window_size_right": 0}
-        return settings
+            options |= {"window_size_left": block.window - 1, "window_size_right": 0}
+        return (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen), options
 
 
-def merge_outputs(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two blocks of the same queries as one.
+def merge_outputs(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two blocks of the same queries.
 
     Args:
-        out, more: (T, Hq, D), ``out`` in float32 or float64.
-        lse, its_lse: (Hq, T), of the same precision.
+        out, other: (T, Hq, D), ``out`` in float32 or float64.
+        lse, other_lse: (Hq, T), of the same precision.
 
     Returns:
         out and lse over the keys of both; queries that see none of either keep 0 and -inf.
     """
-    total = torch.logaddexp(lse, its_lse)
-    # -inf minus -inf is a query that has seen nothing so far: its output is 0, whatever it is weighed with.
-    shares = (torch.where(torch.isneginf(part), part, part - total).exp() for part in (lse, its_lse))
-    mine, theirs = (share.transpose(0, 1).unsqueeze(-1) for share in shares)
-    return out * mine + more * theirs, total
+    total = torch.logaddexp(lse, other_lse)
+    # -inf minus -inf is a query that has seen nothing so far: its output is 0, whatever its weight.
+    weights = (torch.where(torch.isneginf(part), part, part - total).exp() for part in (lse, other_lse))
+    weight, other_weight = (weight.transpose(0, 1).unsqueeze(-1) for weight in weights)
+    return out * weight + other * other_weight, total
 
 
 def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> BlockKernel:
-    """The blocks that a run's ``--attn-impl`` means.
+    """Choose the block kernel for a run's ``--attn-impl``.
 
     Args:
         head_dims: D of q and k, and of v.
 
     Raises:
-        ConfigError: for a kernel that does not tell how it came to its result.
+        ConfigError: for a kernel that cannot compute blocks, or is not available.
     """
     if impl not in WITH_BLOCKS:
         raise ConfigError(
@@ -316,13 +301,5 @@ def _from_groups(heads: Tensor) -> Tensor:
 def _one_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries as a batch of groups, (Hkv, Hq / Hkv, T, D); K and V with a stride of zero over the heads of a group."""
     num_groups = k.shape[1]
-    per_group = q.shape[1] // num_groups
-    keys, values = (tensor.transpose(0, 1).unsqueeze(1).expand(-1, per_group, -1, -1) for tensor in (k, v))
+    keys, values = (t.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1] // num_groups, -1, -1) for t in (k, v))
     return _in_groups(q, num_groups, q.dtype), keys, values
-
-
-def _scores(q: Tensor, k: Tensor, block: AttentionBlock, queries: slice, keys: slice, is_masked: bool) -> Tensor:
-    """(Hkv, Hq / Hkv, queries, keys)."""
-    dtype = _wide(q.dtype)
-    scores = _in_groups(q, k.shape[1]) @ k.to(dtype).permute(1, 2, 0).unsqueeze(1) * block.scale
-    return scores.masked_fill(~block.mask(queries, keys, q.device), -torch.inf) if is_masked else scores

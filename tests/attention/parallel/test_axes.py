@@ -39,8 +39,8 @@ def test_as_asked(options: dict[str, object], expected: tuple[int, int]) -> None
 @pytest.mark.smoke
 def test_auto_sends_least() -> None:
     # (P - 1) / P * (2 Hq + 2 Hkv) against (P - 1) * 2 Hkv: 80 / 8 against 16 for P = 8; 80 / 2 against 16 for P = 2.
-    assert QWEN3_8B.forward_volume(1, 8) == pytest.approx(7 / 8 * 80 / 8)
-    assert QWEN3_8B.forward_volume(8, 1) == pytest.approx(7 * 16 / 8)
+    assert QWEN3_8B.volume(1, 8, "ring", backward=False) == pytest.approx(7 / 8 * 80 / 8)
+    assert QWEN3_8B.volume(8, 1, "ring", backward=False) == pytest.approx(7 * 16 / 8)
     # Backward Ulysses sends as much again; a ring K and V, and their gradients of 32 bits on one hop more.
     assert QWEN3_8B.volume(1, 8, "ring") == pytest.approx(2 * 7 / 8 * 80 / 8)
     assert QWEN3_8B.volume(8, 1, "ring") == pytest.approx((7 + 7 + 2 * 8) * 16 / 8)
