@@ -36,7 +36,7 @@ NAME_MARK, BOX_MARK = "<ref-object>", "<bbox>"
 
 ROLES = ("system", "user", "assistant", "tool")
 
-LEAST_SHARED = 64
+MIN_SHARED = 64
 """Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""
 
 LEAST_PROMPT = 512

@@ -9,7 +9,7 @@ import numpy as np
 
 from packtool.config.packing import PackOptions
 from packtool.planning.packing import pack
-from packtool.planning.prefix_trees import NOTHING, Branch, branches_of
+from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.report.drawing import Box, Drawing, Word, render
 
 COLOURS = ("#3b6fd4", "#e08a3c", "#3aa37a", "#b4569b", "#8a8f3c", "#c9504c", "#5a9bd0", "#7d66c4")
@@ -107,7 +107,7 @@ def ring(num_ranks: int = 4) -> Iterator[Box | Word]:
 def tree() -> Iterator[Box | Word]:
     """Rows that begin alike, what is laid out of them, the keys of each branch, and the mask that this comes to."""
     new, shared, names = np.array([7, 4, 1]), np.array([0, 4, 6]), "PABCD"
-    branches = branches_of(new, shared)
+    branches = find_branches(new, shared)
     colours = dict(zip(branches, COLOURS, strict=False))
     # Of each token: its branch, its position, and what stands in its box.
     tokens = [

@@ -30,7 +30,7 @@ def place_first_fit(
     packs = _RowOfPacks(capacity, min(lengths, default=1), max_samples or capacity)
     for length, count in zip(lengths, counts, strict=True):
         packs.place(length, count)
-    return Placements.of_rows(packs.placements, packs.all_ranges())
+    return Placements.from_rows(packs.placements, packs.all_ranges())
 
 
 class _RowOfPacks:

@@ -21,7 +21,7 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
 from packtool.cache.reader import CacheReader
 from packtool.config.data import ExportConfig
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.packing import pack
@@ -121,10 +121,10 @@ def export_rows(world: World, work: Path, name: str, rows: Sequence[Mapping[str,
     told = reader.prefixes()
     assert told is not None, "the cache was made just now"
     prefixes = Prefixes(told.offsets, told.prefixes.lengths, told.prefixes.hashes)
-    trees = plan_trees(lengths, prefixes, capacity=world.packing_length, least_shared=LEAST_SHARED)
+    trees = plan_trees(lengths, prefixes, capacity=world.packing_length, min_shared=MIN_SHARED)
     groups = pack(trees.sums_per_group(trees.new_tokens(lengths)), world.packing_length, seed=0)
     whole = pack(lengths, world.packing_length, seed=0)
-    return Rows(cache, spec, samples, trees, {SHARED: trees.unfolded(groups, lengths), WHOLE: whole})
+    return Rows(cache, spec, samples, trees, {SHARED: trees.expand(groups, lengths), WHOLE: whole})
 
 
 def micro_batches(rows: Rows, way: str) -> list[list[EncodedSample]]:

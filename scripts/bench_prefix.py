@@ -154,7 +154,7 @@ def bench_alone(world: World, work: Path, rounds: int) -> None:
     def training(share_prefix: str, place: int) -> float:
         run = runs[share_prefix]
         begin = time.process_time()
-        batch: Any = MicroBatches(run.source.read, rows.spec, least_shared=run.source.min_shared)[
+        batch: Any = MicroBatches(run.source.read, rows.spec, min_shared=run.source.min_shared)[
             plans[share_prefix][place]
         ]
         step(model, head, batch)

@@ -41,7 +41,7 @@ from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.config.train import LossReduction
-from packtool.constants import IGNORE_INDEX, LEAST_SHARED
+from packtool.constants import IGNORE_INDEX, MIN_SHARED
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import MediaKind
 from packtool.errors import DataError
@@ -255,7 +255,7 @@ def collate_tree(
     spec: InputSpec,
     towers: frozenset[Tower] | None = None,
     *,
-    least_shared: int = LEAST_SHARED,
+    min_shared: int = MIN_SHARED,
     multiple_of: int = 1,
 ) -> PackedBatch:
     """Lay samples end to end in one row, the prefixes that they have in common once.
@@ -264,7 +264,7 @@ def collate_tree(
 
     Args:
         samples, spec, towers, multiple_of: as for ``collate_packs``.
-        least_shared: see ``prefix_tree.find_tree``.
+        min_shared: see ``prefix_tree.find_tree``.
 
     Returns:
         a ``TreeBatch``, or what ``collate_packs`` makes where nothing is shared.
@@ -273,7 +273,7 @@ def collate_tree(
         DataError: as ``collate_packs``.
     """
     check_pads(samples, spec)
-    nodes = find_tree(samples, spec, least_shared=least_shared)
+    nodes = find_tree(samples, spec, min_shared=min_shared)
     if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, multiple_of=multiple_of)
     parts = [stretch_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]

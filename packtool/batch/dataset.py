@@ -61,7 +61,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         cuts: of sequences that so many ranks share, and this rank's part; the first is meant where a micro-batch does
             not say how many do. Sequences of one rank need none.
         always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
-        least_shared: tokens that a prefix of packed samples must have to be there once; None has all samples whole.
+        min_shared: tokens that a prefix of packed samples must have to be there once; None has all samples whole.
         multiple_of: the length of rows without padding becomes one; see ``collate_packs``.
     """
 
@@ -74,11 +74,11 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: bool = False,
         cuts: Mapping[int, Cut] | None = None,
         always: frozenset[Tower] | None = None,
-        least_shared: int | None = None,
+        min_shared: int | None = None,
         multiple_of: int = 1,
     ) -> None:
-        assert least_shared is None or (packing and not cuts), "only samples of a pack of one rank share prefixes"
-        self.read, self.spec, self.packing, self.least_shared = read, spec, packing, least_shared
+        assert min_shared is None or (packing and not cuts), "only samples of a pack of one rank share prefixes"
+        self.read, self.spec, self.packing, self.min_shared = read, spec, packing, min_shared
         self.skip_bad_media, self.cuts, self.multiple_of = skip_bad_media, dict(cuts or {}), multiple_of
         self.always = spec.towers if always is None else always
 
@@ -108,8 +108,8 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
 
     @property
     def _collate(self) -> Callable[..., Batch]:
-        if self.least_shared is not None:
-            return partial(collate_tree, least_shared=self.least_shared, multiple_of=self.multiple_of)
+        if self.min_shared is not None:
+            return partial(collate_tree, min_shared=self.min_shared, multiple_of=self.multiple_of)
         return partial(collate_packs, multiple_of=self.multiple_of) if self.packing else collate_padded
 
 

@@ -119,14 +119,14 @@ class Node:
         return len(self.samples) > 1
 
 
-def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared: int) -> list[Node]:
+def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: int) -> list[Node]:
     """Every token of some samples once, where these begin alike.
 
     Price: each sample is compared with one other for each prefix that it shares.
 
     Args:
         spec: the model they are for.
-        least_shared: tokens that a prefix must have, from the samples' beginning, to be shared.
+        min_shared: tokens that a prefix must have, from the samples' beginning, to be shared.
 
     Returns:
         nodes, each behind the one that it goes on from. A sample without tokens of its own has no node of its own.
@@ -143,7 +143,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared
         parts = _continuations([(number, read[number]) for number in group], alike)
         # Nothing goes on from whole samples: they may end anywhere.
         stop = first.last_cut(max(alike - _is_torn(group, samples, alike), start)) if parts else alike
-        if len(group) == 1 or stop >= least_shared:
+        if len(group) == 1 or stop >= min_shared:
             if stop > start:
                 nodes.append(Node(tuple(group), start, stop, parent))
                 start, parent = stop, len(nodes) - 1

@@ -18,7 +18,7 @@ from packtool.cache.manifest import Manifest, ShardInfo
 from packtool.cache.reader import ShardFile
 from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, index_batch, index_part
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
-from packtool.constants import INDEX_NAME, LEAST_SHARED, PREFIXES_NAME
+from packtool.constants import INDEX_NAME, MIN_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import MediumTold, by_address, by_content, prefix_hashes
@@ -143,7 +143,7 @@ def _prefix_batches(
     directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens, told: MediumTold
 ) -> list[pa.RecordBatch]:
     batches = [
-        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=LEAST_SHARED, told=told))
+        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, told=told))
         for samples in _samples_of_shards(directory, manifest, split)
     ]
     return [joined for batch in batches for joined in joined_batches([batch])]

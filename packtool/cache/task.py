@@ -26,7 +26,7 @@ from packtool.cache.manifest import InputCounts, SampleCounts
 from packtool.cache.shard import INDEX, PREFIXES, IndexPart, ShardWriter, embedded, index_batch, index_part
 from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.config.settings import load_json
-from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import MIN_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample, left_out_of
 from packtool.encode.encoder import Encoder
@@ -271,7 +271,7 @@ class _Outputs:
                 result.add(rows, index)
                 if self._directory is not None:
                     self._index[split].append(index)
-                    found = prefix_hashes(part, self._media_tokens, longer_than=LEAST_SHARED)
+                    found = prefix_hashes(part, self._media_tokens, longer_than=MIN_SHARED)
                     self._prefixes[split].append(prefix_batch(*found))
                     self._writers[split].write(part)
 

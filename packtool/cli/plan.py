@@ -173,7 +173,7 @@ def _print_histograms(found: Preview) -> None:
 
     width = min(shutil.get_terminal_size().columns, 100)
     show("\nsamples by tokens, up to")
-    lengths, fills = length_histogram(found.plan.packs.whole_lengths), fill_histogram(found.plan.whole_packs, 10)
+    lengths, fills = length_histogram(found.plan.packs.full_lengths), fill_histogram(found.plan.whole_packs, 10)
     show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
     show("\npacks by fill in percent, up to")
     show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, rows=10)))

@@ -106,7 +106,9 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     storage.make_directory(directory)
     progress.start("writing packs", len(parts))
     try:
-        files = map_on_processes(_write_file, parts, config.dataset_num_proc, told=lambda num_done: progress.advance(1))
+        files = map_on_processes(
+            _write_file, parts, config.dataset_num_proc, on_progress=lambda num_done: progress.advance(1)
+        )
     except BaseException:
         storage.discard_unfinished(directory)  # of processes that were ended
         raise

@@ -1,11 +1,11 @@
-"""Packs with a budget of media tokens beside that of tokens: vectors instead of numbers.
+"""Packing within two budgets, tokens and media tokens (and optionally samples).
 
     pack    tokens       media tokens   samples
     limit   10240        4096           16
-    used     9870         4091           5       full in what is scarce, nearly full in the rest
+    used     9870         4091           5       one budget used up, nearly all of the other
 
-Vector packing is hard even to approximate; what helps is to keep each pack on the diagonal: a pack that has little room
-for media left takes text, one with little room for text takes media. Samples are sorted into classes by their share of
+Vector packing is hard even to approximate; it helps to keep each pack on the diagonal: a pack with little space left
+for media takes text, one with little space for text takes media. Samples are sorted into classes by their share of
 media tokens, and a pack takes from the class that comes nearest to the share it has left.
 """
 
@@ -13,49 +13,44 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError, DataError
-from packtool.planning.best_fit import LengthSet
+from packtool.planning.best_fit import GAP, HEAD_SPREAD, LengthSet
 from packtool.planning.pack_plan import (
     Int32Array,
     Int64Array,
+    IntArray,
     PackPlan,
+    build_plan,
     digest_arrays,
-    in_cache_order,
-    inverse_of,
-    plan_of,
-    split_to,
-    with_packs_in_order,
+    invert_order,
+    select_packs,
+    sort_by_sample,
+    split_to_count,
 )
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
-
-Noise = npt.NDArray[np.float64]
 
 _NUM_CLASSES = 16
 _NUM_TRIED = 20_000
 _EVENNESS = (1.5, 2.0, 4.0, 1e9, 0.0)
-_HEAD_SPREAD = 0.02
-_GAP = 1e-3
-_CLASSES_LOOKED_AT = 4
+_MAX_CLASSES_TRIED = 4
 _SLACK = 3e-4
+_HEAD_STREAMS = (RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3)  # one an attempt
 
-# Noise of as many attempts.
-_HEADS = (RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3)
+_num_packs_of_first_epoch: dict[str, int] = {}
 
 
 def check_media_tokens(
-    media_tokens: npt.NDArray[np.integer[Any]] | None, lengths: Int32Array, max_media_tokens: int | None, capacity: int
+    media_tokens: IntArray | None, lengths: Int32Array, max_media_tokens: int | None, capacity: int
 ) -> Int32Array | None:
-    """Media tokens as int32 (N,), or None where no pack can have too many; arguments as for ``packing.pack``.
+    """Return media tokens as int32 (N,), or None where no pack can exceed the limit; arguments as for ``packing.pack``.
 
     Raises:
-        ConfigError: there is a limit, but nobody knows the samples' media tokens.
-        DataError: samples that alone have more than the limit.
+        ConfigError: there is a limit, but the media tokens are unknown.
+        DataError: single samples exceed the limit.
     """
     if max_media_tokens is None or len(lengths) == 0:
         return None
@@ -73,9 +68,9 @@ def check_media_tokens(
             f"{max_media_tokens:,}; the largest has {largest:,}.",
             f"Raise --max-media-tokens-per-pack to {largest}, or export with smaller media (--max-pixels).",
         )
-    if max_media_tokens >= capacity and bool((media_tokens <= lengths).all()):
+    if largest == 0 or (max_media_tokens >= capacity and bool((media_tokens <= lengths).all())):
         return None
-    return media_tokens.astype(np.int32, copy=False) if largest else None
+    return media_tokens.astype(np.int32, copy=False)
 
 
 def pack_within_budgets(
@@ -88,51 +83,34 @@ def pack_within_budgets(
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Best fit with several budgets; the other arguments as for ``histogram.pack_histogram``.
+    """Pack by best fit within several budgets; further arguments as for ``histogram.pack_histogram``.
 
-    All epochs have as many packs as the first and a few more, of which they make use as chance will have it; the
-    number depends on the seed, too.
+    All epochs have as many packs as the first and a few more, so that a random order can always be packed; the number
+    depends on the seed, too.
 
     Args:
-        lengths: (N,), checked.
-        media_tokens: (N,), checked.
-        limits: tokens, media tokens and samples that a pack may hold.
+        lengths, media_tokens: (N,), checked.
+        limits: maximum tokens, media tokens and samples of a pack.
     """
-    drawn = partial(_drawn_packs, lengths, media_tokens, limits, seed=seed, stream=stream)
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
-        placed = place_within_budgets(lengths, media_tokens, limits=limits, order=order)
-        return in_cache_order(plan_of(*placed, lengths, limits[0]))
-    first = drawn(epoch=0) if epoch == 0 else None
+        return sort_by_sample(place_within_budgets(lengths, media_tokens, limits=limits, order=order))
+
+    def draw(epoch: int, head_stream: int = _HEAD_STREAMS[0]) -> PackPlan:
+        order = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
+        noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + head_stream)
+        return place_within_budgets(lengths, media_tokens, limits=limits, order=order, noise=noise)
+
+    first = draw(0) if epoch == 0 else None
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
-    if key not in _packs_of_first_epoch:
-        _packs_of_first_epoch[key] = (first or drawn(epoch=0)).num_packs
-    num_packs = _packs_of_first_epoch[key]
+    if key not in _num_packs_of_first_epoch:
+        _num_packs_of_first_epoch[key] = (first or draw(0)).num_packs
+    num_packs = _num_packs_of_first_epoch[key]
     num_packs = min(num_packs + 2 + int(num_packs * _SLACK), len(lengths))
-    attempts = (drawn(epoch=epoch, heads=heads) for heads in _HEADS)
-    plan = first or next((plan for plan in attempts if plan.num_packs <= num_packs), None) or drawn(epoch=0)
+    attempts = (draw(epoch, head_stream) for head_stream in _HEAD_STREAMS)
+    plan = first or next((plan for plan in attempts if plan.num_packs <= num_packs), None) or draw(0)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
-    return split_to(with_packs_in_order(plan, order), num_packs)
-
-
-_packs_of_first_epoch: dict[str, int] = {}
-
-
-def _drawn_packs(
-    lengths: Int32Array,
-    media_tokens: Int32Array,
-    limits: tuple[int, int, int],
-    *,
-    seed: int,
-    epoch: int,
-    stream: int,
-    heads: int = _HEADS[0],
-) -> PackPlan:
-    """Packs in the order in which they were filled; ``heads`` is the stream of what the packs begin with."""
-    order = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
-    noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + heads)
-    placed = place_within_budgets(lengths, media_tokens, limits=limits, order=order, noise=noise)
-    return plan_of(*placed, lengths, limits[0])
+    return split_to_count(select_packs(plan, order), num_packs)
 
 
 def place_within_budgets(
@@ -141,49 +119,49 @@ def place_within_budgets(
     *,
     limits: tuple[int, int, int],
     order: Int64Array,
-    noise: Noise | None = None,
-) -> tuple[Int64Array, Int64Array]:
+    noise: npt.NDArray[np.float64] | None = None,
+) -> PackPlan:
     """Fill packs one after the other, within hard limits.
 
-    Each pack takes the largest sample that is left (the larger of its shares of the two budgets) and then, as long as
-    there is room, the longest that fits of the class whose share of media is the highest that the pack can still
-    afford; or one of any class below that fills it but for a thousandth. Where places are scarce, it takes samples of
-    average size instead, see ``evenness`` in ``exact_fit``: the rule that packs 20,000 of the samples best is used.
+    Each pack takes the largest sample that is left (by the larger of its shares of the two budgets) and then, while
+    there is space, the longest that fits of the class with the highest share of media that the pack can still afford;
+    or one of any lower class that fills the pack to within a thousandth. Where sample slots are scarce, it takes
+    samples of mean size instead (see ``evenness`` in ``place_exact_fit``), by the rule that needs the fewest packs for
+    20,000 of the samples.
 
-    Price: some six microseconds a sample.
+    Cost: about six microseconds a sample.
 
     Args:
-        lengths: (N,), from 1 to the pack's tokens.
-        media_tokens: (N,), from 0 to the pack's media tokens.
-        limits: tokens, media tokens and samples that a pack may hold.
-        order: (N,), which of like samples comes first.
-        noise: (N,), from 0 to 1: varies which samples the packs begin with.
+        lengths: (N,), from 1 to the token limit.
+        media_tokens: (N,), from 0 to the media token limit.
+        limits: maximum tokens, media tokens and samples of a pack.
+        order: (N,), precedence of samples that are alike.
+        noise: (N,), from 0 to 1: varies the first sample of packs.
 
     Returns:
-        int64 (N,) the samples in pack order, and (K,) how many are in each pack.
+        The packs in the order in which they were filled.
     """
     capacity, max_media_tokens, max_samples = limits
     size = np.maximum(lengths / capacity, media_tokens / max_media_tokens)
     if noise is not None:
-        size *= 1 - _HEAD_SPREAD * noise
-    heads = np.argsort(-size, kind="stable")
+        size *= 1 - HEAD_SPREAD * noise
     evenness = 0.0
     if max_samples * int(lengths.min(initial=capacity)) < capacity and len(lengths):
-        # Every k-th sample in order: they are drawn by chance, or lie all over the cache.
+        # Every k-th sample in order: the order is random, or that of the cache.
         tried = order[:: -(-len(order) // _NUM_TRIED)]
-        turns = np.arange(len(tried))
-        first = np.argsort(-size[tried], kind="stable")
+        heads = np.argsort(-size[tried], kind="stable")
 
         def num_packs(evenness: float) -> int:
-            packer = _Packer(lengths[tried], media_tokens[tried], turns, limits=limits, evenness=evenness)
-            return len(packer.pack(first)[1])
+            packer = _Packer(lengths[tried], media_tokens[tried], np.arange(len(tried)), limits, evenness)
+            return len(packer.pack(heads)[1])
 
         evenness = min(_EVENNESS, key=num_packs)
-    return _Packer(lengths, media_tokens, order, limits=limits, evenness=evenness).pack(heads, noise)
+    packer = _Packer(lengths, media_tokens, order, limits, evenness)
+    return build_plan(*packer.pack(np.argsort(-size, kind="stable"), noise), lengths, capacity)
 
 
 class _Packer:
-    """The samples that are left, by class and length, and the rule that takes them.
+    """Unpacked samples by class and length, and the rule that chooses among them.
 
     A *cell* holds the samples of one class and length. Classes ascend by the share of media among a sample's tokens;
     ``_shares`` are the highest of each.
@@ -194,22 +172,22 @@ class _Packer:
         lengths: Int32Array,
         media_tokens: Int32Array,
         order: Int64Array,
-        *,
         limits: tuple[int, int, int],
         evenness: float,
     ) -> None:
         self._limits = limits
         self._evenness = evenness
-        self._gaps = 0, 0
         self._lengths: list[int] = lengths.tolist()
         self._media: list[int] = media_tokens.tolist()
         self._num_left = len(lengths)
         self._tokens_left = int(lengths.sum(dtype=np.int64))
-        self._used = bytearray(len(lengths))
-        classes, shares = _classes(lengths, media_tokens)
-        self._shares: list[float] = shares.tolist()
+        self._is_used = bytearray(len(lengths))
+        share = media_tokens / lengths
+        edges = np.unique(np.quantile(share, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher"))
+        used_edges, classes = np.unique(np.searchsorted(edges, share), return_inverse=True)
+        self._shares: list[float] = edges[used_edges].tolist()
         # Samples cell by cell, those first in ``order`` last: cells are used up from their ends.
-        by_cell = np.lexsort((inverse_of(order[::-1]), lengths, classes))
+        by_cell = np.lexsort((invert_order(order[::-1]), lengths, classes))
         keys = classes[by_cell].astype(np.int64) << 32 | lengths[by_cell]
         starts = np.flatnonzero(np.diff(keys, prepend=-1))
         cell_of = np.empty(len(lengths), dtype=np.int64)
@@ -223,29 +201,28 @@ class _Packer:
         for cell, key in enumerate(keys[starts].tolist()):
             self._cells[key >> 32][key & 0xFFFFFFFF] = cell
         self._sets = [LengthSet(cells) for cells in self._cells]
-        self._shortest = [1] * len(self._shares)  # no sample of a class is shorter; saves most of the vain searches
+        self._shortest = [1] * len(self._shares)  # lower bound of each class's lengths; saves most vain searches
 
-    def pack(self, heads: Int64Array, noise: Noise | None = None) -> tuple[Int64Array, Int64Array]:
-        """Samples in pack order and how many are in each pack; packs begin with ``heads`` (N,) that are left."""
+    def pack(self, heads: Int64Array, noise: npt.NDArray[np.float64] | None = None) -> tuple[Int64Array, Int64Array]:
+        """Return samples in pack order and the sizes of packs, each beginning with the next unused of ``heads``."""
         packed: list[int] = []
         sizes: list[int] = []
-        # How much may stay free in a pack whose last sample is chosen; with noise, not always the tightest is.
-        gap = int(self._limits[0] * _GAP)
-        spared = np.zeros(len(heads)) if noise is None else (gap + 1) * noise
-        for head, aimed_at in zip(heads.tolist(), spared.astype(np.int64).tolist(), strict=True):
-            if not self._used[head]:
+        # Tokens that may stay free in a pack whose last sample is chosen; noise varies which gap is aimed at.
+        gap = int(self._limits[0] * GAP)
+        min_gaps = np.zeros(len(heads)) if noise is None else (gap + 1) * noise
+        for head, min_gap in zip(heads.tolist(), min_gaps.astype(np.int64).tolist(), strict=True):
+            if not self._is_used[head]:
                 before = len(packed)
-                self._gaps = aimed_at, gap
-                self._fill(head, packed)
+                self._fill(head, packed, min_gap, gap)
                 sizes.append(len(packed) - before)
         return np.array(packed, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
-    def _fill(self, sample: int, packed: list[int]) -> None:
-        """Take the samples of one pack, ``sample`` first."""
-        free, room, places = self._limits
+    def _fill(self, sample: int, packed: list[int], min_gap: int, max_gap: int) -> None:
+        """Append the samples of one pack, ``sample`` first."""
+        free, free_media, slots = self._limits
         while True:
             packed.append(sample)
-            self._used[sample] = 1
+            self._is_used[sample] = 1
             length = self._lengths[sample]
             cell = self._cell_of[sample]
             self._counts[cell] -= 1
@@ -255,45 +232,35 @@ class _Packer:
             self._num_left -= 1
             self._tokens_left -= length
             free -= length
-            room -= self._media[sample]
-            places -= 1
-            if not (free and places and self._num_left):
+            free_media -= self._media[sample]
+            slots -= 1
+            if not (free and slots and self._num_left):
                 return
-            cell = self._next_cell(free, room, places)
+            cell = self._next_cell(free, free_media, slots, min_gap, max_gap)
             if cell < 0:
                 return
-            # Samples that packs began with lie among the others.
-            while self._used[self._by_cell[self._ends[cell] - 1]]:
+            # The first samples of packs were taken from anywhere in their cells.
+            while self._is_used[self._by_cell[self._ends[cell] - 1]]:
                 self._ends[cell] -= 1
             sample = self._by_cell[self._ends[cell] - 1]
 
-    def _next_cell(self, free: int, room: int, places: int) -> int:
-        """The cell to take the next sample from, or -1."""
-        scarce = places > 1 and free * self._evenness * self._num_left >= self._tokens_left * places
-        nearest = bisect_right(self._shares, room / free) - 1
-        if not scarce:
-            least, most = self._gaps
-            for number in range(nearest, max(nearest - _CLASSES_LOOKED_AT, -1), -1):
-                length = self._sets[number].at_most(max(free - least, 0))
-                if length >= max(free - most, 1):
+    def _next_cell(self, free: int, free_media: int, slots: int, min_gap: int, max_gap: int) -> int:
+        """Choose the cell to take the next sample from, or -1."""
+        is_scarce = slots > 1 and free * self._evenness * self._num_left >= self._tokens_left * slots
+        nearest = bisect_right(self._shares, free_media / free) - 1
+        if not is_scarce:
+            for number in range(nearest, max(nearest - _MAX_CLASSES_TRIED, -1), -1):
+                length = self._sets[number].at_most(max(free - min_gap, 0))
+                if length >= max(free - max_gap, 1):
                     return self._cells[number][length]
         for number in (*range(nearest, -1, -1), *range(nearest + 1, len(self._shares))):
-            limit = free if number <= nearest else int(room / self._shares[number])
+            limit = free if number <= nearest else int(free_media / self._shares[number])
             if limit < self._shortest[number]:
                 continue
             length = self._sets[number].at_most(limit)
             if length > 0:
-                if scarce:
-                    length = self._sets[number].nearest(free // places, length)
+                if is_scarce:
+                    length = self._sets[number].nearest(free // slots, length)
                 return self._cells[number][length]
             self._shortest[number] = limit + 1
         return -1
-
-
-def _classes(lengths: Int32Array, media_tokens: Int32Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The class of each sample, and the highest share of media tokens in each class, ascending."""
-    share = media_tokens / lengths
-    edges = np.unique(np.quantile(share, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher"))
-    classes = np.searchsorted(edges, share)
-    used, classes = np.unique(classes, return_inverse=True)
-    return classes, edges[used]

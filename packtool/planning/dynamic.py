@@ -34,7 +34,7 @@ from packtool.errors import ConfigError
 from packtool.planning.balance import Costs
 from packtool.planning.budgets import check_media_tokens
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import Int64Array, PackPlan, offsets_of
+from packtool.planning.pack_plan import Int64Array, PackPlan, to_offsets
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.planning.steps import Assignment
 
@@ -305,8 +305,8 @@ class EvaluationPlan:
         if trees is None:
             return found
         in_cells = tokens[found.order].astype(np.int32)
-        groups = PackPlan(found.order, offsets_of(found.cell_sizes), in_cells, self.max_tokens)
-        cells = trees.unfolded(groups, self.lengths)
+        groups = PackPlan(found.order, to_offsets(found.cell_sizes), in_cells, self.max_tokens)
+        cells = trees.expand(groups, self.lengths)
         return Assignment(cells.samples, np.diff(cells.offsets), found.cells_per_step)
 
     @property
@@ -325,7 +325,7 @@ class EvaluationPlan:
     def micro_batches(self, rank: int) -> list[Int64Array]:
         """The samples of each micro-batch of a rank; one may be empty, for all ranks have equally many."""
         batches = self.batches
-        offsets = offsets_of(batches.cell_sizes)
+        offsets = to_offsets(batches.cell_sizes)
         return [batches.order[offsets[cell] : offsets[cell + 1]] for cell in np.flatnonzero(self._rank_of_cell == rank)]
 
     def places(self, rank: int) -> Int64Array:

@@ -19,10 +19,10 @@ from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import (
     Int64Array,
     PackPlan,
+    build_plan,
     digest_arrays,
-    plan_of,
-    with_each_alone,
-    with_packs_in_order,
+    select_packs,
+    split_into_samples,
 )
 from packtool.planning.packing import pack, pack_singletons, pack_trees
 from packtool.planning.prefix_trees import PrefixTrees
@@ -85,13 +85,13 @@ class EpochPlan:
         if self.places is not None:
             # A step has whole packs, so those that any sample left comes from are left whole.
             left = np.unique(np.searchsorted(self.lasting.offsets, left, side="right") - 1)
-        return with_packs_in_order(self.whole_packs, left)
+        return select_packs(self.whole_packs, left)
 
     def samples_of(self, first: int, stop: int) -> Int64Array:
         """Cache positions of all samples of the steps from ``first`` up to but not ``stop``, over all ranks."""
         steps = self.steps
         start, end = steps.cell_offsets[steps.step_offsets[[first, stop]]]
-        return with_packs_in_order(self.packs, steps.order[start:end]).samples
+        return select_packs(self.packs, steps.order[start:end]).samples
 
     def samples(self, step: int, rank: int, micro_batch: int) -> tuple[npt.NDArray[np.int64], ...]:
         """Cache positions of the samples of each pack of a micro-batch."""
@@ -189,7 +189,7 @@ def plan_mixture(
     if is_even:
         of, amounts = mixture.source_of(samples), mixture.amounts(samples)
         order = even_order(packs, of, amounts, seed=seed, epoch=epoch)
-        packs = with_packs_in_order(packs, order)
+        packs = select_packs(packs, order)
     packs, targets = _grouped(packs, options), mixture.target_tokens
     plan = assign_packs(packs, targets, options, media_tokens=media_tokens, towers=towers)
     return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
@@ -219,7 +219,7 @@ def assign_packs(
         DataError: with ``samples_per_step``, samples that are over a budget of a pack.
     """
     by_sample = options.samples_per_step is not None or options.skrull is not None
-    units = with_each_alone(packs) if by_sample else packs
+    units = split_into_samples(packs) if by_sample else packs
 
     def pack_cost(packs: PackPlan) -> Costs:
         assert options.cost is not None
@@ -293,7 +293,7 @@ def _assign(
 def _joined(units: PackPlan, assignment: Assignment) -> tuple[PackPlan, Assignment]:
     """The samples of each micro-batch as one pack, and these packs in their micro-batches."""
     is_used = assignment.cell_sizes > 0
-    packs = plan_of(assignment.order, assignment.cell_sizes[is_used], units.lengths, units.capacity)
+    packs = build_plan(assignment.order, assignment.cell_sizes[is_used], units.lengths, units.capacity)
     packs = replace(packs, samples=units.samples[assignment.order])
     order = np.arange(packs.num_packs, dtype=np.int64)
     return packs, Assignment(order, is_used.astype(np.int64), assignment.cells_per_step)
@@ -304,7 +304,7 @@ def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
     if epoch == 0:
         return packs
     order = seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=RandomStream.SAVED_ORDER)
-    return with_packs_in_order(packs, order)
+    return select_packs(packs, order)
 
 
 def _pack(

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from packtool.planning.mixture import Places
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import Int64Array, PackPlan, offsets_of, with_packs_in_order
+from packtool.planning.pack_plan import Int64Array, PackPlan, select_packs, to_offsets
 from packtool.planning.packing import pack
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
@@ -111,7 +111,7 @@ class _Items:
         item = (np.cumsum(is_enough) - is_enough)[item]
         order = np.concatenate((joined, alone))
         sizes = np.concatenate((np.bincount(item), np.ones(len(alone), np.int64)))
-        return cls(places, PackPlan(order, offsets_of(sizes), places.lengths[order], capacity))
+        return cls(places, PackPlan(order, to_offsets(sizes), places.lengths[order], capacity))
 
     def as_samples(self, options: PlanOptions) -> tuple[Int64Array, PlanOptions, Int64Array]:
         """What packs items as if they were samples: lengths (I,), options, and media tokens (I,).
@@ -130,7 +130,7 @@ class _Items:
 
     def unfolded(self, packs: PackPlan) -> PackPlan:
         """Packs of places from packs of items."""
-        members = with_packs_in_order(self.members, packs.samples)
+        members = select_packs(self.members, packs.samples)
         return dataclasses.replace(members, offsets=members.offsets[packs.offsets])
 
     def exchanged(self, options: PlanOptions, seed: int, epoch: int) -> Int64Array:

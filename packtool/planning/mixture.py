@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from packtool.config.mixture import MAX_AMOUNT, MixUnit, Recipe, SourceRecipe, check_drawn
 from packtool.errors import DataError
-from packtool.planning.pack_plan import Int32Array, Int64Array, PackPlan, digest_arrays, offsets_of
+from packtool.planning.pack_plan import Int32Array, Int64Array, PackPlan, digest_arrays, to_offsets
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 from packtool.planning.steps import StepPlan
 
@@ -187,7 +187,7 @@ class Mixture:
     @cached_property
     def _even(self) -> Int64Array:
         """Places of all sources, one source after the other, in an order in which sources take turns, (M,)."""
-        first, offsets, times = self._drawn(0), offsets_of(np.array(self.counts)), np.empty(self.num_drawn)
+        first, offsets, times = self._drawn(0), to_offsets(np.array(self.counts)), np.empty(self.num_drawn)
         for source, (start, stop) in enumerate(pairwise(offsets.tolist())):
             whole = len(self._taken[source].whole)
             order = np.concatenate((np.arange(whole), whole + np.argsort(first[start + whole : stop], kind="stable")))
@@ -397,7 +397,7 @@ def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64
     of_pack[steps.order] = np.repeat(np.arange(steps.num_steps), np.diff(steps.cell_offsets[steps.step_offsets]))
     cells = np.repeat(of_pack, np.diff(packs.offsets)) * num_sources + mixture.source_of(packs.samples)
     found = np.empty((steps.num_steps * num_sources, 3), np.int64)
-    for column, values in enumerate((None, packs.whole_lengths, mixture.target_tokens[packs.samples])):
+    for column, values in enumerate((None, packs.full_lengths, mixture.target_tokens[packs.samples])):
         # Sums of whole numbers below 2^53 are exact.
         found[:, column] = np.bincount(cells, weights=values, minlength=len(found))
     return found.reshape(steps.num_steps, num_sources, 3)

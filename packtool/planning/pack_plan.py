@@ -1,10 +1,10 @@
-"""Which samples share a pack: plans as compact arrays, and what holds for all of them."""
+"""``PackPlan``: which samples share a pack, as compact arrays."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError, DataError
-from packtool.planning.shuffle import seeded_order
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-Lengths = npt.NDArray[np.integer[Any]] | Sequence[int]
+IntArray = npt.NDArray[np.integer[Any]]
+Costs = npt.NDArray[np.float64]
+Lengths = IntArray | Sequence[int]
 
 MAX_CAPACITY = 2**31 - 1
 
@@ -28,11 +29,11 @@ class PackPlan:
     Args:
         samples: int64 (N,), in pack order: positions in the array of lengths, or, from ``plan_epoch``, in the cache.
         offsets: int64 (K + 1,).
-        lengths: int32 (N,), tokens of ``samples``; of those that share a prefix, the tokens that each adds to its pack.
-        capacity: tokens that a pack may hold.
-        shared: int32 (N,), tokens before those, which a sample has in common with others of its pack; None where all
-            samples are computed whole.
-        mixture: fingerprint of what the samples were drawn by; empty where every sample is there once.
+        lengths: int32 (N,), tokens of ``samples``; with shared prefixes, the tokens that each sample adds to its pack.
+        capacity: maximum tokens of a pack.
+        shared: int32 (N,), prefix tokens that each sample shares with the sample before it, not part of ``lengths``;
+            None without shared prefixes.
+        mixture: fingerprint of the mixture that drew the samples; empty where every sample occurs once.
     """
 
     samples: Int64Array
@@ -53,8 +54,8 @@ class PackPlan:
         return len(self.samples)
 
     @property
-    def whole_lengths(self) -> Int32Array:
-        """Tokens of each sample with what it shares; int32 (N,)."""
+    def full_lengths(self) -> Int32Array:
+        """Tokens of each sample including its shared prefix; int32 (N,)."""
         return self.lengths if self.shared is None else self.lengths + self.shared
 
     def pack(self, index: int) -> Int64Array:
@@ -63,23 +64,20 @@ class PackPlan:
             raise IndexError(f"pack {index} of {self.num_packs}")
         return self.samples[self.offsets[index] : self.offsets[index + 1]]
 
-    def sums_per_pack(self, values: npt.NDArray[np.integer[Any]]) -> Int64Array:
+    def sums_per_pack(self, values: IntArray) -> Int64Array:
         """Sums over each pack of ``values`` (N,), which are in pack order; int64 (K,)."""
-        assert len(values) == self.num_samples
-        if self.num_packs == 0:
-            return np.zeros(0, dtype=np.int64)
-        return np.add.reduceat(values, self.offsets[:-1], dtype=np.int64)
+        return sums_of_groups(values, self.offsets)
 
     def tokens_per_pack(self) -> Int64Array:
         """Tokens in each pack; int64 (K,)."""
         return self.sums_per_pack(self.lengths)
 
     def sum_squares_per_pack(self) -> Int64Array:
-        """Sum of the squared lengths of each pack's samples, to which attention's work is proportional; int64 (K,).
+        """Sum of the squared sample lengths of each pack, proportional to the work of attention; int64 (K,).
 
-        A sample that goes on from a shared prefix adds what its own tokens see: (prefix + own)^2 - prefix^2.
+        A sample with a shared prefix adds (prefix + own)^2 - prefix^2.
         """
-        squares = np.square(self.whole_lengths, dtype=np.int64)
+        squares = np.square(self.full_lengths, dtype=np.int64)
         return self.sums_per_pack(squares if self.shared is None else squares - np.square(self.shared, dtype=np.int64))
 
     @cached_property
@@ -89,24 +87,24 @@ class PackPlan:
 
     @property
     def fill(self) -> float:
-        """Tokens over room, 0 to 1; 1 for a plan without packs."""
+        """Tokens divided by the capacity of all packs, 0 to 1; 1 for a plan without packs."""
         return self.num_tokens / (self.num_packs * self.capacity) if self.num_packs else 1.0
 
     @property
     def lower_bound(self) -> int:
-        """Packs that the tokens would need if samples could be cut: no packing has fewer."""
+        """Minimum number of packs for this many tokens, if samples could be split."""
         return -(-self.num_tokens // self.capacity)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex over everything in the plan; equal plans, and only they, have the same."""
+        """sha256 in hex over all arrays: equal for equal plans only."""
         digest = hashlib.sha256(f"packtool pack plan 1, capacity {self.capacity}\n{self.mixture}".encode())
         shared = () if self.shared is None else (self.shared,)
         return digest_arrays(digest, self.samples, self.offsets, self.lengths, *shared)
 
 
-def digest_arrays(digest: hashlib._Hash, *arrays: npt.NDArray[np.integer[Any]]) -> str:
-    """Add integer arrays to a hash, each led by its length and stored little-endian; returns the hash in hex."""
+def digest_arrays(digest: hashlib._Hash, *arrays: IntArray) -> str:
+    """Add integer arrays to a hash, each preceded by its length and stored little-endian; return the hash in hex."""
     for values in arrays:
         little_endian = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
         digest.update(f"{little_endian.dtype.str} {len(values)}\n".encode())
@@ -115,7 +113,12 @@ def digest_arrays(digest: hashlib._Hash, *arrays: npt.NDArray[np.integer[Any]]) 
 
 
 def check_lengths(lengths: Lengths, capacity: int) -> Int32Array:
-    """Lengths as int32 (N,), all from 1 to ``capacity``, or an error that says how many are not."""
+    """Return lengths as int32 (N,), all from 1 to ``capacity``.
+
+    Raises:
+        ConfigError: the capacity is out of range.
+        DataError: lengths are not positive integers, or exceed the capacity.
+    """
     if not 1 <= capacity <= MAX_CAPACITY:
         raise ConfigError(
             f"The packing length is {capacity}.", f"--packing-length must be between 1 and {MAX_CAPACITY}."
@@ -129,102 +132,112 @@ def check_lengths(lengths: Lengths, capacity: int) -> Int32Array:
         raise DataError(f"The lengths are of type {array.dtype}; whole numbers are expected.")
     shortest, longest = int(array.min()), int(array.max())
     if shortest <= 0:
-        num_bad = int(np.count_nonzero(array <= 0))
         raise DataError(
-            f"{num_bad:,} of {len(array):,} samples have no tokens (the smallest length is {shortest}).",
+            f"{np.count_nonzero(array <= 0):,} of {len(array):,} samples have no tokens "
+            f"(the smallest length is {shortest}).",
             "Remove them; packtool export never writes such rows.",
         )
     if longest > capacity:
-        num_bad = int(np.count_nonzero(array > capacity))
         raise DataError(
-            f"{num_bad:,} of {len(array):,} samples are longer than a pack of {capacity:,} tokens; "
-            f"the longest has {longest:,}.",
+            f"{np.count_nonzero(array > capacity):,} of {len(array):,} samples are longer than a pack of "
+            f"{capacity:,} tokens; the longest has {longest:,}.",
             f"Raise --packing-length to {longest}, or leave them out with --max-length {capacity}.",
         )
     return array.astype(np.int32, copy=False)
 
 
-def offsets_of(sizes: npt.NDArray[np.integer[Any]]) -> Int64Array:
-    """Where groups of so many members begin and end, one after the other: int64 (K + 1,) from (K,)."""
+def to_offsets(sizes: IntArray) -> Int64Array:
+    """Offsets of consecutive groups: int64 (K + 1,) from their sizes (K,)."""
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
-def inverse_of(order: Int64Array) -> Int64Array:
-    """Where each number from 0 to N - 1 is in ``order``, which has all of them; int64 (N,)."""
+def sums_of_groups(values: IntArray, offsets: Int64Array) -> Int64Array:
+    """Sums of ``values`` (N,) over consecutive, nonempty groups given by their offsets (K + 1,); int64 (K,)."""
+    if len(offsets) == 1:
+        return np.zeros(0, dtype=np.int64)
+    assert len(values) == offsets[-1]
+    return np.add.reduceat(values, offsets[:-1], dtype=np.int64)
+
+
+def gather_groups(offsets: Int64Array, order: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Select consecutive groups (K,) by number.
+
+    Args:
+        offsets: int64 (K + 1,), of the groups.
+        order: int64 (k,), numbers of the selected groups.
+
+    Returns:
+        int64 (n,), positions of their members, group after group, and the new offsets, int64 (k + 1,).
+    """
+    sizes = np.diff(offsets)[order]
+    new_offsets = to_offsets(sizes)
+    members: Int64Array = np.repeat(offsets[:-1][order] - new_offsets[:-1], sizes)
+    members += np.arange(len(members))
+    return members, new_offsets
+
+
+def invert_order(order: Int64Array) -> Int64Array:
+    """Inverse of a permutation; int64 (N,)."""
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse
 
 
-def plan_of(order: Int64Array, sizes: npt.NDArray[np.integer[Any]], lengths: Int32Array, capacity: int) -> PackPlan:
-    """A plan from samples in pack order and the number of them in each pack.
+def build_plan(order: Int64Array, sizes: IntArray, lengths: Int32Array, capacity: int) -> PackPlan:
+    """Build a plan from samples in pack order.
 
     Args:
-        order: int64 (N,), every sample's position, pack after pack.
+        order: int64 (N,), positions of the samples, pack after pack.
         sizes: (K,), samples of each pack; they add up to N.
-        lengths: int32 (N,), tokens of each sample, by position.
-        capacity: tokens of a pack.
+        lengths: int32, tokens of each sample, by position.
+        capacity: maximum tokens of a pack.
     """
-    return PackPlan(order, offsets_of(sizes), lengths[order], capacity)
+    return PackPlan(order, to_offsets(sizes), lengths[order], capacity)
 
 
-def with_packs_in_order(plan: PackPlan, order: Int64Array) -> PackPlan:
-    """The packs of ``order``, int64 (K,) or shorter, one after the other: all K of them, or some."""
-    sizes = np.diff(plan.offsets)[order]
-    offsets = offsets_of(sizes)
-    taken = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - plan.offsets[:-1][order], sizes)
-    shared = None if plan.shared is None else plan.shared[taken]
-    return PackPlan(plan.samples[taken], offsets, plan.lengths[taken], plan.capacity, shared, plan.mixture)
+def select_packs(plan: PackPlan, order: Int64Array) -> PackPlan:
+    """Return the packs numbered ``order``, int64 (k,), in that order: all K packs, or a part of them."""
+    members, offsets = gather_groups(plan.offsets, order)
+    shared = None if plan.shared is None else plan.shared[members]
+    return PackPlan(plan.samples[members], offsets, plan.lengths[members], plan.capacity, shared, plan.mixture)
 
 
-def with_each_alone(plan: PackPlan) -> PackPlan:
-    """A plan of the same samples in the same order, each a pack of its own."""
-    assert plan.shared is None, "a sample alone shares nothing"
-    each = np.arange(plan.num_samples + 1, dtype=np.int64)
-    return PackPlan(plan.samples, each, plan.lengths, plan.capacity, mixture=plan.mixture)
+def split_into_samples(plan: PackPlan) -> PackPlan:
+    """Return a plan of the same samples in the same order, each in a pack of its own."""
+    assert plan.shared is None, "a single sample has no shared prefix"
+    return replace(plan, offsets=np.arange(plan.num_samples + 1, dtype=np.int64))
 
 
-def exchange_equals(plan: PackPlan, values: Int32Array, *, seed: int, epoch: int, stream: int) -> PackPlan:
-    """Let samples of one value, such as their length, change places at random; arguments as for ``seeded_order``."""
-    places = np.argsort(-values[plan.samples], kind="stable")
-    samples = np.empty_like(plan.samples)
-    samples[places] = seeded_order(len(places), seed=seed, epoch=epoch, stream=stream, falling=values)
-    return PackPlan(samples, plan.offsets, plan.lengths, plan.capacity)
-
-
-def in_cache_order(plan: PackPlan) -> PackPlan:
-    """The same packs with their samples ascending, the pack with the first sample first; samples are 0 to N - 1."""
+def sort_by_sample(plan: PackPlan) -> PackPlan:
+    """Sort the samples 0 to N - 1 within their packs, and packs by their first sample."""
     num = plan.num_samples
     if num == 0:
         return plan
     sizes = np.diff(plan.offsets)
-    first = np.minimum.reduceat(plan.samples, plan.offsets[:-1])
-    order = np.argsort(first)
+    order = np.argsort(np.minimum.reduceat(plan.samples, plan.offsets[:-1]))
     # Pack and sample in one number: K * N is below 2^63 for three billion samples.
-    keys = np.repeat(inverse_of(order) * num, sizes)
+    keys = np.repeat(invert_order(order) * num, sizes)
     keys += plan.samples
     keys.sort()
     keys %= num
-    return PackPlan(keys, offsets_of(sizes[order]), plan.lengths[inverse_of(plan.samples)[keys]], plan.capacity)
+    return PackPlan(keys, to_offsets(sizes[order]), plan.lengths[invert_order(plan.samples)[keys]], plan.capacity)
 
 
-def split_to(plan: PackPlan, num_packs: int) -> PackPlan:
-    """Take the last sample out of as many packs as it takes to have ``num_packs``, the fullest in samples first.
+def split_to_count(plan: PackPlan, num_packs: int) -> PackPlan:
+    """Move the last sample out of packs, those with most samples first, until there are ``num_packs`` packs.
 
-    Epochs whose packings came out a little different in number are made alike with it, since all epochs must have
-    equally many steps; an honest price of a few packs in ten thousand.
+    All epochs must have the same number of steps, but their packings may differ by a few packs in ten thousand.
     """
     missing = num_packs - plan.num_packs
     assert missing >= 0, "packs are split, never joined"
     offsets = plan.offsets
     while missing:
         sizes = np.diff(offsets)
-        ends = offsets[1:][np.argsort(-sizes, kind="stable")[:missing]]
-        fullest = np.sort(sizes)[::-1][:missing]
-        cuts = ends[fullest > 1] - 1
+        fullest = np.argsort(-sizes, kind="stable")[:missing]
+        cuts = offsets[1:][fullest][sizes[fullest] > 1] - 1
         assert len(cuts), "there are as many packs as samples"
         offsets = np.sort(np.concatenate((offsets, cuts)))
         missing -= len(cuts)
-    return PackPlan(plan.samples, offsets, plan.lengths, plan.capacity)
+    return replace(plan, offsets=offsets)

@@ -14,7 +14,7 @@ from packtool.config.packing import Balance
 from packtool.errors import ConfigError
 from packtool.planning.balance import Costs, assign_evenly, group_alike
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import Int64Array, PackPlan, digest_arrays, inverse_of, offsets_of
+from packtool.planning.pack_plan import Int64Array, PackPlan, digest_arrays, invert_order, to_offsets
 from packtool.planning.tree_parts import TreeParts
 
 
@@ -38,7 +38,7 @@ class Assignment:
     @property
     def inverse(self) -> Int64Array:
         """int64 (K,): where in ``order`` each pack is; ``values[inverse]`` brings results back to their order."""
-        return inverse_of(self.order)
+        return invert_order(self.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,8 @@ class StepPlan:
             target_tokens: by sample number as in ``packs.samples``: labels that carry loss.
             world_size: data-parallel ranks, W.
         """
-        cell_offsets, step_offsets = offsets_of(assignment.cell_sizes), offsets_of(assignment.cells_per_step)
-        before = offsets_of(packs.sums_per_pack(target_tokens[packs.samples])[assignment.order])
+        cell_offsets, step_offsets = to_offsets(assignment.cell_sizes), to_offsets(assignment.cells_per_step)
+        before = to_offsets(packs.sums_per_pack(target_tokens[packs.samples])[assignment.order])
         targets_per_step = np.diff(before[cell_offsets[step_offsets]])
         return cls(world_size, assignment.order, cell_offsets, step_offsets, targets_per_step)
 
@@ -234,7 +234,7 @@ def _with_parts(full: Int64Array, rest: Int64Array, parts: TreeParts | None) -> 
     """The packs of full steps (S, n) and of the last, smaller one with the parts of trees where they are to be."""
     if parts is None:
         return full, rest
-    placed = parts.placed(np.concatenate((full.reshape(-1), rest)), full.shape[1])
+    placed = parts.reorder(np.concatenate((full.reshape(-1), rest)), full.shape[1])
     return placed[: full.size].reshape(full.shape), placed[full.size :]
 
 

@@ -183,7 +183,7 @@ def pack_costs(
     seen = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
     of_logits = target_tokens if towers is None or towers.logits is None else towers.logits
     targets = packs.sums_per_pack(of_logits[packs.samples])
-    windows = packs.sums_per_pack(cost.seen_in_windows(packs.whole_lengths, packs.shared))
+    windows = packs.sums_per_pack(cost.seen_in_windows(packs.full_lengths, packs.shared))
     attention = cost.attention_of(packs.sum_squares_per_pack(), windows)
     return cost(packs.tokens_per_pack(), attention, targets, seen)
 
@@ -254,7 +254,7 @@ def summarize(
         num_samples=packs.num_samples,
         num_tokens=packs.num_tokens,
         num_target_tokens=int(steps.target_tokens_per_step.sum()),
-        longest=int(packs.whole_lengths.max()),
+        longest=int(packs.full_lengths.max()),
         options=options,
         num_packs=packs.num_packs,
         lower_bound=packs.lower_bound,

@@ -13,7 +13,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens, placed_media
 from packtool.errors import ConfigError
-from packtool.planning.prefix_trees import NOTHING, Branch, branches_of
+from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.report.inspect import all_media, medium_text, model_of_cache
 from packtool.visible import visible_line
 
@@ -40,7 +40,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
         raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
     here = slice(int(saved.offsets[pack]), int(saved.offsets[pack + 1]))
     shared = None if saved.shared is None else saved.shared[here]
-    branches = branches_of(saved.lengths[here], shared)
+    branches = find_branches(saved.lengths[here], shared)
     positions = saved.samples[here].tolist()
     samples = [reader.sample(position) for position in positions]
     tokens = None

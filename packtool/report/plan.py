@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from packtool.planning.mixture import added, by_name, share_figures
 from packtool.planning.pack_plan import PackPlan
-from packtool.planning.prefix_trees import Branch, branches_of
+from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.report.drawing import render
 from packtool.report.plan_page import Histogram, MixtureFigures, PageContent, PlainFigures, SharedFigures
 from packtool.report.statistics import Line, percent, source_rows
@@ -190,7 +190,7 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
         headline=_headline(figures),
         parts=sample_parts(figures),
         dropped=_dropped(found),
-        lengths=length_histogram(packs.whole_lengths),
+        lengths=length_histogram(packs.full_lengths),
         capacity=packs.capacity,
         fills=fill_histogram(packs, 50),
         packs=drawn,
@@ -279,7 +279,7 @@ def _drawn_trees(packs: PackPlan) -> list[tuple[str, str, list[Branch]]]:
     found = []
     for name, place in list(names.items())[:num_trees]:
         start, stop = starts[by_saved[place] : by_saved[place] + 2].tolist()
-        tokens, whole = int(packs.lengths[start:stop].sum()), int(packs.whole_lengths[start:stop].sum())
+        tokens, whole = int(packs.lengths[start:stop].sum()), int(packs.full_lengths[start:stop].sum())
         told = f"{stop - start:,} samples, {tokens:,} tokens instead of {whole:,}"
         if stop - start > _DRAWN_SAMPLES:
             told += f"; the first {_DRAWN_SAMPLES} samples are drawn"
@@ -288,7 +288,7 @@ def _drawn_trees(packs: PackPlan) -> list[tuple[str, str, list[Branch]]]:
 
 
 def _branches(packs: PackPlan, start: int, stop: int) -> list[Branch]:
-    return branches_of(packs.lengths[start:stop], None if packs.shared is None else packs.shared[start:stop])
+    return find_branches(packs.lengths[start:stop], None if packs.shared is None else packs.shared[start:stop])
 
 
 def _worst_of_each(steps: npt.NDArray[np.float64]) -> list[float]:

@@ -32,7 +32,7 @@ from packtool.media.measure import load_image
 from packtool.media.opening import MediaProblem, open_medium
 from packtool.media.suffix import is_media, suffix_of
 from packtool.media.video import load_video
-from packtool.planning.prefix_trees import branches_of
+from packtool.planning.prefix_trees import find_branches
 from packtool.progress import Progress
 from packtool.report.drawing import render
 from packtool.report.inspect import Decoder, all_media
@@ -75,7 +75,7 @@ class ShownPacks:
         # A prefix of several samples is nobody's own.
         parts = [
             (samples[branch.first] if branch.num_samples == 1 else None, branch.num_tokens, branch.num_samples)
-            for branch in branches_of(self._plan.lengths[here], shared)
+            for branch in find_branches(self._plan.lengths[here], shared)
         ]
         return {"number": number, "samples": len(samples), "parts": parts}
 

@@ -21,13 +21,13 @@ from packtool.cache.manifest import InputCounts
 from packtool.cache.shard import num_targets
 from packtool.config.data import EncodeSpec
 from packtool.config.packing import IntervalOptions, PackOptions
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
-from packtool.planning.pack_plan import Int64Array, PackPlan, offsets_of, with_packs_in_order
+from packtool.planning.pack_plan import Int64Array, PackPlan, select_packs, to_offsets
 from packtool.planning.packing import pack, pack_trees
-from packtool.planning.prefix_trees import Budget, PartsIn, Prefixes, PrefixTrees, plan_trees
+from packtool.planning.prefix_trees import PartsIn, Prefixes, PrefixTrees, plan_trees
 from packtool.planning.shuffle import RandomStream
 from packtool.planning.tree_parts import TreeParts
 from packtool.rows.sample import Dropped
@@ -62,18 +62,16 @@ class IntervalSharing:
         """
         lengths = np.array([sample.length for sample in samples], np.int32)
         assert lengths.max(initial=0) <= capacity, "longer samples were dropped"
-        counts, joined = prefix_hashes(samples, self.media, longer_than=LEAST_SHARED)
-        offsets = offsets_of(counts)
-        budget = None
-        if self.max_media_tokens is not None:
-            budget = Budget(Added.of(samples).media_tokens, joined.media_tokens, self.max_media_tokens)
+        counts, joined = prefix_hashes(samples, self.media, longer_than=MIN_SHARED)
+        offsets = to_offsets(counts)
         trees = plan_trees(
             lengths,
             Prefixes(offsets, joined.lengths, joined.hashes),
             capacity=capacity,
-            least_shared=LEAST_SHARED,
+            min_shared=MIN_SHARED,
             max_samples=self.max_rows,
-            budget=budget,
+            media_tokens=(Added.of(samples).media_tokens, joined.media_tokens),
+            max_media_tokens=self.max_media_tokens,
         )
         return FoundTrees(replace(trees, parts=self.parts), joined) if trees.saved(lengths) > self.worth else None
 
@@ -284,8 +282,8 @@ class PackStream:
             return pack(lengths, capacity, options, **way), added
         plan = pack_trees(found.trees, lengths, capacity, options, **way)
         parts = TreeParts.of(plan, found.trees)
-        if parts is not None and parts.wanted == "together":
-            plan = with_packs_in_order(plan, parts.side_by_side(plan.num_packs))
+        if parts is not None and parts.placement == "together":
+            plan = select_packs(plan, parts.move_together(plan.num_packs))
         return plan, added
 
     def _state(self) -> StreamState:

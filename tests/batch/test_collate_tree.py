@@ -27,7 +27,7 @@ TEXT = reduced_spec("qwen3")
 
 
 def tree_of(samples: list[EncodedSample], **options: int) -> TreeBatch:
-    batch = collate_tree(samples, TEXT, least_shared=1, **options)
+    batch = collate_tree(samples, TEXT, min_shared=1, **options)
     assert isinstance(batch, TreeBatch)
     return batch
 
@@ -70,7 +70,7 @@ def test_each_sample_has_its_mean_where_samples_count() -> None:
     target = [False, True, True]
     spec = dataclasses.replace(TEXT, loss_reduction="sample")
     batch = collate_tree(
-        [sample([1, 2, 3], target), sample([1, 2, 4, 5], [False, True, False, True])], spec, least_shared=1
+        [sample([1, 2, 3], target), sample([1, 2, 4, 5], [False, True, False, True])], spec, min_shared=1
     )
     assert isinstance(batch, TreeBatch)
     assert batch.loss_weights is not None
@@ -80,7 +80,7 @@ def test_each_sample_has_its_mean_where_samples_count() -> None:
 
 def test_without_common_prefixes_nothing_is_other_than_it_was() -> None:
     samples = mixed_samples("qwen3")
-    shared, plain = collate_tree(samples, TEXT, least_shared=1), collate_packs(samples, TEXT)
+    shared, plain = collate_tree(samples, TEXT, min_shared=1), collate_packs(samples, TEXT)
     assert type(shared) is type(plain) is PackedBatch
     for field in dataclasses.fields(PackedBatch):
         one, other = getattr(shared, field.name), getattr(plain, field.name)
@@ -105,7 +105,7 @@ def test_a_picture_of_a_prefix_is_looked_at_once(name: str, tmp_path_factory: py
     directory = str(tmp_path_factory.mktemp(name))
     save_image_processor(name, directory)
     spec, samples = reduced_spec(name, directory), samples_alike(name)
-    whole, tree = collate_packs(samples, spec), collate_tree(samples, spec, least_shared=1)
+    whole, tree = collate_packs(samples, spec), collate_tree(samples, spec, min_shared=1)
     assert whole.image_grid_thw is not None
     assert tree.image_grid_thw is not None
     distinct = {image.data for one in samples for image in one.images}
@@ -120,7 +120,7 @@ def test_a_tower_with_nothing_to_do_gets_a_filler(tmp_path_factory: pytest.TempP
     directory = str(tmp_path_factory.mktemp("qwen3_vl"))
     save_image_processor("qwen3_vl", directory)
     spec = reduced_spec("qwen3_vl", directory)
-    batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], spec, least_shared=1)
+    batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], spec, min_shared=1)
     assert isinstance(batch, TreeBatch)
     assert batch.lengths == (2, 1, 1, 3)
     assert batch.key_lengths == (2, 3, 3, 3)
@@ -148,7 +148,7 @@ def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, 
         for place in range(1, one.length):
             if one.labels[place] != -100:
                 wanted[tuple(one.input_ids[: place + 1].tolist())] += float(one.loss_scale[place])  # type: ignore[index]
-    batch = collate_tree(samples, TEXT, least_shared=1)
+    batch = collate_tree(samples, TEXT, min_shared=1)
     assert batch.num_target_tokens == sum(int((one.labels[1:] != -100).sum()) for one in samples)
     found: Counter[tuple[int, ...]] = Counter()
     keys = batch.key_index if isinstance(batch, TreeBatch) else torch.arange(batch.input_ids.shape[1])
@@ -165,7 +165,7 @@ def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, 
 
 
 def test_padding_behind_a_tree_is_nobodys() -> None:
-    batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], TEXT, least_shared=1, multiple_of=8)
+    batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], TEXT, min_shared=1, multiple_of=8)
     assert isinstance(batch, TreeBatch)
     assert batch.lengths == (2, 1, 1, 4)
     assert batch.key_lengths == (2, 3, 3, 4)

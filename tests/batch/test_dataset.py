@@ -172,9 +172,7 @@ def test_loading_draws_no_random_numbers_of_torch() -> None:
 
 def test_samples_that_begin_alike_have_their_prefix_once_where_asked() -> None:
     reader, wanted = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
-    whole, tree = (
-        MicroBatches(reader.sample, reduced_spec("qwen3"), least_shared=least)[wanted] for least in (None, 5)
-    )
+    whole, tree = (MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=least)[wanted] for least in (None, 5))
     assert type(whole) is PackedBatch
     assert type(tree) is TreeBatch
     assert tree.input_ids.shape[1] < whole.input_ids.shape[1]
@@ -192,7 +190,7 @@ def test_a_picture_that_is_gone_leaves_out_all_that_begin_with_it(tmp_path: Path
             dataclasses.replace(one, data=b"no picture") if one == gone else one for one in samples[number].images
         )
         samples[number] = dataclasses.replace(samples[number], images=images)
-    dataset = MicroBatches(Samples(samples).sample, spec, skip_bad_media=True, least_shared=5)
+    dataset = MicroBatches(Samples(samples).sample, spec, skip_bad_media=True, min_shared=5)
     batch = dataset[MicroBatch([list(range(len(samples)))])]
     assert type(batch) is TreeBatch
     assert [skipped.row for skipped in batch.skipped] == with_it

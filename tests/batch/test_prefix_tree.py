@@ -50,7 +50,7 @@ def path(nodes: list[Node], number: int) -> list[Node]:
 
 def test_two_levels_and_one_alone() -> None:
     rows = [[1, 2, 3, 4, 5], [9, 9], [1, 2, 3, 4, 6, 7], [1, 2, 8]]
-    assert shape(find_tree([sample(row) for row in rows], TEXT, least_shared=1)) == [
+    assert shape(find_tree([sample(row) for row in rows], TEXT, min_shared=1)) == [
         ((0, 2, 3), 0, 2, ROOT),
         ((0, 2), 2, 4, 0),
         ((0,), 4, 5, 1),
@@ -62,7 +62,7 @@ def test_two_levels_and_one_alone() -> None:
 
 def test_a_prefix_that_is_too_short_is_not_shared() -> None:
     rows = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7], [1, 8], [1, 2, 3, 4, 5, 6]]
-    assert shape(find_tree([sample(row) for row in rows], TEXT, least_shared=4)) == [
+    assert shape(find_tree([sample(row) for row in rows], TEXT, min_shared=4)) == [
         ((0, 1, 4), 0, 4, ROOT),
         ((0, 4), 4, 5, 0),
         ((4,), 5, 6, 1),
@@ -74,32 +74,32 @@ def test_a_prefix_that_is_too_short_is_not_shared() -> None:
 
 def test_equal_samples_are_one_and_shorter_ones_end_inside() -> None:
     rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3, 4]]
-    nodes = find_tree([sample(row) for row in rows], TEXT, least_shared=1)
+    nodes = find_tree([sample(row) for row in rows], TEXT, min_shared=1)
     assert shape(nodes) == [((0, 1, 2, 3), 0, 2, ROOT), ((0, 1, 3), 2, 3, 0), ((3,), 3, 4, 1)]
 
 
 def test_equal_samples_that_are_too_short_stay_apart() -> None:
-    nodes = find_tree([sample([1, 2, 3])] * 2, TEXT, least_shared=4)
+    nodes = find_tree([sample([1, 2, 3])] * 2, TEXT, min_shared=4)
     assert shape(nodes) == [((0,), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
 
 
 def test_a_prefix_that_is_to_predict_two_tokens_ends_one_earlier() -> None:
     trained = [False, False, True]
     pair = [sample([1, 2, 3], trained), sample([1, 2, 4], trained), sample([1, 2, 4, 5], [*trained, False])]
-    assert shape(find_tree(pair, TEXT, least_shared=1)) == [
+    assert shape(find_tree(pair, TEXT, min_shared=1)) == [
         ((0, 1, 2), 0, 1, ROOT),
         ((0,), 1, 3, 0),
         ((1, 2), 1, 3, 0),
         ((2,), 3, 4, 2),
     ]
     one_target = [pair[0], sample([1, 2, 4])]
-    assert find_tree(one_target, TEXT, least_shared=1)[0].stop == 2
+    assert find_tree(one_target, TEXT, min_shared=1)[0].stop == 2
 
 
 def test_samples_of_two_channels_share_what_they_begin_with() -> None:
     rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 4], channel="b"), sample([1, 2, 3], channel=None)]
-    assert shape(find_tree(rows, TEXT, least_shared=1)) == [((0, 1, 2), 0, 2, ROOT), ((0, 2), 2, 3, 0), ((1,), 2, 3, 0)]
-    assert find_tree([], TEXT, least_shared=1) == []
+    assert shape(find_tree(rows, TEXT, min_shared=1)) == [((0, 1, 2), 0, 2, ROOT), ((0, 2), 2, 3, 0), ((1,), 2, 3, 0)]
+    assert find_tree([], TEXT, min_shared=1) == []
 
 
 def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
@@ -112,7 +112,7 @@ def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
         (with_pictures([5, same_size, 6, 7]), 1),
         (with_pictures([5, VISION_START, 6, VISION_END]), 1),
     ]:
-        nodes = find_tree([question, other], SEES, least_shared=1)
+        nodes = find_tree([question, other], SEES, min_shared=1)
         assert nodes[0] == Node((0, 1), 0, stop, ROOT)
         parts = [stretch_of([question, other][node.samples[0]], node.start, node.stop, SEES) for node in nodes]
         assert [part.images for part in parts] == [
@@ -126,7 +126,7 @@ def test_a_picture_is_shared_where_the_words_behind_it_are_trained() -> None:
     """Its closing mark predicts both words, so each has a mark of its own; but not the picture."""
     found = [with_pictures([5, picture("a", 4), word]) for word in (6, 7)]
     found = [dataclasses.replace(one, labels=one.input_ids) for one in found]
-    nodes = find_tree(found, SEES, least_shared=1)
+    nodes = find_tree(found, SEES, min_shared=1)
     assert shape(nodes) == [((0, 1), 0, 6, ROOT), ((0,), 6, 8, 0), ((1,), 6, 8, 0)]
 
 
@@ -135,19 +135,19 @@ def test_pictures_are_equal_by_their_bytes_too() -> None:
         dataclasses.replace(picture("a", 2), path=None, data=bytes(data)) for data in (b"12", b"12", b"13")
     )
     alike = [with_pictures([one, 1]), with_pictures([same, 2]), with_pictures([another, 3])]
-    assert shape(find_tree(alike, SEES, least_shared=1))[0] == ((0, 1), 0, 4, ROOT)
+    assert shape(find_tree(alike, SEES, min_shared=1))[0] == ((0, 1), 0, 4, ROOT)
 
 
 @settings(max_examples=200)
 @given(
     rows=st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=8), max_size=8),
-    least_shared=st.integers(1, 6),
+    min_shared=st.integers(1, 6),
 )
 def test_every_sample_is_there_whole_and_every_label_counts(
-    rows: list[list[tuple[int, bool]]], least_shared: int
+    rows: list[list[tuple[int, bool]]], min_shared: int
 ) -> None:
     samples = [sample([token for token, _ in row], [target for _, target in row]) for row in rows]
-    nodes = find_tree(samples, TEXT, least_shared=least_shared)
+    nodes = find_tree(samples, TEXT, min_shared=min_shared)
     for number, whole in enumerate(samples):
         found = path(nodes, number)
         assert [node.start for node in found] == [0, *(node.stop for node in found[:-1])]
@@ -157,11 +157,11 @@ def test_every_sample_is_there_whole_and_every_label_counts(
             first = samples[node.samples[0]]
             assert first.input_ids[node.start : node.stop].tolist() == whole.input_ids[node.start : node.stop].tolist()
     for node in nodes:
-        assert len(node.samples) == 1 or node.stop >= least_shared
+        assert len(node.samples) == 1 or node.stop >= min_shared
         for place in range(node.start + 1, node.stop + 1):
             labels = {int(label) for number in node.samples for label in samples[number].labels[place : place + 1]}
             assert len(labels - {-100}) <= 1
-    if least_shared == 1 and not any(target for row in rows for _, target in row):
+    if min_shared == 1 and not any(target for row in rows for _, target in row):
         distinct = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
         assert sum(node.length for node in nodes) == len(distinct)
 
@@ -172,12 +172,12 @@ words = st.one_of(st.integers(1, 3), st.sampled_from([picture("a", 2), picture("
 @settings(max_examples=200)
 @given(
     rows=st.lists(st.lists(words, min_size=1, max_size=6), min_size=1, max_size=8),
-    least_shared=st.integers(1, 6),
+    min_shared=st.integers(1, 6),
     capacity=st.integers(60, 150),
     data=st.data(),
 )
 def test_no_group_is_longer_than_planned(
-    rows: list[list[int | EncodedImage]], least_shared: int, capacity: int, data: st.DataObject
+    rows: list[list[int | EncodedImage]], min_shared: int, capacity: int, data: st.DataObject
 ) -> None:
     """What hashes tell the planner is found in the tokens, whatever is trained and wherever turns end."""
     samples = []
@@ -188,20 +188,20 @@ def test_no_group_is_longer_than_planned(
         borders = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
         labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
         samples.append(dataclasses.replace(made, labels=labels, borders=borders))
-    counts, found = prefix_hashes(samples, SEES.media_tokens, longer_than=least_shared)
+    counts, found = prefix_hashes(samples, SEES.media_tokens, longer_than=min_shared)
     prefixes = Prefixes(np.cumsum([0, *counts]), found.lengths, found.hashes)
     lengths = np.array([one.length for one in samples])
-    trees = plan_trees(lengths, prefixes, capacity=capacity, least_shared=least_shared)
-    plan = trees.unfolded(pack(trees.sums_per_group(trees.new_tokens(lengths)), capacity, seed=0), lengths)
+    trees = plan_trees(lengths, prefixes, capacity=capacity, min_shared=min_shared)
+    plan = trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), capacity, seed=0), lengths)
     for number, tokens in enumerate(plan.tokens_per_pack().tolist()):
-        nodes = find_tree([samples[i] for i in plan.pack(number)], SEES, least_shared=least_shared)
+        nodes = find_tree([samples[i] for i in plan.pack(number)], SEES, min_shared=min_shared)
         assert sum(node.length for node in nodes) <= tokens <= capacity
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
 def test_the_samples_of_other_tests_are_a_tree_of_several_levels(name: str) -> None:
     samples = samples_alike(name)
-    nodes = find_tree(samples, reduced_spec(name), least_shared=1)
+    nodes = find_tree(samples, reduced_spec(name), min_shared=1)
     depths = [0]
     for node in nodes[1:]:
         depths.append(0 if node.parent == ROOT else 1 + depths[node.parent])

@@ -302,7 +302,7 @@ def test_questions_about_one_picture_are_a_tree(world_of: Callable[[str], World]
     samples = [sample for samples in encode(world.directory, alike) for sample in samples]
     model = world.model()
     set_attention(model)
-    pack = PackUnderTest(model, samples, world.spec, torch.float32, least_shared=4)
+    pack = PackUnderTest(model, samples, world.spec, torch.float32, min_shared=4)
     assert isinstance(pack.batch, TreeBatch)
     once, thrice = load_media(samples[:1], world.spec), load_media(samples, world.spec)
     assert len(pack.batch.media["pixel_values"]) == len(once["pixel_values"]) < len(thrice["pixel_values"])

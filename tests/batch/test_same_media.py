@@ -55,7 +55,7 @@ def test_rows_share_by_what_media_hold(
         ]
         for number in (lambda word: word[1], lambda _: 0)
     )
-    assert find_tree(samples, SEES, least_shared=1) == find_tree(expected, SEES, least_shared=1)
+    assert find_tree(samples, SEES, min_shared=1) == find_tree(expected, SEES, min_shared=1)
     for made in (samples, expected):
         made[:] = [dataclasses.replace(one, borders=np.array([one.length], np.int32)) for one in made]
     assert all((a == b).all() for a, b in zip(hashes(samples), hashes(expected), strict=True))
@@ -105,7 +105,7 @@ def test_nothing_is_read_of_media_that_cannot_be_the_same(
 def test_a_copy_is_a_branch_like_any_other(files: dict[str, list[EncodedImage]]) -> None:
     rows = [with_pictures([5, each, 10 + number]) for number, each in enumerate(files["large"])]
     rows.append(with_pictures([5, files["deceives"][0], 3]))
-    nodes = find_tree(rows, SEES, least_shared=4)
+    nodes = find_tree(rows, SEES, min_shared=4)
     assert nodes[0] == Node((0, 1, 2, 3), 0, 5, ROOT)
     assert nodes[-1] == Node((4,), 0, 6, ROOT)
     assert all(one.parent == 0 for one in nodes[1:-1])

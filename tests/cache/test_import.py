@@ -22,7 +22,7 @@ from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.data import ImportConfig
 from packtool.encode.encoded import EncodedSample
-from packtool.planning.packing import pack_best_fit
+from packtool.planning.packing import pack
 from packtool.rows.forms import RowProblem
 from tests.cache.conftest import Told
 from tests.rows.megatron import megatron
@@ -110,10 +110,7 @@ def test_tokens_of_a_cache_make_the_same_cache(run_export: Export, model: Path, 
     summary = export(config, Told())
     assert not summary.dropped
     assert_same_caches(tmp_path / "cache", tmp_path / "imported")
-    plans = [
-        pack_best_fit(CacheReader.open([str(tmp_path / name)]).index.length, 400, seed=0)
-        for name in ("cache", "imported")
-    ]
+    plans = [pack(CacheReader.open([str(tmp_path / name)]).index.length, 400, seed=0) for name in ("cache", "imported")]
     assert plans[0].samples.tolist() == plans[1].samples.tolist()
 
 

@@ -38,7 +38,7 @@ THINKING = CHATML.replace("{{ m.content }}", THOUGHT + "{{ m.content }}")
 @pytest.fixture(autouse=True)
 def _short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (task_module, repair_module):
-        monkeypatch.setattr(module, "LEAST_SHARED", 3)
+        monkeypatch.setattr(module, "MIN_SHARED", 3)
 
 
 @pytest.fixture(scope="session")

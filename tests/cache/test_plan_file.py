@@ -7,12 +7,12 @@ import pytest
 
 from packtool.cache.plan_file import PlanInfo, SavedPlan, read_plan, write_plan
 from packtool.errors import MismatchError
-from packtool.planning.packing import pack_best_fit
+from packtool.planning.packing import pack
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 5000).astype(np.int32)
-    plan = pack_best_fit(lengths, 128, seed=3)
+    plan = pack(lengths, 128, seed=3)
     info = PlanInfo(capacity=128, max_length=128, seed=3, cache="c", plan=plan.fingerprint, num_cached=5000)
     path = str(tmp_path / "a.plan")
     write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths))

@@ -13,7 +13,7 @@ import pytest
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
-from packtool.planning.packing import pack_best_fit
+from packtool.planning.packing import pack
 from packtool.report.inspect import Decoder, model_of_cache
 from packtool.report.tables import histogram_lines
 from tests.cache.conftest import model as model
@@ -71,15 +71,15 @@ def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = CacheReader.open([cache])
-    plan = pack_best_fit(reader.index.length, 400, seed=0)
+    plan = pack(reader.index.length, 400, seed=0)
     info = PlanInfo(400, 200, 0, reader.fingerprint, plan.fingerprint, len(reader))
     path = str(tmp_path / "a.plan")
     write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths))
     assert run(["inspect", cache, "--plan", path, "--pack", "3", "--json"]) == 0
-    pack = json.loads(capsys.readouterr().out)
-    assert [sample["sample"] for sample in pack["samples"]] == plan.pack(3).tolist()
-    assert [sample["start"] for sample in pack["samples"]] == [0, *(s["end"] for s in pack["samples"][:-1])]
-    for sample in pack["samples"]:
+    shown = json.loads(capsys.readouterr().out)
+    assert [sample["sample"] for sample in shown["samples"]] == plan.pack(3).tolist()
+    assert [sample["start"] for sample in shown["samples"]] == [0, *(s["end"] for s in shown["samples"][:-1])]
+    for sample in shown["samples"]:
         labels = reader.sample(sample["sample"]).labels
         trained = np.zeros(len(labels), bool)
         for a, b in sample["trained"]:

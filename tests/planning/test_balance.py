@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.planning.balance import assign_evenly, even_packs, group_alike, imbalance
-from packtool.planning.packing import pack_best_fit
+from packtool.planning.packing import pack
 from tests.planning.assigned import plan_steps
 
 
@@ -67,7 +67,7 @@ def test_steps_lose_nothing(balance: str, num: int, ranks: int, accumulation: in
     rng = np.random.default_rng(1)
     lengths = rng.integers(10, 1000, num).astype(np.int32)
     targets = rng.integers(1, 10, num)
-    plan = pack_best_fit(lengths, 1000, seed=0)
+    plan = pack(lengths, 1000, seed=0)
     costs = plan.tokens_per_pack() + plan.sum_squares_per_pack() / 500
     counts = {"world_size": ranks, "gradient_accumulation_steps": accumulation, "packs_per_micro_batch": batch}
     steps = plan_steps(plan, targets, **counts, costs=costs, balance=balance)

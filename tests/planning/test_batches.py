@@ -36,7 +36,7 @@ def test_nothing() -> None:
 
 
 def test_processes_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_MANY", 0)
+    monkeypatch.setattr(packing, "_MIN_SAMPLES_FOR_CHAIN_PROCESSES", 0)
     options = [
         PackOptions(packing_algorithm="binpacking", packing_batch_size=10, packing_num_proc=num_proc)
         for num_proc in (1, 2, 3)

@@ -50,7 +50,7 @@ def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) ->
     offsets = np.cumsum([0, *(1 for tree in sizes for _ in tree)]).astype(np.int64)
     hashes = np.repeat(np.arange(len(sizes)), [len(tree) for tree in sizes]).astype(np.uint64)
     prefixes = Prefixes(offsets, np.full(len(lengths), 20, np.int32), hashes)
-    trees = plan_trees(lengths, prefixes, capacity=64, least_shared=8)
+    trees = plan_trees(lengths, prefixes, capacity=64, min_shared=8)
     whole = plan_evaluation(lengths, num_ranks=num_ranks, max_tokens=64)
     plan = dataclasses.replace(whole, trees=trees)
     shared = np.zeros(len(lengths), np.int64)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.planning.even import even_order
-from packtool.planning.pack_plan import PackPlan, with_packs_in_order
+from packtool.planning.pack_plan import PackPlan, select_packs
 from packtool.planning.packing import pack, pack_singletons
 from packtool.planning.shuffle import RandomStream, seeded_order
 
@@ -27,7 +27,7 @@ def worst_windows(packs: PackPlan, source_of: np.ndarray, amounts: np.ndarray, p
 
 def ordered(packs: PackPlan, sources: np.ndarray, values: np.ndarray, seed: int = 0) -> PackPlan:
     of, amounts = sources[packs.samples], values[packs.samples]
-    return with_packs_in_order(packs, even_order(packs, of, amounts, seed=seed, epoch=0))
+    return select_packs(packs, even_order(packs, of, amounts, seed=seed, epoch=0))
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -56,7 +56,7 @@ def test_chance_is_less_even() -> None:
     sources = (rng.random(6000) < 0.05).astype(np.int64)
     lengths = np.where(sources == 1, rng.integers(1500, 2048, 6000), rng.integers(100, 600, 6000)).astype(np.int32)
     packs, values = pack(lengths, 2048, seed=0), np.ones(6000, np.int64)
-    chance = with_packs_in_order(packs, seeded_order(packs.num_packs, seed=1, epoch=0, stream=RandomStream.PACK_ORDER))
+    chance = select_packs(packs, seeded_order(packs.num_packs, seed=1, epoch=0, stream=RandomStream.PACK_ORDER))
     even = ordered(packs, sources, values)
     assert worst_windows(chance, sources[chance.samples], values[chance.samples], 3).max() > 0.15
     assert worst_windows(even, sources[even.samples], values[even.samples], 3).max() < 0.1

@@ -13,7 +13,7 @@ from packtool.planning.epoch import EpochPlan, plan_mixture
 from packtool.planning.even import even_order, pack_evenly
 from packtool.planning.mixture import Mixture, mixture_of
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import PackPlan, with_packs_in_order
+from packtool.planning.pack_plan import PackPlan, select_packs
 from packtool.planning.packing import pack
 
 _CAPACITY = 2048
@@ -115,7 +115,7 @@ def packed_one_by_one(mixture: Mixture) -> PackPlan:
     """The mixture's packs in an even order, but as they are without items."""
     packs = pack(mixture.lengths, _CAPACITY, seed=0)
     of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
-    return with_packs_in_order(packs, even_order(packs, of, amounts, seed=0, epoch=0))
+    return select_packs(packs, even_order(packs, of, amounts, seed=0, epoch=0))
 
 
 def test_short_samples_fill_no_packs_of_their_own() -> None:

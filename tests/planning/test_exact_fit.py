@@ -57,15 +57,15 @@ def test_pairs_fill_packs() -> None:
 def test_scarce_places_are_filled_evenly() -> None:
     lengths = list(range(100, 0, -1))
     even = place_exact_fit(lengths, [1] * 100, 110, max_samples=2, evenness=1e9)
-    assert even.num_packs_in_all <= 56
+    assert even.total_packs <= 56
     tight = place_exact_fit([50, 10, 1], [10, 20, 60], 100, max_samples=3, evenness=1e9)
-    assert tight.num_packs_in_all <= 31
+    assert tight.total_packs <= 31
 
 
 @pytest.mark.parametrize("most_bits", [1 << 17, 1])
 def test_pairs_are_not_needed(most_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best_fit, "MOST_BITS_FOR_PAIRS", most_bits)
+    monkeypatch.setattr(best_fit, "MAX_BITS_FOR_PAIRS", most_bits)
     lengths = np.arange(999, 0, -1)
     placements = place_exact_fit(lengths.tolist(), [10] * 999, 1000)
     assert sum(map(sum, pack_sums(placements))) == 10 * lengths.sum()
-    assert placements.num_packs_in_all <= 1.01 * 10 * lengths.sum() / 1000
+    assert placements.total_packs <= 1.01 * 10 * lengths.sum() / 1000

@@ -19,12 +19,11 @@ from packtool.planning.packing import pack
 from packtool.planning.prefix_trees import (
     NOTHING,
     Branch,
-    Budget,
     Prefixes,
     PrefixTrees,
-    branches_of,
+    find_branches,
     plan_trees,
-    trees_of,
+    rebuild_trees,
 )
 from packtool.planning.summary import pack_costs
 from packtool.planning.towers import TowerWork
@@ -43,7 +42,7 @@ def prefixes_of(rows: Rows, ends: Sequence[Sequence[int]]) -> Prefixes:
 def planned(rows: Rows, ends: Sequence[Sequence[int]] | None = None, **options: int) -> tuple[PrefixTrees, np.ndarray]:
     lengths = np.array([len(row) for row in rows], np.int32)
     given = prefixes_of(rows, ends or [range(1, len(row) + 1) for row in rows])
-    return plan_trees(lengths, given, **({"capacity": 1000, "least_shared": 1} | options)), lengths
+    return plan_trees(lengths, given, **({"capacity": 1000, "min_shared": 1} | options)), lengths
 
 
 def test_the_trees_are_as_drawn() -> None:
@@ -62,7 +61,7 @@ def test_the_trees_are_as_drawn() -> None:
 
 def test_branches_of_a_pack_are_as_drawn() -> None:
     new, shared = np.array([8, 5, 3, 1, 5]), np.array([0, 4, 4, 6, 0])
-    assert branches_of(new, shared) == [
+    assert find_branches(new, shared) == [
         Branch(0, 4, 0, 4, NOTHING),  # A
         Branch(0, 1, 4, 8, 0),  # (1)
         Branch(1, 2, 4, 9, 0),  # (3)
@@ -71,15 +70,15 @@ def test_branches_of_a_pack_are_as_drawn() -> None:
         Branch(3, 4, 6, 7, 3),  # (2)
         Branch(4, 5, 0, 5, NOTHING),  # (4)
     ]
-    assert branches_of(new) == [Branch(i, i + 1, 0, tokens, NOTHING) for i, tokens in enumerate(new.tolist())]
-    assert branches_of(new[:0], shared[:0]) == []
+    assert find_branches(new) == [Branch(i, i + 1, 0, tokens, NOTHING) for i, tokens in enumerate(new.tolist())]
+    assert find_branches(new[:0], shared[:0]) == []
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9), max_size=12))
 def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
     trees, lengths = planned(rows)
     new = trees.new_tokens(lengths)
-    branches = branches_of(new, trees.shared)
+    branches = find_branches(new, trees.shared)
     assert sum(branch.num_tokens for branch in branches) == new.sum()
     for place, sample in enumerate(trees.samples):
         mine = [branch for branch in branches if branch.first <= place < branch.last]
@@ -113,20 +112,20 @@ def test_a_group_keeps_a_second_budget(media: list[int], of_prefix: int, most: i
     prefixes = prefixes_of(rows, [[10]] * len(rows))
     values, of = np.array(media) + of_prefix, np.full(len(rows), of_prefix)
     lengths = np.array([len(row) for row in rows], np.int32)
-    given = {"capacity": 40, "least_shared": 1}
-    trees = plan_trees(lengths, prefixes, **given, budget=Budget(values, of, most))
+    given = {"capacity": 40, "min_shared": 1}
+    trees = plan_trees(lengths, prefixes, **given, media_tokens=(values, of), max_media_tokens=most)
     assert sorted(trees.samples.tolist()) == list(range(len(rows)))
     sums = trees.sums_per_group(trees.added(values, of)[trees.samples])
     assert ((sums <= most) | (np.diff(trees.offsets) == 1)).all()
     assert (trees.sums_per_group(trees.new_tokens(lengths)) <= 40).all()
-    ample = plan_trees(lengths, prefixes, **given, budget=Budget(values, of, 1000))
+    ample = plan_trees(lengths, prefixes, **given, media_tokens=(values, of), max_media_tokens=1000)
     assert ample.offsets.tolist() == plan_trees(lengths, prefixes, **given).offsets.tolist()
 
 
 def test_short_prefixes_are_not_shared() -> None:
     rows = [[1, 1, 1, 2], [1, 1, 1, 3]]
-    assert planned(rows, [[3], [3]], least_shared=2)[0].shared.tolist() == [0, 2]
-    assert planned(rows, [[3], [3]], least_shared=3)[0].shared.tolist() == [0, 0]
+    assert planned(rows, [[3], [3]], min_shared=2)[0].shared.tolist() == [0, 2]
+    assert planned(rows, [[3], [3]], min_shared=3)[0].shared.tolist() == [0, 0]
 
 
 def test_what_a_prefix_has_besides_tokens_is_added_once() -> None:
@@ -140,9 +139,9 @@ def test_what_a_prefix_has_besides_tokens_is_added_once() -> None:
 
 def test_groups_are_packed_and_their_samples_stay_together() -> None:
     rows = [[1] * 10 + [2 + number // 4, 9 - number % 4] for number in range(8)] + [[7] * 4, [8] * 5]
-    trees, lengths = planned(rows, least_shared=5, capacity=20)
+    trees, lengths = planned(rows, min_shared=5, capacity=20)
     groups = pack(trees.sums_per_group(trees.new_tokens(lengths)), 20, seed=0)
-    plan = trees.unfolded(groups, lengths)
+    plan = trees.expand(groups, lengths)
     assert sorted(plan.samples.tolist()) == list(range(10))
     assert plan.tokens_per_pack().tolist() == groups.tokens_per_pack().tolist()
     assert plan.num_packs == groups.num_packs
@@ -155,11 +154,11 @@ def test_no_samples_and_no_prefixes() -> None:
     trees, lengths = planned([])
     assert trees.offsets.tolist() == [0]
     assert trees.saved(lengths) == 0
-    assert trees.unfolded(pack([], 10, seed=0), lengths).num_packs == 0
+    assert trees.expand(pack([], 10, seed=0), lengths).num_packs == 0
     trees, lengths = planned([[1], [1]], [[], []])
     assert trees.samples.tolist() == [0, 1]
     assert trees.prefixes.tolist() == [NOTHING, NOTHING]
-    assert trees.unfolded(pack([1, 1], 10, seed=0), lengths).num_samples == 2
+    assert trees.expand(pack([1, 1], 10, seed=0), lengths).num_samples == 2
 
 
 def options_for(capacity: int, **given: Any) -> PlanOptions:
@@ -174,7 +173,7 @@ def test_an_epoch_is_planned_by_what_is_computed() -> None:
     lengths = np.array([len(row) for row in rows], np.int32)
     given = prefixes_of(rows, [[10]] * len(rows[:-1]) + [[]])
     targets = np.ones(len(rows), np.int64)
-    trees = plan_trees(lengths, given, capacity=60, least_shared=5, max_length=50)
+    trees = plan_trees(lengths, given, capacity=60, min_shared=5, max_length=50)
     towers = TowerWork(np.append(np.full(160, 100), 0), np.append(np.ones(160, np.int64), 0))
     added = TowerWork(trees.added(towers.flops, np.full(len(given.lengths), 100)), towers.num_seen)
     options = options_for(60, max_length=50)
@@ -206,7 +205,7 @@ def test_an_epoch_is_planned_by_what_is_computed() -> None:
 def test_a_rest_of_an_epoch_keeps_what_is_shared() -> None:
     rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
     lengths = np.array([len(row) for row in rows], np.int32)
-    trees = plan_trees(lengths, prefixes_of(rows, [[9]] * len(rows)), capacity=30, least_shared=5)
+    trees = plan_trees(lengths, prefixes_of(rows, [[9]] * len(rows)), capacity=30, min_shared=5)
     plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
     rest = plan.packs_from(2)
     assert 0 < rest.num_samples < 36
@@ -230,15 +229,15 @@ def test_trees_are_found_again_in_a_plan() -> None:
     rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
     lengths = np.array([len(row) for row in rows], np.int32)
     prefixes = prefixes_of(rows, [[9]] * len(rows))
-    trees = plan_trees(lengths, prefixes, capacity=30, least_shared=5)
+    trees = plan_trees(lengths, prefixes, capacity=30, min_shared=5)
     plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
-    found = trees_of(plan.packs, prefixes, least_shared=5)
+    found = rebuild_trees(plan.packs, prefixes, min_shared=5)
     assert found is not None
     media, of_prefixes = np.full(36, 4), np.full(len(prefixes.lengths), 4)
     assert found.added(media, of_prefixes).tolist() == trees.added(media, of_prefixes).tolist()
     assert found.num_shared_tokens == trees.num_shared_tokens
-    assert trees_of(plan.packs, prefixes_of(rows, [[8]] * len(rows)), least_shared=5) is None
-    assert trees_of(plan.packs, prefixes_of(rows, [[]] * len(rows)), least_shared=5) is None
+    assert rebuild_trees(plan.packs, prefixes_of(rows, [[8]] * len(rows)), min_shared=5) is None
+    assert rebuild_trees(plan.packs, prefixes_of(rows, [[]] * len(rows)), min_shared=5) is None
 
 
 some_rows = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9), max_size=12)
@@ -253,21 +252,21 @@ def _alike(one: list[int], other: list[int]) -> int:
 @settings(max_examples=200)
 @given(
     rows=some_rows,
-    least_shared=st.integers(0, 4),
+    min_shared=st.integers(0, 4),
     capacity=st.integers(9, 40),
     max_samples=st.integers(1, 5),
 )
 def test_all_that_neighbours_have_in_common_is_shared(
-    rows: Rows, least_shared: int, capacity: int, max_samples: int
+    rows: Rows, min_shared: int, capacity: int, max_samples: int
 ) -> None:
-    trees, lengths = planned(rows, least_shared=least_shared, capacity=capacity, max_samples=max_samples)
+    trees, lengths = planned(rows, min_shared=min_shared, capacity=capacity, max_samples=max_samples)
     assert sorted(trees.samples.tolist()) == list(range(len(rows)))
     starts = set(trees.offsets[:-1].tolist())
     for place in range(len(rows)):
         before, here = (rows[int(trees.samples[at])] for at in (max(place - 1, 0), place))
         most = _alike(before, here) - 1 if place else 0
         assert trees.shared[place] == (0 if place in starts else most)
-        assert place in starts or most >= least_shared
+        assert place in starts or most >= min_shared
     tokens, sizes = trees.sums_per_group(trees.new_tokens(lengths)), np.diff(trees.offsets)
     assert (tokens <= capacity).all()
     assert (sizes <= max_samples).all()
@@ -276,7 +275,7 @@ def test_all_that_neighbours_have_in_common_is_shared(
     for group in range(len(sizes) - 1):
         first = int(trees.offsets[group + 1])
         most = _alike(rows[int(trees.samples[first - 1])], rows[int(trees.samples[first])]) - 1
-        if most >= max(least_shared, 1):
+        if most >= max(min_shared, 1):
             assert sizes[group] == max_samples or tokens[group] + lengths[trees.samples[first]] - most > capacity
 
 
@@ -291,6 +290,6 @@ def test_never_more_is_shared_than_is_alike(rows: Rows, data: st.DataObject) -> 
         assert trees.shared[place] <= max(_alike(one, other) - 1, 0)
     again, _ = planned(rows, ends)
     assert again.samples.tolist() == trees.samples.tolist()
-    assert trees.unfolded(
-        pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths
-    ).num_tokens == int(trees.new_tokens(lengths).sum())
+    assert trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths).num_tokens == int(
+        trees.new_tokens(lengths).sum()
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.planning.pack_plan import PackPlan
-from packtool.planning.packing import pack_best_fit, pack_singletons
+from packtool.planning.packing import pack, pack_singletons
 from packtool.planning.steps import StepPlan
 from tests.planning.assigned import plan_steps
 
@@ -102,7 +102,7 @@ def test_the_last_step_by_hand() -> None:
 def test_targets_of_packed_samples() -> None:
     lengths = np.arange(200) % 9 + 1
     targets = lengths // 2
-    plan = pack_best_fit(lengths, 12, seed=0)
+    plan = pack(lengths, 12, seed=0)
     steps = plan_steps(plan, targets, world_size=3, gradient_accumulation_steps=2, packs_per_micro_batch=1)
     for step, ranks in enumerate(cells(steps)):
         samples = np.concatenate([plan.pack(pack) for pack in flat(ranks)])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from packtool.planning import tree_parts
 from packtool.planning.epoch import assign_packs, plan_epoch
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import PackPlan, with_packs_in_order
+from packtool.planning.pack_plan import PackPlan, select_packs
 from packtool.planning.packing import pack_trees
-from packtool.planning.prefix_trees import NOTHING, Budget, PrefixTrees, plan_trees, trees_of, trees_of_some
-from packtool.planning.tree_parts import TreeParts, apart_in_packs
+from packtool.planning.prefix_trees import NOTHING, PrefixTrees, plan_trees, rebuild_trees, select_samples
+from packtool.planning.tree_parts import TreeParts, separate_parts
 from tests.planning.test_prefix_trees import options_for, prefixes_of
 
 CAPACITY = 30
@@ -28,12 +28,12 @@ def questions(each: list[int]) -> tuple[np.ndarray, PrefixTrees, Any]:
     rows = [[1 + picture, *[90] * 9, 40 + number, 2, 3] for picture, num in enumerate(each) for number in range(num)]
     lengths = np.array([len(row) for row in rows], np.int32)
     prefixes = prefixes_of(rows, [[10]] * len(rows))
-    return lengths, plan_trees(lengths, prefixes, capacity=CAPACITY, least_shared=5), prefixes
+    return lengths, plan_trees(lengths, prefixes, capacity=CAPACITY, min_shared=5), prefixes
 
 
 def steps_of_trees(plan: Any, trees: PrefixTrees) -> dict[int, list[int]]:
     """The steps that the packs of each tree are in, once for each pack."""
-    numbers = dict(zip(trees.samples.tolist(), trees.numbers.tolist(), strict=True))
+    numbers = dict(zip(trees.samples.tolist(), trees.tree_ids.tolist(), strict=True))
     step_of = plan.steps.places()[:, 0].tolist()
     pairs = {(numbers[int(i)], k) for k in range(plan.packs.num_packs) for i in plan.packs.pack(k)}
     found: dict[int, list[int]] = {}
@@ -89,12 +89,12 @@ def test_a_saved_plan_and_a_part_of_the_data_know_their_trees() -> None:
     trees, options = replace(trees, parts="together"), options_for(CAPACITY, gradient_accumulation_steps=2)
     targets = np.ones(len(lengths), np.int64)
     plan = plan_epoch(lengths, targets, options, seed=3, trees=trees)
-    found = trees_of(plan.packs, prefixes, least_shared=5)
+    found = rebuild_trees(plan.packs, prefixes, min_shared=5)
     assert found is not None
     again = assign_packs(plan.packs, targets, options, trees=replace(found, parts="together"))
     assert again.fingerprint == plan.fingerprint
     wanted = np.flatnonzero(np.arange(len(lengths)) % 5)
-    some = trees_of_some(trees, np.isin(np.arange(len(lengths)), wanted))
+    some = select_samples(trees, np.isin(np.arange(len(lengths)), wanted))
     left = plan_epoch(lengths, targets, options, seed=3, trees=some, wanted=wanted)
     assert all(len(set(steps)) == 1 for steps in steps_of_trees(left, some).values())
 
@@ -110,7 +110,7 @@ def test_plans_without_cut_trees_stay_as_they_are() -> None:
 def test_rows_that_a_bound_has_cut_apart_are_in_different_packs_and_steps() -> None:
     rows = [[1 + picture, *[90] * 9, 40 + number, 2, 3] for picture in range(12) for number in range(6)]
     lengths = np.array([len(row) for row in rows], np.int32)
-    given: dict[str, Any] = {"capacity": 40, "least_shared": 5, "max_samples": 2}
+    given: dict[str, Any] = {"capacity": 40, "min_shared": 5, "max_samples": 2}
     prefixes = prefixes_of(rows, [[10]] * len(rows))
     trees = plan_trees(lengths, prefixes, **given)
     targets, met = np.ones(len(rows), np.int64), []
@@ -133,13 +133,13 @@ def test_media_tokens_bound_what_changes_places() -> None:
     """Two groups of one tree in a pack, and others of as many tokens that have too many media."""
     groups = PackPlan(np.arange(6), np.array([0, 2, 4, 6]), np.full(6, 5, np.int32), 10)
     trees, media = np.array([7, 7, 8, NOTHING, NOTHING, NOTHING]), np.array([1, 1, 9, 9, 2, 1])
-    free = apart_in_packs(groups, trees, None, None)
+    free = separate_parts(groups, trees, None, None)
     assert all(Counter(trees[free.pack(k)].tolist())[7] < 2 for k in range(3))
-    bounded = apart_in_packs(groups, trees, media, 3)
+    bounded = separate_parts(groups, trees, media, 3)
     assert sorted(bounded.pack(1).tolist()) == [2, 3]
     assert [int(media[bounded.pack(k)].sum()) for k in (0, 2)] in ([2, 3], [3, 2])
     assert all(Counter(trees[bounded.pack(k)].tolist())[7] < 2 for k in range(3))
-    assert apart_in_packs(groups, np.full(6, NOTHING), None, None) is groups
+    assert separate_parts(groups, np.full(6, NOTHING), None, None) is groups
 
 
 def parts_of(packs_of_trees: list[list[int]], wanted: str) -> TreeParts:
@@ -167,9 +167,9 @@ def test_every_pack_stays_once_and_more_is_as_wanted(
     before[order] = np.arange(num) // each
     for wanted in ("together", "apart"):
         parts = parts_of(trees, wanted)
-        placed = parts.placed(order, each)
+        placed = parts.reorder(order, each)
         assert sorted(placed.tolist()) == list(range(num))
-        assert placed.tolist() == parts.placed(order, each).tolist()
+        assert placed.tolist() == parts.reorder(order, each).tolist()
         after[placed] = np.arange(num) // each
         was, now = parts.figures(before), parts.figures(after)
         if wanted == "apart":
@@ -183,30 +183,36 @@ def test_every_pack_stays_once_and_more_is_as_wanted(
 
 def test_a_tree_of_more_packs_than_a_step_stays_as_it_comes() -> None:
     order = np.random.default_rng(0).permutation(40)
-    assert parts_of([list(range(9))], "together").placed(order, 8).tolist() == order.tolist()
-    whole = parts_of([list(range(9)), [20, 21]], "together").placed(order, 8).tolist()
+    assert parts_of([list(range(9))], "together").reorder(order, 8).tolist() == order.tolist()
+    whole = parts_of([list(range(9)), [20, 21]], "together").reorder(order, 8).tolist()
     assert whole.index(20) // 8 == whole.index(21) // 8
 
 
 def test_in_a_stream_parts_follow_one_another() -> None:
-    order = parts_of([[1, 5], [5, 8], [2, 9]], "together").side_by_side(10)
+    order = parts_of([[1, 5], [5, 8], [2, 9]], "together").move_together(10)
     assert order.tolist() == [0, 1, 5, 8, 2, 9, 3, 4, 6, 7]
 
 
 def test_what_cannot_be_had_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pack has the same two trees: nothing to be done, and not tried for ever."""
-    monkeypatch.setattr(tree_parts, "_MOST_TRIES", 50)
+    monkeypatch.setattr(tree_parts, "_MAX_ATTEMPTS", 50)
     parts = parts_of([list(range(12))] * 2, "apart")
-    assert parts.placed(np.arange(12), 4).tolist() == list(range(12))
+    assert parts.reorder(np.arange(12), 4).tolist() == list(range(12))
     groups = PackPlan(np.arange(8), np.array([0, 4, 8]), np.full(8, 5, np.int32), 20)
-    assert apart_in_packs(groups, np.zeros(8, np.int64), None, None).samples.tolist() == list(range(8))
+    assert separate_parts(groups, np.zeros(8, np.int64), None, None).samples.tolist() == list(range(8))
 
 
 def test_a_budget_of_media_tokens_cuts_trees_like_any_other() -> None:
     lengths, _, prefixes = questions([6] * 6 + [1] * 30)
     media = np.full(len(lengths), 3)
-    budget = Budget(media, np.full(len(prefixes.lengths), 1), 9)
-    trees = plan_trees(lengths, prefixes, capacity=CAPACITY, least_shared=5, budget=budget)
+    trees = plan_trees(
+        lengths,
+        prefixes,
+        capacity=CAPACITY,
+        min_shared=5,
+        media_tokens=(media, np.full(len(prefixes.lengths), 1)),
+        max_media_tokens=9,
+    )
     trees = replace(trees, parts="together")
     options = options_for(CAPACITY, max_media_tokens_per_pack=9, gradient_accumulation_steps=2)
     added = trees.added(media, np.full(len(prefixes.lengths), 1))
@@ -217,5 +223,5 @@ def test_a_budget_of_media_tokens_cuts_trees_like_any_other() -> None:
     kept = replace(trees, parts="apart")
     packs = pack_trees(kept, lengths, CAPACITY, options, seed=1, media_tokens=added)
     assert packs.sums_per_pack(added[packs.samples]).max() <= 9
-    some = with_packs_in_order(packs, np.arange(1))
+    some = select_packs(packs, np.arange(1))
     assert TreeParts.of(some, kept) is None, "one pack has no tree that is in several"

@@ -22,14 +22,14 @@ def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[Pref
             rows.append([1] * (TRUNK + 1) + [10 + number] * first + [9 + place] * more)
             ends.append([TRUNK + 1, TRUNK + 1 + first] if first else [TRUNK + 1])
     lengths = np.array([len(row) for row in rows], np.int32)
-    return plan_trees(lengths, prefixes_of(rows, ends), capacity=capacity, least_shared=1, **options), lengths
+    return plan_trees(lengths, prefixes_of(rows, ends), capacity=capacity, min_shared=1, **options), lengths
 
 
 def test_packs_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_trees, "WIDE", 2)
     lengths, capacity = np.array([5, 4, 2, 3, 1, 3]) + 2, 8
     shared, found = np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
-    places, shared, found = prefix_trees._best_fitted(lengths, shared, found, capacity)
+    places, shared, found = prefix_trees._pack_wide_trees(lengths, shared, found, capacity)
     assert places.tolist() == [0, 4, 1, 2, 3, 5]
     assert shared.tolist() == [0, 2, 0, 2, 0, 2]
     assert found.tolist() == [-1, 7, -1, 7, -1, 7]

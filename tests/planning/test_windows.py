@@ -39,7 +39,7 @@ def test_windows_hold_everything_once() -> None:
     ids=["best_fit", "unshuffled", "sequential", "budget"],
 )
 def test_processes_do_not_show(options: PackOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_PROCESSES_PAY", 0)
+    monkeypatch.setattr(packing, "_MIN_SAMPLES_FOR_PROCESSES", 0)
     # Semaphores have names, and stay behind when the whole group is killed.
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", None)
     plans = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from packtool.planning.prefix_trees import Branch, branches_of
+from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.report.plan_page import Histogram, PageContent, PlainFigures, SharedFigures
 
 
@@ -61,4 +61,4 @@ def content_with_trees() -> PageContent:
 
 def branches(new: Sequence[int], shared: Sequence[int] | None = None) -> list[Branch]:
     """A pack of samples that each add so many tokens to what they share with the one before."""
-    return branches_of(np.array(new), None if shared is None else np.array(shared))
+    return find_branches(np.array(new), None if shared is None else np.array(shared))

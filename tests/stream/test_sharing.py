@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.source import SourceSpec
@@ -102,7 +102,7 @@ def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path)
         of_text: dict[bytes, set[int]] = {}
         for number, pack in enumerate(packs):
             for sample in pack.samples:
-                of_text.setdefault(sample.input_ids[:LEAST_SHARED].tobytes(), set()).add(number)
+                of_text.setdefault(sample.input_ids[:MIN_SHARED].tobytes(), set()).add(number)
         cut = [sorted(numbers) for numbers in of_text.values() if len(numbers) > 1]
         assert len(cut) > 5
         apart[parts] = [numbers for numbers in cut if numbers[-1] - numbers[0] > 4]
@@ -117,5 +117,5 @@ def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
         found = sharing(model, max_rows=most).found(samples, CAPACITY)
         assert found is not None
         assert np.diff(found.trees.offsets).max() == (most or QUESTIONS)
-        assert found.trees.shared[found.trees.shared > 0].min() >= LEAST_SHARED
+        assert found.trees.shared[found.trees.shared > 0].min() >= MIN_SHARED
         assert Added.of(samples, found).media_tokens.sum() == 0

@@ -35,7 +35,7 @@ def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
     for name in ("train", "rest"):
         world = TinyWorld(tiny.model, str(root / name), str(root / "rows" / f"{name}.json"))
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(task, "LEAST_SHARED", 3)
+            patched.setattr(task, "MIN_SHARED", 3)
             export_rows(world, world.cache)
         worlds.append(world)
     first, second, third = (root / "rows" / rows[number]["images"][0] for number in BAD_ROWS)

@@ -45,7 +45,7 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def tree_of(samples: list[EncodedSample], spec: InputSpec) -> TreeBatch:
-    batch = collate_tree(samples, spec, least_shared=1)
+    batch = collate_tree(samples, spec, min_shared=1)
     assert isinstance(batch, TreeBatch)
     return batch
 
@@ -55,7 +55,7 @@ def tree_logits(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSa
     """Logits of each sample out of one tree."""
     batch = tree_of(samples, spec)
     parts = model(**batch.model_inputs()).logits[0].split(batch.lengths)
-    nodes = find_tree(samples, spec, least_shared=1)
+    nodes = find_tree(samples, spec, min_shared=1)
     return [
         torch.cat([part for node, part in zip(nodes, parts, strict=False) if number in node.samples])
         for number in range(len(samples))
@@ -158,14 +158,14 @@ def changed_from(sample: EncodedSample, start: int) -> EncodedSample:
 def test_a_changed_branch_moves_no_other(setting: Setting) -> None:
     model, spec, samples = setting
     before = tree_logits(model, spec, samples)
-    nodes = find_tree(samples, spec, least_shared=1)
+    nodes = find_tree(samples, spec, min_shared=1)
     leaves = [node for node in nodes if len(node.samples) == 1 and node.length > 1]
     assert len(leaves) >= 4
     for leaf in leaves:
         number = leaf.samples[0]
         # Behind its first token: the tree stays as it is.
         altered = [changed_from(one, leaf.start + 1) if i == number else one for i, one in enumerate(samples)]
-        assert [node.samples for node in find_tree(altered, spec, least_shared=1)] == [node.samples for node in nodes]
+        assert [node.samples for node in find_tree(altered, spec, min_shared=1)] == [node.samples for node in nodes]
         moved = [float((a - b).abs().max()) for a, b in zip(tree_logits(model, spec, altered), before, strict=True)]
         assert moved.pop(number) > 1e-2
         assert max(moved) == 0.0
@@ -174,7 +174,7 @@ def test_a_changed_branch_moves_no_other(setting: Setting) -> None:
 def test_a_changed_prefix_moves_all_that_begin_with_it_as_alone(setting: Setting) -> None:
     model, spec, samples = setting
     before, plain = tree_logits(model, spec, samples), unpacked(model)
-    node = max(find_tree(samples, spec, least_shared=1), key=lambda node: len(node.samples))
+    node = max(find_tree(samples, spec, min_shared=1), key=lambda node: len(node.samples))
     assert len(node.samples) >= 3
     assert node.start == 0
     altered = [changed_from(one, 0) if number in node.samples else one for number, one in enumerate(samples)]

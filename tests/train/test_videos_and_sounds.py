@@ -194,7 +194,7 @@ def test_media_of_a_shared_prefix_are_looked_at_once(model_of: Make, media: Path
     directory = model_of(family)
     samples, spec = encoded(directory, questions_about(family, media))
     model = load_model(str(directory), spec.config, dtype=torch.float32, packing=True).eval()
-    batch = collate_tree(samples, spec, least_shared=1)
+    batch = collate_tree(samples, spec, min_shared=1)
     assert isinstance(batch, TreeBatch)
     assert batch.input_ids.shape[1] < 0.8 * sum(sample.length for sample in samples)
     names = {name for name in batch.media if "grid" in name}

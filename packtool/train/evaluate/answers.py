@@ -13,7 +13,7 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedSample
-from packtool.planning.packing import pack_best_fit
+from packtool.planning.packing import pack
 from packtool.progress import Progress, SilentProgress
 from packtool.train.evaluate.scorer import evaluating
 from packtool.train.model.load import load_trained, quiet_transformers
@@ -75,7 +75,7 @@ def exact_match(
     with quiet_transformers():
         loaded = load_trained(trained, spec, dtype).to(device)
     lengths = reader.index.length
-    plan = pack_best_fit(lengths, max(packing_length, int(lengths.max(initial=1))), seed=0)
+    plan = pack(lengths, max(packing_length, int(lengths.max(initial=1))), seed=0)
     found: dict[int, list[bool]] = {}
     progress.start("evaluate", plan.num_packs)
     with evaluating(loaded, packed=True) as scorer:

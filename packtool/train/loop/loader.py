@@ -117,7 +117,7 @@ def micro_batches(run: Run, spec: InputSpec, always: frozenset[Tower] | None = N
             if size > 1
         },
         always=always,
-        least_shared=run.source.min_shared,
+        min_shared=run.source.min_shared,
         multiple_of=run.length_multiple,
     )
 

@@ -14,14 +14,14 @@ import numpy.typing as npt
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.cache.reader import CacheReader
 from packtool.config.train import TrainConfig
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import share_figures
-from packtool.planning.pack_plan import with_packs_in_order
+from packtool.planning.pack_plan import select_packs
 from packtool.train.prepare.costs import RunCosts, sample_costs
 from packtool.train.prepare.figures import RankStep, RankTokens, SampleFigures, StepFigures, Steps, figures_of_steps
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
@@ -68,7 +68,7 @@ class CachedSource:
     @property
     def min_shared(self) -> int | None:
         """Tokens that a prefix must have to be computed once; None if every sample is computed whole."""
-        return None if self.inputs.shared is None else LEAST_SHARED
+        return None if self.inputs.shared is None else MIN_SHARED
 
     @property
     def logs_channels(self) -> bool:
@@ -146,7 +146,7 @@ class CachedSource:
         stretch = self.timeline.stretch(self.start)
         plan, step = stretch.plan, self.start - stretch.first
         if self.inputs.shared is not None:
-            pair = first_pair(with_packs_in_order(plan.packs, plan.steps.packs(step, self.world.data.rank, 0)))
+            pair = first_pair(select_packs(plan.packs, plan.steps.packs(step, self.world.data.rank, 0)))
             if pair is not None:
                 return [self.reader.sample(int(position)) for position in pair]
         packs = plan.samples(step, self.world.data.rank, 0)

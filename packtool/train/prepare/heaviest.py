@@ -140,4 +140,4 @@ def keys_per_pack(packs: PackPlan) -> Int64Array:
     begin alike there may be n - 1 forks: the plan knows of fewer than collation finds, which compares tokens.
     """
     assert packs.shared is not None, "without trees a document sees its own"
-    return packs.sums_per_pack(packs.whole_lengths) + packs.sums_per_pack(packs.shared)
+    return packs.sums_per_pack(packs.full_lengths) + packs.sums_per_pack(packs.shared)

@@ -26,7 +26,7 @@ from packtool.planning.ledger import DataChange, Ledger
 from packtool.planning.mixture import Mixture, mixture_of
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array, PackPlan
-from packtool.planning.prefix_trees import trees_of_some
+from packtool.planning.prefix_trees import select_samples
 from packtool.planning.summary import PlanSummary
 from packtool.planning.towers import TowerWork
 from packtool.train.prepare.check import packs_of
@@ -247,7 +247,7 @@ class Inputs:
             return None
         shared = self.shared
         if shared is not None:
-            shared = dataclasses.replace(shared, trees=trees_of_some(shared.trees, change.samples() > 0))
+            shared = dataclasses.replace(shared, trees=select_samples(shared.trees, change.samples() > 0))
         return self._plan(change.epoch, assignment, shared, samples)
 
     def assign(self, packs: PackPlan, assignment: BatchShape) -> EpochPlan:

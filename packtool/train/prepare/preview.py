@@ -282,7 +282,7 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
         cache=reader.fingerprint,
         plan=packs.fingerprint,
         num_cached=len(reader),
-        parts="" if found.parts is None else found.parts.wanted,
+        parts="" if found.parts is None else found.parts.placement,
     )
     # Skrull trains a pack's samples one by one, in the packs' order.
     places = np.repeat(found.plan.steps.places(), np.diff(trained.offsets), axis=0)

@@ -15,7 +15,7 @@ from packtool.config.mixture import MIXTURES
 from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.encode.families import family_of, text_config_of
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
@@ -23,7 +23,7 @@ from packtool.planning.balance import Costs
 from packtool.planning.cost import CostModel
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array, PackPlan
-from packtool.planning.prefix_trees import NOTHING, Budget, PartsIn, Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.planning.prefix_trees import NOTHING, PartsIn, Prefixes, PrefixTrees, plan_trees, rebuild_trees
 from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing
 from packtool.train.prepare.check import export_command
@@ -194,14 +194,18 @@ def find_shared(
         lengths,
         _as_planned(prefixes, len(lengths)),
         capacity=capacity,
-        least_shared=LEAST_SHARED,
+        min_shared=MIN_SHARED,
         max_length=max_length,
         max_samples=max_samples,
-        budget=_media_budget(reader.index, prefixes, len(lengths), max_media_tokens),
+        media_tokens=(
+            reader.index.media_tokens[: len(lengths)],
+            prefixes.prefixes.media_tokens[: prefixes.offsets[len(lengths)]],
+        ),
+        max_media_tokens=max_media_tokens,
     )
     found = SharedPrefixes(reader.index, prefixes, trees)
     if not trees.num_shared_tokens:
-        told = f"shared prefixes: no two samples share more than {LEAST_SHARED} tokens, so each is computed whole"
+        told = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed whole"
         return None, told if asked else None
     if asked:
         return found, None
@@ -253,10 +257,10 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
 
 def first_pair(packs: PackPlan) -> Int64Array | None:
     """The two shortest neighbours of some packs that share a prefix, int64 (2,); None if none do."""
-    pairs = np.flatnonzero(packs.whole_lengths - packs.lengths)  # with the sample before
+    pairs = np.flatnonzero(packs.full_lengths - packs.lengths)  # with the sample before
     if not len(pairs):
         return None
-    at = int(pairs[np.argmin(packs.whole_lengths[pairs] + packs.whole_lengths[pairs - 1])])
+    at = int(pairs[np.argmin(packs.full_lengths[pairs] + packs.full_lengths[pairs - 1])])
     return packs.samples[at - 1 : at + 1]
 
 
@@ -279,7 +283,7 @@ def shared_of_plan(packs: PackPlan, parts: str, model: Mapping[str, Any], reader
         )
     prefixes = _prefixes(reader, asked=True)
     assert prefixes is not None, "asked for"
-    trees = trees_of(packs, _as_planned(prefixes, len(reader)), least_shared=LEAST_SHARED)
+    trees = rebuild_trees(packs, _as_planned(prefixes, len(reader)), min_shared=MIN_SHARED)
     if trees is None:
         raise MismatchError(
             "--plan shares prefixes that the caches do not tell of", "Make it again with packtool plan --save."
@@ -293,12 +297,6 @@ def _parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
     if not config.shuffle:
         return "any"  # the order is the user's
     return "together" if config.max_rows_per_tree is None else "apart"
-
-
-def _media_budget(index: SplitIndex, prefixes: SplitPrefixes, num_samples: int, most: int | None) -> Budget | None:
-    """What bounds the media of a tree of the first samples."""
-    of_prefixes = prefixes.prefixes.media_tokens[: prefixes.offsets[num_samples]]
-    return None if most is None else Budget(index.media_tokens[:num_samples], of_prefixes, most)
 
 
 def _as_planned(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:

@@ -14,7 +14,7 @@ from packtool.config.data import EncodeSpec
 from packtool.config.packing import PackOptions
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.encode.blocks import check_template, encode_samples, refused_at_first, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
@@ -76,7 +76,7 @@ class StreamedSource:
     @property
     def min_shared(self) -> int | None:
         """Tokens that a prefix must have to be computed once; None if every sample is computed whole."""
-        return None if self.sharing is None else LEAST_SHARED
+        return None if self.sharing is None else MIN_SHARED
 
     @property
     def logs_channels(self) -> bool:

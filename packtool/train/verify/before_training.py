@@ -64,9 +64,9 @@ def verify_before_training(
         samples = [sample for sample in samples if not is_bad(sample, spec)]
     samples = fewer_tokens(samples)
     if len(samples) > 1:
-        least_shared = run.source.min_shared
-        checks = verify_cheaply(model, samples, spec, dtype=dtype, parallel=parallel, least_shared=least_shared)
-        raise_if_failed(checks, shares=least_shared is not None)
+        min_shared = run.source.min_shared
+        checks = verify_cheaply(model, samples, spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
+        raise_if_failed(checks, shares=min_shared is not None)
 
 
 def verify_cheaply(
@@ -76,7 +76,7 @@ def verify_cheaply(
     *,
     dtype: torch.dtype | None = None,
     parallel: SequenceParallel | None = None,
-    least_shared: int | None = None,
+    min_shared: int | None = None,
 ) -> list[Check]:
     """The part that costs a few forward passes, for a run that is about to begin.
 
@@ -90,7 +90,7 @@ def verify_cheaply(
         dtype: that the run computes in, if that is not the weights' own: the autocast's.
         parallel: ranks that share sequences; all of them call this with the same samples. Some of them are sharded,
             and others whole on a rank.
-        least_shared: tokens that a prefix must have to be computed once; None has all samples whole.
+        min_shared: tokens that a prefix must have to be computed once; None has all samples whole.
 
     Returns:
         the checks ``isolation``, ``loss`` and, of a tree, ``prefixes``.
@@ -105,7 +105,7 @@ def verify_cheaply(
     cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
     with without_dropout(model), torch.no_grad(), cast:
         pack_under_test = PackUnderTest(
-            model, samples, spec, dtype or weights.dtype, parallel, some_local=True, least_shared=least_shared
+            model, samples, spec, dtype or weights.dtype, parallel, some_local=True, min_shared=min_shared
         )
         packed = pack_under_test.batch if parallel is None else collate_packs(pack_under_test.samples, spec)
         refuse_leaky_inputs(packed.model_inputs())

@@ -65,7 +65,7 @@ class PackUnderTest:
         dtype: that the model computes in.
         parallel: ranks that share the sequence, all of which do the same; each computes every sample alone.
         some_local: two of three samples are one rank's alone, as with Skrull.
-        least_shared: tokens that a prefix must have to be computed once; None has all samples whole.
+        min_shared: tokens that a prefix must have to be computed once; None has all samples whole.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PackUnderTest:
         parallel: SequenceParallel | None = None,
         *,
         some_local: bool = False,
-        least_shared: int | None = None,
+        min_shared: int | None = None,
     ) -> None:
         device = next(model.parameters()).device
         self.model = model
@@ -86,18 +86,18 @@ class PackUnderTest:
         self.spec = spec
         self.parallel = parallel
         self.some_local = some_local
-        self.least_shared = least_shared
+        self.min_shared = min_shared
         self.tolerances = Tolerances.of(dtype)
         alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
         self.alone = [as_transformers_has_it(batch) for batch in alone]
         self.batch: PackedBatch | ShardedBatch
         numbers = range(len(self.samples))
         self.nodes = [Node((number,), 0, self.samples[number].length, ROOT) for number in numbers]
-        if least_shared is not None:
+        if min_shared is not None:
             assert parallel is None, "rows that ranks share have no trees"
-            self.batch = collate_tree(self.samples, spec, least_shared=least_shared).to(device)
+            self.batch = collate_tree(self.samples, spec, min_shared=min_shared).to(device)
             if isinstance(self.batch, TreeBatch):  # else samples lie in their order
-                self.nodes = find_tree(self.samples, spec, least_shared=least_shared)
+                self.nodes = find_tree(self.samples, spec, min_shared=min_shared)
         elif parallel is None:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:
@@ -134,7 +134,7 @@ class PackUnderTest:
             self.dtype,
             self.parallel,
             some_local=self.some_local,
-            least_shared=self.least_shared,
+            min_shared=self.min_shared,
         )
 
     def name(self, number: int) -> str:
@@ -225,7 +225,7 @@ class PackUnderTest:
         parts: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
             parts = with_own_media(parts, self.places, self.spec, self.parallel.cut)
-        elif self.least_shared is not None:
+        elif self.min_shared is not None:
             parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
         return dataclasses.replace(self.batch, input_ids=ids, media=self._flipped(self.batch.media, parts, number))
 

@@ -24,7 +24,7 @@ from packtool.cache.reader import CacheReader
 from packtool.config.commands import VerifyConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
@@ -119,7 +119,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
-    collate, least_shared = (collate_packs, None) if trees is None else (collate_tree, LEAST_SHARED)
+    collate, min_shared = (collate_packs, None) if trees is None else (collate_tree, MIN_SHARED)
     for pack_samples in samples:
         refuse_leaky_inputs(collate(pack_samples, spec).model_inputs())
     parallel = None
@@ -135,7 +135,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
         set_attention(model, config.attn_impl, parallel)
-        under_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, least_shared=least_shared)
+        under_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
         tests = [under_test(some, some_local=number % 2 == 1) for number, some in enumerate(samples)]
         checks = _check_all(model, tests, progress)
     return VerifyReport(

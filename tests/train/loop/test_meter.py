@@ -105,7 +105,7 @@ def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> N
         line = measured.logged(0.0, ACCELERATOR, copying=None)
         return {name: value for name, value in line.items() if name.startswith(("loss_", "token_accuracy"))}
 
-    tree = collate_tree(samples, spec, least_shared=1)
+    tree = collate_tree(samples, spec, min_shared=1)
     assert isinstance(tree, TreeBatch)
     assert tree.target_counts.max() > 1
     assert (tree.target_counts > 0).sum(dim=0).max() > 1, "a target of samples of several channels"
@@ -136,7 +136,7 @@ def test_the_loss_is_the_mean_over_targets_and_the_objective_has_the_weights(
         )
         for number, (sample, weight) in enumerate(zip(samples_alike("qwen3"), weights, strict=True))
     ]
-    collate = {"packed": collate_packs, "padded": collate_padded, "tree": partial(collate_tree, least_shared=1)}[kind]
+    collate = {"packed": collate_packs, "padded": collate_padded, "tree": partial(collate_tree, min_shared=1)}[kind]
     batch = collate(samples, spec)
 
     def losses_of(batch: Batch) -> TargetLosses:

@@ -22,7 +22,7 @@ from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
-from packtool.constants import LEAST_SHARED
+from packtool.constants import MIN_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.report.inspect_pack import pack_figures, pack_lines
@@ -49,7 +49,7 @@ def prepared(world: TinyWorld, folder: Path, **settings: Any) -> Run:
 
 def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
     run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
-    assert run.source.min_shared == LEAST_SHARED
+    assert run.source.min_shared == MIN_SHARED
     assert run.state.shares_prefixes
     assert whole.source.min_shared is None
     assert whole.timeline.first.packs.shared is None
@@ -274,7 +274,7 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
     assert run.state == direct.state
     assert (run.source.figures.media_tokens == direct.source.figures.media_tokens).all()
     assert run.source.figures.flops == pytest.approx(direct.source.figures.flops)
-    assert prepared(alike, tmp_path, plan=path, share_prefix="true").source.min_shared == LEAST_SHARED
+    assert prepared(alike, tmp_path, plan=path, share_prefix="true").source.min_shared == MIN_SHARED
     with pytest.raises(MismatchError, match="--share-prefix: true there, false here"):
         prepared(alike, tmp_path, plan=path, share_prefix="false")
     with pytest.raises(MismatchError, match="shares prefixes, which does not go with --neftune-noise-alpha"):
@@ -369,7 +369,7 @@ def test_the_first_samples_share_a_prefix(alike: TinyWorld, tmp_path: Path) -> N
     """Packing is verified on a tree."""
     run = prepared(alike, tmp_path)
     first, second = run.source.first_samples(4)
-    assert (first.input_ids[:LEAST_SHARED] == second.input_ids[:LEAST_SHARED]).all()
+    assert (first.input_ids[:MIN_SHARED] == second.input_ids[:MIN_SHARED]).all()
 
 
 def test_a_run_that_shared_is_not_gone_on_with_whole_samples(alike: TinyWorld, tmp_path: Path) -> None:

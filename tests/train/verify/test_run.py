@@ -216,7 +216,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Any) -> PackUnderTest:
     if name in VISION_MODELS:
         save_image_processor(name, str(tmp_path))
     spec = reduced_spec(name, str(tmp_path))
-    return PackUnderTest(reduced_model(name), samples_alike(name), spec, torch.float32, least_shared=1)
+    return PackUnderTest(reduced_model(name), samples_alike(name), spec, torch.float32, min_shared=1)
 
 
 def test_a_tree_is_compared_with_each_of_its_samples(tree: PackUnderTest) -> None:
@@ -234,7 +234,7 @@ def test_a_tree_is_compared_with_each_of_its_samples(tree: PackUnderTest) -> Non
 def test_samples_that_are_the_same_are_no_reason_to_stop() -> None:
     """Nothing could leak between them, and what they share is compared with each alone."""
     model, spec, sample = reduced_model("qwen3"), reduced_spec("qwen3"), make_sample(20, seed=1)
-    checks = verify_cheaply(model, [sample, sample], spec, least_shared=1)
+    checks = verify_cheaply(model, [sample, sample], spec, min_shared=1)
     assert [check.name for check in checks] == ["isolation", "loss", "prefixes"]
     raise_if_failed(checks, shares=True)
 
@@ -263,7 +263,7 @@ def test_samples_that_share_nothing_lie_in_their_order() -> None:
         dataclasses.replace(make_sample(length, seed=length), channel=channel)
         for length, channel in ((9, "a"), (17, "b"), (5, "a"), (12, None))
     ]
-    pack = PackUnderTest(reduced_model("qwen3"), samples, reduced_spec("qwen3"), torch.float32, least_shared=64)
+    pack = PackUnderTest(reduced_model("qwen3"), samples, reduced_spec("qwen3"), torch.float32, min_shared=64)
     assert not isinstance(pack.batch, TreeBatch)
     assert check_isolation(pack).error == 0.0
 
@@ -272,7 +272,7 @@ def test_a_branch_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) ->
     """Its keys are those of the branch before it, too."""
     monkeypatch.setattr("packtool.batch.collate.key_index", _with_the_node_before)
     spec = reduced_spec("qwen3")
-    tree = PackUnderTest(reduced_model("qwen3"), samples_alike("qwen3"), spec, torch.float32, least_shared=1)
+    tree = PackUnderTest(reduced_model("qwen3"), samples_alike("qwen3"), spec, torch.float32, min_shared=1)
     functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
     assert not any(check(tree).passed for check in functions)
     with pytest.raises(MismatchError, match="do not count from 0"):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.planning.prefix_trees import trees_of_some
+from packtool.planning.prefix_trees import select_samples
 from tests.planning.test_prefix_trees import Rows, planned, some_rows
 
 
@@ -14,7 +14,7 @@ def test_trees_without_some_samples_share_what_is_left_between_neighbours(rows: 
     trees, lengths = planned(rows)
     stay = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     stay[data.draw(st.integers(0, len(rows) - 1))] = True
-    found = trees_of_some(trees, stay)
+    found = select_samples(trees, stay)
     kept = [int(sample) for sample in trees.samples if stay[sample]]
     assert found.samples.tolist() == kept
     expected, last, least = [], -1, 0
