@@ -33,7 +33,7 @@ import numpy.typing as npt
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.config.packing import PackOptions
-from packtool.planning.best_fit import length_histogram
+from packtool.planning.best_fit import count_lengths
 from packtool.planning.packing import pack
 from packtool.report.drawing import SIZE, Axis, Box, Drawing, Path, Word, render
 
@@ -90,7 +90,7 @@ def run_first_fit(lengths: Lengths, capacity: int) -> tuple[int, float]:
     from scripts._first_fit import place_first_fit
 
     with stopwatch() as seconds:
-        distinct, counts = length_histogram(np.asarray(lengths))
+        distinct, counts = count_lengths(np.asarray(lengths))
         placements = place_first_fit(distinct.tolist(), counts.tolist(), capacity)
     return placements.total_packs, seconds[0]
 

@@ -59,7 +59,7 @@ class Placements:
         return len(self.pack_sizes)
 
 
-def length_histogram(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
+def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
     """Count lengths (N,): distinct lengths, (D,), the longest first, and the number of samples of each, (D,)."""
     longest = int(lengths.max(initial=0))
     if longest > max(1 << 20, 4 * len(lengths)):

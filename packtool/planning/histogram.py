@@ -8,8 +8,8 @@ import numpy.typing as npt
 from packtool.planning.best_fit import (
     MAX_BITS_FOR_PAIRS,
     Placements,
+    count_lengths,
     fill_slots,
-    length_histogram,
     place_best_fit,
     place_exact_fit,
 )
@@ -26,7 +26,7 @@ from packtool.planning.pack_plan import (
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
 MIN_SAMPLES_PER_LENGTH = 10
-"""With fewer samples per distinct length, a strict order would repeat packs in every epoch: see ``_place``."""
+"""Samples per distinct length below which a strict order would repeat packs in every epoch: see ``_place``."""
 
 MAX_EXCESS = 1e-4
 """Share of packs over the lower bound that does not justify a second attempt."""
@@ -70,7 +70,7 @@ def pack_histogram(
         seed, epoch: of the random choices.
         stream: offset of the random streams, see ``shuffle.RandomStream``.
     """
-    distinct, counts = length_histogram(lengths)
+    distinct, counts = count_lengths(lengths)
     if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:
         max_samples = None
     noise = None
