@@ -1,7 +1,4 @@
-"""``packtool export``.
-
-``packtool import``.
-"""
+"""``packtool export`` and ``packtool import``."""
 
 from __future__ import annotations
 
@@ -12,56 +9,52 @@ from contextlib import contextmanager
 
 import typer
 
-from packtool.cli.options import Invocation
+from packtool.cli.invocation import Invocation
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.errors import EXIT_INTERRUPTED, ConfigError
-from packtool.visible import show_json
 
 
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
-    from packtool.report.statistics import export_json, export_lines
-    from packtool.report.tables import TerminalProgress, print_table
+    from packtool.report.statistics import export_figures, export_lines
+    from packtool.report.tables import TerminalProgress, table
     from packtool.rows.sample import drop_notes
     from packtool.rows.sources import with_local_copies
 
     config = with_local_copies(config)
     with TerminalProgress() as progress:
         try:
-            with _ended_by_schedulers():
+            with _raise_on_sigterm():
                 summary = export(config, progress)
-        except KeyboardInterrupt:
-            progress.note("interrupted; the same command again goes on after the finished shards")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except _Terminated:
-            progress.note("ended by SIGTERM; the same command again goes on after the finished shards")
-            raise typer.Exit(128 + signal.SIGTERM) from None
+        except (KeyboardInterrupt, _Terminated) as end:
+            is_interrupt = isinstance(end, KeyboardInterrupt)
+            cause = "interrupted" if is_interrupt else "ended by SIGTERM"
+            progress.note(f"{cause}; the same command again goes on after the finished shards")
+            raise typer.Exit(EXIT_INTERRUPTED if is_interrupt else 128 + signal.SIGTERM) from None
     if summary.num_missing_shards:
         progress.note(
             f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing_shards} shards of other "
             "parts are missing, and the last part to finish publishes the cache (or the same command with --finalize)"
         )
-    if invocation.as_json:
-        show_json(export_json(summary))
-    else:
-        print_table(_title(config, summary.already_finished), export_lines(summary))
+    title = _title(config, summary.already_finished)
+    invocation.show(export_figures(summary), table(title, export_lines(summary)))
     for note in drop_notes(summary.dropped, summary.num_rows):
         progress.note(note)
 
 
 class _Terminated(BaseException):
-    """Raised where SIGTERM interrupts an export."""
+    """Raised when SIGTERM interrupts an export."""
 
 
 @contextmanager
-def _ended_by_schedulers() -> Iterator[None]:
-    """SIGTERM ends the export as Ctrl-C does: workers end, and the directory is free for the next one."""
+def _raise_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM end the export as Ctrl-C does: workers end, and the directory's lock is released."""
 
-    def end(*_: object) -> None:
+    def terminate(*_: object) -> None:
         raise _Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
@@ -79,27 +72,18 @@ def _title(config: ExportConfig, already_finished: bool) -> str:
 
 
 def run_import(config: ImportConfig, invocation: Invocation) -> None:
-    """Make a cache of what another tool has tokenized; export says what was taken over, and what nobody vouches for."""
+    """Make a cache of rows that another tool has tokenized; without ``--max-length`` the model's limit applies."""
     if not config.max_length:
-        config = dataclasses.replace(config, max_length=_longest(config))
+        from packtool.encode.families import text_config_of
+        from packtool.encode.model_files import ModelFiles
+        from packtool.rows.sources import with_local_copies
+
+        files = ModelFiles.load(with_local_copies(config).model, config.chat_template)
+        max_length = text_config_of(files.config).get("max_position_embeddings")
+        if not isinstance(max_length, int) or max_length < 2:
+            raise ConfigError(
+                f"--model {config.model}: its config.json says nothing of the longest sample (max_position_embeddings)",
+                "Give --max-length.",
+            )
+        config = dataclasses.replace(config, max_length=max_length)
     run_export(config, invocation)
-
-
-def _longest(config: ImportConfig) -> int:
-    """The most tokens that the model takes.
-
-    Raises:
-        ConfigError: if it does not say so.
-    """
-    from packtool.encode.families import text_config_of
-    from packtool.encode.model_files import ModelFiles
-    from packtool.rows.sources import with_local_copies
-
-    files = ModelFiles.load(with_local_copies(config).model, config.chat_template)
-    found = text_config_of(files.config).get("max_position_embeddings")
-    if not isinstance(found, int) or found < 2:
-        raise ConfigError(
-            f"--model {config.model}: its config.json says nothing of the longest sample (max_position_embeddings)",
-            "Give --max-length.",
-        )
-    return found

@@ -1,7 +1,4 @@
-"""``packtool inspect``.
-
-``packtool inspect`` of a run: what it has trained.
-"""
+"""``packtool inspect``: a cache, or what a run has trained."""
 
 from __future__ import annotations
 
@@ -9,30 +6,51 @@ import contextlib
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import typer
 
 from packtool import storage
-from packtool.cli.options import Invocation
+from packtool.cli.invocation import Invocation, interruptible_progress
 from packtool.config.commands import InspectConfig
 from packtool.constants import TRAIN_SPLIT
-from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, ConfigError
+from packtool.errors import EXIT_MISMATCH, ConfigError
 from packtool.visible import show, show_json, show_styled
 
+_COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "red"}
 
-def shows_run(config: InspectConfig) -> bool:
-    """Whether it is a run that is looked at, and not a cache.
+
+def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
+    """Print figures of a cache, a sample or a pack, or what a run has trained; or write or serve pages of samples."""
+    if _is_of_run(config):
+        _inspect_run(config, invocation)
+    elif config.verify:
+        _verify(config.directory, invocation)
+    elif config.html is not None:
+        _write_pages(config, config.html, invocation)
+    elif config.serve:
+        _serve_pages(config, invocation)
+    elif config.plan is not None and config.pack is not None:
+        from packtool.report.inspect_pack import pack_figures, pack_lines
+
+        pack = pack_figures(config.directory, config.plan, config.pack, config.model)
+        invocation.show(pack, pack_lines(pack))
+    elif config.row is not None:
+        _inspect_sample(config, config.row, invocation)
+    else:
+        _inspect_cache(config.directory, invocation)
+
+
+def _is_of_run(config: InspectConfig) -> bool:
+    """Whether ``--directory`` is a run's, not a cache.
 
     Raises:
-        ConfigError: for an option that looks at the other.
+        ConfigError: for an option that does not apply to it.
     """
     from packtool.report.trained import is_run
 
-    of_run = config.trained or config.step is not None
+    has_run_option = config.trained or config.step is not None
     if not is_run(config.directory):
-        if of_run:
+        if has_run_option:
             name = "--trained" if config.trained else f"--step {config.step}"
             raise ConfigError(
                 f"{name}: {config.directory} is not the --output-dir of a run", "packtool inspect OUTPUT_DIR " + name
@@ -42,7 +60,7 @@ def shows_run(config: InspectConfig) -> bool:
         raise ConfigError(f"--run goes with a cache, and {config.directory} is itself a run", "Leave --run out.")
     if config.split != TRAIN_SPLIT:
         raise ConfigError(f"--split {config.split}: a run trains the {TRAIN_SPLIT} split", "Leave --split out.")
-    if not of_run and config.row is None:
+    if not has_run_option and config.row is None:
         raise ConfigError(
             f"{config.directory} is the --output-dir of a run, and no cache",
             "--trained shows what it has trained, --step N what a step held, --row N when a sample was trained.",
@@ -50,145 +68,90 @@ def shows_run(config: InspectConfig) -> bool:
     return True
 
 
-def run_inspect_run(config: InspectConfig, as_json: bool) -> None:
-    """Print what a run has trained, a step, or when a sample was trained."""
+def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
     from packtool.report import trained
 
     if config.trained:
         figures = trained.trained_figures(config.directory)
-        _tell(figures, trained.trained_lines(figures), as_json)
+        invocation.show(figures, trained.trained_lines(figures))
     elif config.step is not None:
         figures = trained.step_figures(config.directory, config.step, config.model)
-        _tell(figures, trained.step_lines(figures), as_json)
-    else:
-        assert config.row is not None, "nothing else is shown of a run"
+        invocation.show(figures, trained.step_lines(figures))
+    elif config.row is not None:
         figures = trained.row_figures(config.directory, None, config.row, config.model)
-        _tell(figures, trained.row_lines(figures), as_json)
+        invocation.show(figures, trained.row_lines(figures))
 
 
-def tell_when_trained(config: InspectConfig) -> dict[str, Any]:
-    """When the sample of ``--row`` was trained in ``--run``."""
-    from packtool.report import trained
+def _inspect_sample(config: InspectConfig, row: int, invocation: Invocation) -> None:
+    from packtool.report import inspect, trained
+    from packtool.report.tables import print_table
 
-    assert config.run is not None, "asked for"
-    assert config.row is not None, "goes with it"
-    return trained.row_figures(config.run, config.directory, config.row)
-
-
-def lines_of(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Lines that tell it on a terminal."""
-    from packtool.report import trained
-
-    return trained.row_lines(figures)
-
-
-def _tell(figures: Mapping[str, Any], lines: Iterator[str], as_json: bool) -> None:
-    if as_json:
-        show_json(figures)
-    else:
-        show("\n".join(lines))
-
-
-_COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "red"}
-
-
-def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
-    """Print a cache's figures, a sample or a pack; or what a run has trained."""
-    from packtool.report import inspect
-    from packtool.report.statistics import named
-    from packtool.report.tables import histogram_lines, print_table
-
-    if shows_run(config):
-        run_inspect_run(config, invocation.as_json)
-        return
-    if config.verify:
-        _verify(config.directory, invocation.as_json)
-        return
-    if config.html is not None or config.serve:
-        _leaf_through(config, invocation.as_json)
-        return
-    if config.plan is not None and config.pack is not None:
-        from packtool.report.inspect_pack import pack_figures, pack_lines
-
-        pack = pack_figures(config.directory, config.plan, config.pack, config.model)
-        if invocation.as_json:
-            show_json(named(pack))
-        else:
-            show("\n".join(pack_lines(pack)))
-        return
-    if config.row is not None:
-        view = inspect.sample_view(config.directory, config.split, config.row, config.model)
-        trained = None if config.run is None else tell_when_trained(config)
-        if invocation.as_json:
-            parts = [{"look": look, "text": text, "weight": weight} for look, text, weight in view.parts]
-            told = {} if trained is None else {"trained_in": trained}
-            show_json(named({**dict(view.facts), "parts": parts, **told}))
-            return
-        print_table(f"{config.directory}, {config.split}, row {config.row}", view.facts, "l")
-        show_styled(
-            [(text, _COLOURS[look]) for look, text in view.marked()] if sys.stdout.isatty() else [(view.text, "")]
-        )
-        if trained is not None:
-            show("\n" + "\n".join(lines_of(trained)))
-        return
-    figures = inspect.cache_figures(config.directory)
+    facts, parts = inspect.sample_view(config.directory, config.split, row, config.model)
+    history = None if config.run is None else trained.row_figures(config.run, config.directory, row)
     if invocation.as_json:
-        show_json(named(figures))
+        shown = [{"look": part.look, "text": part.text, "weight": part.weight} for part in parts]
+        show_json({**dict(facts), "parts": shown, **({} if history is None else {"trained_in": history})})
         return
-    print_table(figures["directory"], inspect.figure_lines(figures), "l")
+    print_table(f"{config.directory}, {config.split}, row {row}", facts, "l")
+    if sys.stdout.isatty():
+        show_styled([(part.weighted_text, _COLOURS[part.look]) for part in parts])
+    else:
+        show(inspect.marked_text(parts))
+    if history is not None:
+        show("\n" + "\n".join(trained.row_lines(history)))
+
+
+def _inspect_cache(directory: str, invocation: Invocation) -> None:
+    from packtool.report.inspect import cache_figures, figure_lines
+    from packtool.report.tables import histogram_lines, table
+
+    figures = cache_figures(directory)
+    invocation.show(figures, table(figures["directory"], figure_lines(figures), "l"))
+    if invocation.as_json:
+        return
+    width = min(shutil.get_terminal_size().columns, 100)
     for name, split in figures["splits"].items():
         show(f"\nsamples of {name} by tokens, up to")
-        width = min(shutil.get_terminal_size().columns, 100)
         counts = split["length_histogram"]
         ends = [figures["max_length"] * number / len(counts) for number in range(1, len(counts) + 1)]
         show("\n".join(histogram_lines(counts, ends, width)))
 
 
-def _leaf_through(config: InspectConfig, as_json: bool) -> None:
-    """Write pages of samples, or serve them until Ctrl-C."""
+def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
+    """Serve pages of all samples until Ctrl-C."""
+    from packtool.report.samples import Pages, serving
+
+    pages = Pages(config, shows_all=True)
+    with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
+        invocation.show({"address": address}, [address, "shows the pages on this machine, until Ctrl-C ends it"])
+        threading.Event().wait()
+
+
+def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) -> None:
     from packtool.report.samples import INDEX, Pages, write_pages
-    from packtool.report.serve import serving
-    from packtool.report.tables import TerminalProgress
 
-    pages = Pages(config, is_whole=config.serve)
-    if config.html is None:
-        with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
-            if as_json:
-                show_json({"address": address})
-            else:
-                show(f"{address}\nshows the pages on this machine, until Ctrl-C ends it")
-            threading.Event().wait()
-        return
-    with TerminalProgress() as progress:
-        try:
-            num_missing = write_pages(pages, config.html, progress)
-        except KeyboardInterrupt:
-            progress.note("interrupted; the same command begins anew")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-    written = storage.join(config.html, INDEX)
-    if as_json:
-        show_json(
-            {"written": written, "samples": len(pages.numbers), "of": pages.num_cached, "media_left_out": num_missing}
-        )
-        return
-    if num_missing:
-        show(f"{num_missing:,} files of media are left out: they cannot be read here, or are too large to be played")
-    some = f"{len(pages.numbers):,} of {pages.num_cached:,} samples"
-    why = " (--max-samples)" if config.plan is None else f", those of the steps that are shown of --plan {config.plan}"
-    show(f"written: {written}, {some}" + ("" if len(pages.numbers) == pages.num_cached else why))
+    pages = Pages(config, shows_all=False)
+    with interruptible_progress("interrupted; the same command begins anew") as progress:
+        num_missing = write_pages(pages, directory, progress)
+    written, num_samples = storage.join(directory, INDEX), len(pages.numbers)
+    samples = f"{num_samples:,} of {pages.num_cached:,} samples"
+    if num_samples < pages.num_cached:
+        steps = f", those of the steps that are shown of --plan {config.plan}"
+        samples += " (--max-samples)" if config.plan is None else steps
+    missing = f"{num_missing:,} files of media are left out: they cannot be read here, or are too large to be played"
+    invocation.show(
+        {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing},
+        [*([missing] if num_missing else []), f"written: {written}, {samples}"],
+    )
 
 
-def _verify(directory: str, as_json: bool) -> None:
-    """Print what is damaged; exits with 4 if anything is."""
-    from packtool.report import inspect as inspect_report
-    from packtool.report.statistics import named
+def _verify(directory: str, invocation: Invocation) -> None:
+    """Print which files are damaged; exits with code 4 if any is."""
+    from packtool.report.inspect import damage_figures, damage_lines
     from packtool.report.tables import TerminalProgress
 
     with TerminalProgress() as progress:
-        found = inspect_report.find_damage(directory, progress)
-    if as_json:
-        show_json(named(found))
-    else:
-        show("\n".join(inspect_report.lines(found)))
-    if found["damaged"]:
+        figures = damage_figures(directory, progress)
+    invocation.show(figures, damage_lines(figures))
+    if figures["damaged"]:
         raise typer.Exit(EXIT_MISMATCH)

@@ -1,7 +1,4 @@
-"""``packtool``: the commands, and the one place where errors become exit codes.
-
-``--debug`` and ``PACKTOOL_LOG_LEVEL``: show tracebacks and log what every batch holds.
-"""
+"""``packtool``: the commands, the conversion of errors to exit codes, and ``--debug``."""
 
 from __future__ import annotations
 
@@ -24,7 +21,8 @@ import typer
 from packtool.cli.demo import run_demo_command
 from packtool.cli.export import run_export, run_import
 from packtool.cli.inspect import run_inspect
-from packtool.cli.options import Invocation, PanelCommand, Strangers, command_of, option_kinds, rewrite
+from packtool.cli.invocation import Invocation
+from packtool.cli.options import PanelCommand, UnknownOptions, command_of, option_kinds, rewrite
 from packtool.cli.plan import run_pack, run_plan, run_simulate
 from packtool.cli.train import run_eval, run_merge, run_train, run_verify
 from packtool.config.commands import DemoConfig, EvalConfig, InspectConfig, MergeConfig, VerifyConfig
@@ -53,7 +51,7 @@ _LEVELS = ("DEBUG", "INFO")
 
 
 def asks_for_debug(arguments: Sequence[str]) -> bool:
-    """Whether the command line or the environment asks for it."""
+    """Whether the command line or the environment enables debug output."""
     level = os.environ.get(_VARIABLE) or os.environ.get(_MS_SWIFT_VARIABLE, "")
     if level.upper() == "DEBUG":
         return True
@@ -64,37 +62,35 @@ def asks_for_debug(arguments: Sequence[str]) -> bool:
     return False
 
 
-def show_debug(debug: bool) -> None:
+def configure_logging(debug: bool) -> None:
     """Write the messages of packtool's loggers to stderr from now on, or stop doing so.
 
     Raises:
-        ConfigError: for a level that means nothing here.
+        ConfigError: if ``PACKTOOL_LOG_LEVEL`` is not a level.
     """
     level = os.environ.get(_VARIABLE, "")
     if level and level.upper() not in _LEVELS:
         raise ConfigError(f"{_VARIABLE}={level}: give {' or '.join(_LEVELS)}")
     logger = logging.getLogger("packtool")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
+    logger.handlers.clear()
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
     logger.propagate = not debug  # else a root handler would show each message again
     if debug:
-        logger.addHandler(_Shown())
+        logger.addHandler(_StderrHandler())
 
 
-class _Shown(logging.Handler):
-    """Shows what is logged on stderr, with control characters made visible."""
+class _StderrHandler(logging.Handler):
+    """Prints records on stderr with control characters escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See ``logging``."""
         show(f"packtool: {record.getMessage()}", error=True)
 
 
-_MOST_COLUMNS = 120  # of --help, in a terminal that has as many
+_MAX_COLUMNS = 120  # of --help
 
 
 def _documentation() -> str:
-    """The line of ``packtool --help`` with the path of the documentation, in a clone or installed with the wheel."""
+    """The line of ``packtool --help`` with the path of the documentation; empty if it is not installed."""
     root = Path(__file__).parents[2]
     # Beside the package after pip install --target, below the home directory after --user.
     bases = (sysconfig.get_path("data"), root, site.getuserbase())
@@ -110,38 +106,26 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _MOST_COLUMNS},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _MAX_COLUMNS},
 )
 
-# Each command's settings, what runs it, and what its --help begins with.
+# Each command's settings, function and first line of --help.
 _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "export": (ExportConfig, run_export, "Tokenize rows into a cache."),
     "import": (ImportConfig, run_import, "Make a cache of what another tool has tokenized."),
-    "train": (
-        TrainConfig,
-        run_train,
-        "Train on packed samples; NPROC_PER_NODE=8 in front: on 8 GPUs.",
-    ),
+    "train": (TrainConfig, run_train, "Train on packed samples; NPROC_PER_NODE=8 in front: on 8 GPUs."),
     "sft": (TrainConfig, run_train, "The same as train."),
     "eval": (EvalConfig, run_eval, "Write the loss, perplexity and accuracy of every sample."),
     "merge": (MergeConfig, run_merge, "Work an adapter into the weights of its base model."),
     "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
-    "inspect": (
-        InspectConfig,
-        run_inspect,
-        "Look into a cache, or at what a run has trained.",
-    ),
+    "inspect": (InspectConfig, run_inspect, "Look into a cache, or at what a run has trained."),
     "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
     "pack": (PackConfig, run_pack, "Write packs to files that other trainers read."),
     "simulate": (SimulateConfig, run_simulate, "Time the steps of every strategy on a cluster on paper."),
-    "verify": (
-        VerifyConfig,
-        run_verify,
-        "Show that your samples packed are what they are alone.",
-    ),
+    "verify": (VerifyConfig, run_verify, "Show that your samples packed are what they are alone."),
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
-# The option that words without a name are values of, and how the usage line shows them.
+# The option that takes values without a name, and how the usage line shows these.
 _NAMELESS = {
     "import": ("--dataset", "PREPARED..."),
     "inspect": ("--directory", "CACHE|OUTPUT_DIR"),
@@ -152,24 +136,23 @@ _NAMELESS = {
 }
 
 
-def _strangers(command: str) -> Strangers:
-    return Strangers(command, _SETTINGS, _remark)
+def _unknown_options(command: str) -> UnknownOptions:
+    return UnknownOptions(command, _SETTINGS, _warn)
 
 
-def _remark(message: str) -> None:
-    """Say something that is no mistake, once and not in every process."""
+def _warn(message: str) -> None:
+    """Print a warning, except in torchrun's processes: the launcher has printed it."""
     if not is_launched():
-        _say(message)
+        _print(message)
 
 
 for _name, (_settings, _run, _help) in _COMMANDS.items():
-    _shown = _NAMELESS[_name][1] if _name in _NAMELESS else None
-    _command = type("PanelCommand", (PanelCommand,), {"nameless": _shown})
-    app.command(cls=_command, name=_name, help=_help)(command_of(_settings, _run, partial(_strangers, _name)))
+    _class = type("PanelCommand", (PanelCommand,), {"nameless": _NAMELESS.get(_name, (None, None))[1]})
+    app.command(cls=_class, name=_name, help=_help)(command_of(_settings, _run, partial(_unknown_options, _name)))
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         show(f"packtool {VERSION}")
         raise typer.Exit
 
@@ -182,78 +165,74 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line and exit with its code; one of torchrun's processes ends with torchrun at the latest."""
+    """Run a command line and exit with its code; a process of torchrun ends at the latest with torchrun."""
     end_with_launcher()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if code == EXIT_INTERRUPTED:
-        _leave_at_once(code)
+        _exit_without_teardown(code)
     sys.exit(code)
 
 
-def _leave_at_once(code: int) -> None:
-    """End without Python's own teardown, which an interrupted run may not survive.
+def _exit_without_teardown(code: int) -> None:
+    """Exit without Python's own teardown, which an interrupted run may not survive.
 
-    Ctrl-C leaves whatever was being done half done: torch's threads and objects of C++ may then crash while the
-    interpreter takes them apart (exit by SIGSEGV), and an interrupt in code that was made from a text, as dataclasses
-    are, makes Python end itself by SIGINT whoever has caught it. Worker processes, temporary files and logs are seen
-    to as in any exit, for all that registers with ``atexit`` is called.
+    Ctrl-C leaves work half done: torch's threads and C++ objects may crash while the interpreter is torn down (exit by
+    SIGSEGV), and after an interrupt in code that was compiled from a string, as dataclasses are, Python ends itself
+    with SIGINT even if the interrupt was caught. Functions registered with ``atexit`` still run, so that worker
+    processes, temporary files and logs are cleaned up as in any exit.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it has been heard
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # the reader is gone
                 stream.flush()
     finally:
         os._exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line.
-
-    Returns:
-        The exit code: see ``packtool.errors``.
-    """
-    given = tuple(arguments)
-    debug = asks_for_debug(given)
+    """Run a command line and return its exit code (see ``packtool.errors``)."""
+    original = tuple(arguments)
+    debug = asks_for_debug(original)
     try:
         if arguments and arguments[0] in _COMMANDS:
-            show_debug(debug)
-            arguments = _rewritten(*arguments)
+            configure_logging(debug)
+            command, *words = arguments
+            nameless, _ = _NAMELESS.get(command, (None, None))
+            kinds = option_kinds(_SETTINGS[command])
+            arguments = [command, *rewrite(words, kinds, nameless, _unknown_options(command).on_command_line)]
         # Typer answers --help and wrong usage by itself, with SystemExit.
-        app(args=arguments, standalone_mode=True, prog_name="packtool", obj=given)
+        app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)
     except SystemExit as end:
         return EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else EXIT_USAGE
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print("interrupted")
         return EXIT_INTERRUPTED
-    except PacktoolError as error:
-        if debug:
-            show(traceback.format_exc(), error=True)
-        if isinstance(error, StoppedError):
-            if error.message:
-                _say(str(error))
-        else:
-            _say(f"error: {error}")
-        return error.exit_code
     except Exception as error:
         if debug:
             show(traceback.format_exc(), error=True)
-        if is_lost_peer(error):
-            _say(LOST_PEER)
-            return EXIT_UNEXPECTED
-        _say(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
-        return EXIT_UNEXPECTED
+        return _report(error)
     return EXIT_OK
 
 
-def _rewritten(command: str, *words: str) -> list[str]:
-    nameless, _ = _NAMELESS.get(command, (None, None))
-    stranger = _strangers(command).on_command_line
-    return [command, *rewrite(words, option_kinds(_SETTINGS[command]), nameless, stranger)]
+def _report(error: Exception) -> int:
+    """Print an error and return its exit code."""
+    if isinstance(error, StoppedError):
+        if error.message:
+            _print(str(error))
+        return error.exit_code
+    if isinstance(error, PacktoolError):
+        _print(f"error: {error}")
+        return error.exit_code
+    if is_lost_peer(error):
+        _print(LOST_PEER)
+    else:
+        _print(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
+    return EXIT_UNEXPECTED
 
 
-def _say(message: str) -> None:
-    """Tell the user; what other processes of the run have to say, too, is told by one of them."""
+def _print(message: str) -> None:
+    """Print a message on stderr, unless another process of the run prints the same."""
     if not is_said_elsewhere(message):
         show(f"packtool: {message}", error=True)

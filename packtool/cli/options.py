@@ -1,13 +1,7 @@
-"""Typer options made from the settings' declarations, so that each is written down once.
+"""Command-line options: typer options generated from the settings classes, and the rewriting of argument lists.
 
-ms-swift's spelling of a command line, rewritten into typer's.
-
-Accepted are both spellings of a name (``--max_length``), values behind booleans (``--packing true``), and several
-values behind a list option (``--dataset a b c``).
-
-What is said of names that a command does not know: another tool's, another command's, or mistyped.
-
-How a command was called, besides its settings.
+Accepted beyond what typer reads, as in ms-swift: underscores in names (``--max_length``), values after booleans
+(``--packing true``), and several values after a list option (``--dataset a b c``).
 """
 
 from __future__ import annotations
@@ -16,16 +10,15 @@ import dataclasses
 import inspect
 import itertools
 import os
-import shlex
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 import typer.core
 
+from packtool.cli.invocation import Invocation
 from packtool.config.peers import find_peer, peer_names
 from packtool.config.settings import (
     FALSE_WORDS,
@@ -43,28 +36,28 @@ from packtool.config.settings import (
 from packtool.errors import EXIT_INTERRUPTED, ConfigError, did_you_mean, most_similar
 from packtool.visible import show
 
-# A switch is off where it is not given, and has no name for no.
+# A switch is off by default and has no negative form (--no-...).
 ArgumentKind = Literal["flag", "switch", "single", "list"]
-_HELP = ("--help",)
+T = TypeVar("T")
 
 
 def rewrite(
     arguments: Sequence[str],
     kinds: Mapping[str, ArgumentKind],
     nameless: str | None = None,
-    stranger: Callable[[str, str | None], str | None] | None = None,
+    explain_unknown: Callable[[str, str | None], str | None] | None = None,
 ) -> list[str]:
-    """The command line in the form that typer reads.
+    """Rewrite a command line into the form that typer reads.
 
     Args:
-        arguments: behind the command's name.
+        arguments: after the command's name.
         kinds: of each option, by its name with dashes.
-        nameless: the option that words without a name are values of.
-        stranger: asked what to say of an option that is not known, and of its value; None leaves it out without a
-            word. By default such options, and words of no option, pass through, for typer to refuse.
+        nameless: the option that takes values without a name.
+        explain_unknown: returns an error message for an unknown option and its value, or None to drop them silently.
+            By default unknown options, and values without an option, are passed on for typer to refuse.
 
     Raises:
-        ConfigError: naming unknown options, booleans that are neither true nor false, and words of no option.
+        ConfigError: naming unknown options, invalid booleans, and values without an option.
     """
     result: list[str] = []
     problems: list[str] = []
@@ -73,33 +66,31 @@ def rewrite(
         argument = arguments[at]
         at += 1
         if not argument.startswith("--") or argument == "--":
-            is_word = not argument.startswith("-")
-            result += [nameless, argument] if nameless and is_word else [argument]
-            if is_word and not nameless and stranger:
-                problems.append(_stray(argument, arguments[at - 2] if at > 1 else "", kinds))
+            is_value = not argument.startswith("-")
+            result += [nameless, argument] if nameless and is_value else [argument]
+            if is_value and not nameless and explain_unknown:
+                problems.append(_stray_value(argument, arguments[at - 2] if at > 1 else "", kinds))
             continue
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")
         kind = kinds.get(name)
+        is_known = kind is not None or name == "--help" or kinds.get("--" + name.removeprefix("--no-")) == "flag"
         if kind in ("flag", "switch"):
             if not equals and at < len(arguments) and arguments[at].lower() in TRUE_WORDS + FALSE_WORDS:
                 value, equals = arguments[at], "="
                 at += 1
-            told = _flag(name, value, kind) if equals else [name]
-            result += told or []
-            problems += [f"{name}: {value!r} is neither true nor false"] if told is None else []
-        elif kind == "list":
-            words = _words(arguments, at)
-            at += len(words)
-            values = [value, *words] if equals else words
-            # A name without a value stays, for typer to say so.
-            result += [part for item in values for part in (name, item)] or [name]
-        elif kind is None and stranger is not None and not _is_known(name, kinds):
-            words = _words(arguments, at)
-            at += len(words)
-            values = [value, *words] if equals else words
-            said = stranger(name, " ".join(values) if values else None)
-            problems += [said] if said is not None else []
+            words = _boolean(name, value, kind) if equals else [name]
+            result += words or []
+            problems += [f"{name}: {value!r} is neither true nor false"] if words is None else []
+        elif kind == "list" or (explain_unknown is not None and not is_known):
+            values = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments[at:]))
+            at += len(values)
+            values = [value, *values] if equals else values
+            if kind == "list":
+                # A name without a value stays for typer to report.
+                result += [word for item in values for word in (name, item)] or [name]
+            elif explain_unknown and (problem := explain_unknown(name, " ".join(values) if values else None)):
+                problems.append(problem)
         else:
             result.append(f"{name}={value}" if equals else name)
             if kind == "single" and not equals and at < len(arguments):
@@ -110,32 +101,8 @@ def rewrite(
     return result
 
 
-def _words(arguments: Sequence[str], at: int) -> list[str]:
-    """The words from there on to the next option."""
-    end = at
-    while end < len(arguments) and not arguments[end].startswith("--"):
-        end += 1
-    return list(arguments[at:end])
-
-
-def _is_known(name: str, kinds: Mapping[str, ArgumentKind]) -> bool:
-    return name in _HELP or kinds.get("--" + name.removeprefix("--no-")) == "flag"
-
-
-def _stray(word: str, before: str, kinds: Mapping[str, ArgumentKind]) -> str:
-    """What to say of a word that no option takes."""
-    name = before.replace("_", "-")
-    if kinds.get(name) in ("flag", "switch"):
-        return f"{name}: {word!r} is neither true nor false"
-    return f"{word!r} stands alone: every value has the name of its option in front, and values with spaces are quoted"
-
-
-def _flag(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
-    """Words for typer.
-
-    Returns:
-        None for a value that is neither true nor false.
-    """
+def _boolean(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
+    """The words for typer; None for a value that is neither true nor false."""
     if value.lower() in TRUE_WORDS:
         return [name]
     if value.lower() in FALSE_WORDS:
@@ -143,239 +110,179 @@ def _flag(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
     return None
 
 
-_NOTHING = ("", "none", "null", "[]", "{}", *FALSE_WORDS)
-_LIKENESS = 0.75
+def _stray_value(value: str, before: str, kinds: Mapping[str, ArgumentKind]) -> str:
+    """The error message for a value that no option takes, from the argument before it."""
+    name = before.replace("_", "-")
+    if kinds.get(name) in ("flag", "switch"):
+        return f"{name}: {value!r} is neither true nor false"
+    return f"{value!r} stands alone: every value has the name of its option in front, and values with spaces are quoted"
 
 
-class Strangers:
-    """Answers for one command.
+_DISABLED = ("", "none", "null", "[]", "{}", *FALSE_WORDS)
+_MIN_SIMILARITY = 0.75
+
+
+class UnknownOptions:
+    """Messages about names that a command does not know: another tool's, another command's, or mistyped.
 
     Args:
         command: its name.
         settings: of all commands, by name.
-        tell: takes remarks that are no mistakes.
+        warn: takes messages that are no errors.
     """
 
-    def __init__(self, command: str, settings: Mapping[str, type], tell: Callable[[str], None]) -> None:
+    def __init__(self, command: str, settings: Mapping[str, type], warn: Callable[[str], None]) -> None:
         self.command = command
         self._settings = settings
-        self.tell = tell
+        self.warn = warn
 
     def on_command_line(self, name: str, value: str | None) -> str | None:
-        """See ``cli.options.rewrite``.
-
-        Args:
-            name: ``--name``.
-            value: what followed it.
-
-        Returns:
-            what is wrong; None if nothing is.
-        """
-        answer = self._answer(name.removeprefix("--"), name, value)
-        return answer if answer is None or self._is_peers(name) else f"No such option: {answer}"
+        """The error message for ``--name`` and its value; None if they can be ignored."""
+        return self._message(name.removeprefix("--"), value, "No such option:", name)
 
     def in_settings(self, name: str, value: Any) -> str | None:
-        """See ``config.settings.resolve``; ``name`` is a key of YAML or of ``--set``."""
-        answer = self._answer(name, repr(name), value)
-        return answer if answer is None or self._is_peers(name) else f"unknown setting {answer}"
+        """The error message for a key of YAML or of ``--set`` and its value; None if they can be ignored."""
+        return self._message(name, value, "unknown setting", repr(name))
 
-    def variables(self, environ: Mapping[str, str]) -> None:
-        """Tell of environment variables that another tool would have read and packtool does not."""
+    def warn_of_variables(self, environ: Mapping[str, str]) -> None:
+        """Warn of environment variables that another tool would read and packtool does not."""
         for entry in peer_names():
             if entry.is_variable and entry.status in ("renamed", "unsupported") and environ.get(entry.name):
-                self.tell(entry.sentence(f"environment variable {entry.name}"))
+                self.warn(entry.sentence(f"environment variable {entry.name}"))
 
-    def _is_peers(self, name: str) -> bool:
-        return find_peer(name.removeprefix("--"), self.command) is not None
-
-    def _answer(self, name: str, shown: str, value: Any) -> str | None:
-        peer = find_peer(name, self.command)
-        if peer is None:
-            return shown + self._guess(name)
-        if peer.status == "unneeded":
-            self.tell(peer.sentence(shown))
+    def _message(self, name: str, value: Any, error: str, shown: str) -> str | None:
+        compat_name = find_peer(name, self.command)
+        if compat_name is None:
+            return f"{error} {shown}{self._suggestion(flag(name))}"
+        if compat_name.status == "unneeded":
+            self.warn(compat_name.sentence(shown))
             return None
-        if peer.status == "unsupported" and value is not None and str(value).strip().lower() in _NOTHING:
+        if compat_name.status == "unsupported" and value is not None and str(value).strip().lower() in _DISABLED:
             return None
-        return peer.sentence(shown, value)
+        return compat_name.sentence(shown, value)
 
-    def _guess(self, name: str) -> str:
-        """Another command's, the most similar one, or the most similar one of another command."""
-        wanted = flag(name)
-        others = {
-            command: _names(settings)
+    def _suggestion(self, name: str) -> str:
+        """Another command's option of this name, the most similar one, or the most similar one of another command."""
+        options = {
+            command: [name for field in _flags(settings) for name in option_names(field)]
             for command, settings in self._settings.items()
-            if command not in (self.command, "sft")
         }
-        if owned := _owned(wanted, others):
-            return f"; it is {owned}"
-        if guess := did_you_mean(wanted, _names(self._settings[self.command]), _LIKENESS):
-            return guess
-        elsewhere = most_similar(wanted, itertools.chain(*others.values()), _LIKENESS)
-        return f"; did you mean {elsewhere}? It is {_owned(elsewhere, others)}" if elsewhere else ""
+        others = {command: names for command, names in options.items() if command not in (self.command, "sft")}
+
+        def owners(name: str) -> str:
+            return ", ".join(command for command, names in others.items() if name in names)
+
+        if owners(name):
+            return f"; it is an option of packtool {owners(name)}"
+        if suggestion := did_you_mean(name, options[self.command], _MIN_SIMILARITY):
+            return suggestion
+        similar = most_similar(name, itertools.chain(*others.values()), _MIN_SIMILARITY)
+        return f"; did you mean {similar}? It is an option of packtool {owners(similar)}" if similar else ""
 
 
-def _owned(name: str, options: Mapping[str, list[str]]) -> str:
-    """Whose option it is, by commands and their options; nothing where it is nobody's."""
-    owners = [command for command, names in options.items() if name in names]
-    return f"an option of packtool {', '.join(owners)}" if owners else ""
-
-
-def _names(settings: type) -> list[str]:
-    fields = [field for field in dataclasses.fields(settings) if field.metadata["flag"]]
-    return [name for field in fields for name in option_names(field)]
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """How a command was called.
-
-    Args:
-        arguments: everything behind ``packtool``, as it was given, so that torchrun can call it again in every process.
-        as_json: one JSON document is wanted on stdout.
-    """
-
-    arguments: tuple[str, ...]
-    as_json: bool
-
-    @property
-    def command(self) -> str:
-        """The command line, to be shown and copied."""
-        return shlex.join(["packtool", *self.arguments])
-
-
-T = TypeVar("T")
-
-COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "config": (
-        Annotated[
-            str | None,
-            typer.Option("--config", metavar="FILE", help="YAML file of settings."),
-        ],
-        None,
-    ),
-    "set_": (
-        Annotated[
-            list[str] | None,
-            typer.Option("--set", metavar="KEY=VALUE", help="One setting; may be repeated."),
-        ],
-        None,
-    ),
-    "json_": (
-        Annotated[
-            bool,
-            typer.Option("--json", help="One JSON document on stdout, all else on stderr."),
-        ],
-        False,
-    ),
+# Of every command, by name: how the value is given, its type, and how --help shows it.
+_COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
+    "config": ("single", str | None, {"metavar": "FILE", "help": "YAML file of settings."}),
+    "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "One setting; may be repeated."}),
+    "json": ("switch", bool, {"help": "One JSON document on stdout, all else on stderr."}),
     "debug": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--debug",
-                help="Tracebacks, and what each batch holds while training (environment: PACKTOOL_LOG_LEVEL=DEBUG).",
-            ),
-        ],
-        False,
+        "switch",
+        bool,
+        {"help": "Tracebacks, and what each batch holds while training (environment: PACKTOOL_LOG_LEVEL=DEBUG)."},
     ),
-}
-_COMMON_KINDS: dict[str, ArgumentKind] = {
-    "--config": "single",
-    "--set": "list",
-    "--json": "switch",
-    "--debug": "switch",
 }
 
 
 def option_kinds(cls: type) -> dict[str, ArgumentKind]:
-    """How each option of a command takes its value, by name."""
-    kinds: dict[str, ArgumentKind] = dict(_COMMON_KINDS)
-    for field in _flags(cls):
-        kinds.update(dict.fromkeys(option_names(field), _kind(field, cls)))
-    return kinds
+    """How each option of a command takes its value, by the option's names."""
+    kinds = {f"--{name}": kind for name, (kind, _, _) in _COMMON_OPTIONS.items()}
+    return kinds | {name: _kind(field, cls) for field in _flags(cls) for name in option_names(field)}
 
 
 class PanelCommand(typer.core.TyperCommand):
-    """A command whose ``--help`` shows options under the headings that they were declared with.
+    """A command whose ``--help`` groups options under the headings of their declarations.
 
     Attributes:
-        nameless: what words without an option's name are, as the usage line shows it; None where there are none.
+        nameless: how the usage line shows values without an option's name; None if the command takes none.
     """
 
     nameless: str | None = None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """See click; with the words that ``cli.options`` gives a name."""
+        """Add ``nameless`` to click's usage line."""
         return [*super().collect_usage_pieces(ctx), *([self.nameless] if self.nameless else [])]
 
     def panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-        """(names and value, help) of every option, by heading, in the order of ``--help``."""
-        found: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
+        """(names and value, help) of every option by heading, in the order of ``--help``."""
+        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                found[getattr(parameter, "rich_help_panel", None) or LAST].append(record)
-        return {name: records for name, records in found.items() if records}
+                panels[getattr(parameter, "rich_help_panel", None) or LAST].append(record)
+        return {name: records for name, records in panels.items() if records}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """See click; without rich, which takes a tenth of a second to import."""
+        """Write the panels without rich, which takes a tenth of a second to import."""
         for name, records in self.panels(ctx).items():
             with formatter.section(name):
                 formatter.write_dl(records)
 
 
 def command_of(
-    cls: type[T], run: Callable[[T, Invocation], None], strangers: Callable[[], Strangers]
+    cls: type[T], run: Callable[[T, Invocation], None], unknown_options: Callable[[], UnknownOptions]
 ) -> Callable[..., None]:
-    """A function that typer reads as a command with all of ``cls``'s options.
+    """Make a function that typer reads as a command with all options of ``cls``.
 
     Args:
         cls: the settings.
         run: called with the merged settings and how the command was called.
-        strangers: what is said of names that are not known.
+        unknown_options: made when the command is called.
     """
 
-    def command(ctx: typer.Context, **given: Any) -> None:
-        common = {name: given.pop(name) for name in COMMON_OPTIONS}
-        file = _read_yaml(common["config"]) if common["config"] else {}
-        asked = strangers()
-        sets = common["set_"] or ()
-        sources: dict[str, Any] = {"sets": sets, "environ": os.environ, "file": file}
-        config = resolve(cls, given, **sources, describe_unknown=asked.in_settings, warn=asked.tell)
-        asked.variables(os.environ)
+    def command(ctx: typer.Context, **values: Any) -> None:
+        common = {name: values.pop(f"{name}_") for name in _COMMON_OPTIONS}
+        unknown = unknown_options()
+        config = resolve(
+            cls,
+            values,
+            sets=common["set"] or (),
+            environ=os.environ,
+            file=_read_yaml(common["config"]) if common["config"] else {},
+            describe_unknown=unknown.in_settings,
+            warn=unknown.warn,
+        )
+        unknown.warn_of_variables(os.environ)
         try:
-            run(config, Invocation(ctx.obj, common["json_"]))
+            run(config, Invocation(ctx.obj, common["json"]))
         except KeyboardInterrupt:
-            # Typer would end without a word. Commands that leave something to go on from have said so themselves.
+            # Typer would exit without a message. Commands that can be resumed have printed their own.
             show("packtool: interrupted", error=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
-    parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-    for field in _flags(cls):
-        annotation, default = _option(field, cls)
-        parameters.append(_parameter(field.name, annotation, default))
-    parameters += [_parameter(name, annotation, default) for name, (annotation, default) in COMMON_OPTIONS.items()]
+    common_parameters = [
+        _parameter(f"{name}_", hint, typer.Option(f"--{name}", **shown), False if hint is bool else None)
+        for name, (_, hint, shown) in _COMMON_OPTIONS.items()
+    ]
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *(_option(field, cls) for field in _flags(cls)), *common_parameters]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def _parameter(name: str, hint: Any, option: Any, default: object = None) -> inspect.Parameter:
+    annotation = Annotated[hint, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _flags(cls: type) -> list[dataclasses.Field[Any]]:
-    """Settings as --help shows them: those that a command names as needed first, in its order; else required ones."""
+    """Settings in the order of ``--help``: first those in the class's ``NEEDED_FIRST``, else the required ones."""
     fields = [field for field in dataclasses.fields(cls) if field.metadata["flag"]]
-    order = _needed_first(cls) or tuple(field.name for field in fields if _required(field))
+    order = getattr(cls, "NEEDED_FIRST", ()) or tuple(field.name for field in fields if _is_required(field))
     return sorted(fields, key=lambda field: order.index(field.name) if field.name in order else len(order))
 
 
-def _needed_first(cls: type) -> tuple[str, ...]:
-    return getattr(cls, "NEEDED_FIRST", ())
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
+def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
@@ -386,31 +293,27 @@ def _kind(field: dataclasses.Field[Any], cls: type) -> ArgumentKind:
     return "list" if typing.get_origin(hint) is tuple else "single"
 
 
-def _option(field: dataclasses.Field[Any], cls: type) -> tuple[Any, Any]:
-    """Values stay text: ``config.resolve`` converts them, so that all mistakes are told at once."""
+def _option(field: dataclasses.Field[Any], cls: type) -> inspect.Parameter:
+    """The typer option of a setting; ``resolve`` converts its text, so that all errors are reported at once."""
     kind = _kind(field, cls)
     names = list(option_names(field))
-    settings: dict[str, Any] = {
-        "help": _help(field),
-        "show_default": False,
-        "rich_help_panel": FIRST if field.name in _needed_first(cls) else field.metadata["panel"],
-    }
+    panel = FIRST if field.name in getattr(cls, "NEEDED_FIRST", ()) else field.metadata["panel"]
+    shown: dict[str, Any] = {"help": _help(field), "show_default": False, "rich_help_panel": panel}
     if kind == "flag":
         names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
-        return Annotated[bool | None, typer.Option(*names, **settings)], None
+        return _parameter(field.name, bool | None, typer.Option(*names, **shown))
     unit = unit_of(field, cls)
-    settings["metavar"] = _metavar(value_type(field, cls)) if unit is None else unit
-    if kind == "list":
-        return Annotated[list[str] | None, typer.Option(*names, **settings)], None
-    return Annotated[str | None, typer.Option(*names, **settings)], None
+    shown["metavar"] = _metavar(value_type(field, cls)) if unit is None else unit
+    hint: Any = list[str] | None if kind == "list" else str | None
+    return _parameter(field.name, hint, typer.Option(*names, **shown))
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    text = field.metadata["help"]
+    text = str(field.metadata["help"])
     if field.metadata["env"]:
         text += f" (environment: {field.metadata['env']})"
     default = field.default
-    if _required(field):
+    if _is_required(field):
         return f"{text} (required)"
     if default in (None, dataclasses.MISSING, (), "") or "; by default" in text:
         return text
@@ -428,15 +331,13 @@ def _metavar(hint: Any) -> str:
     return {int: "N", float: "X"}.get(hint, "TEXT")
 
 
-def _read_yaml(path: str) -> Mapping[str, Any]:
-    import yaml  # here, because most runs need none of it
+def _read_yaml(path: str) -> dict[str, Any]:
+    import yaml  # only here: most runs do not need it
 
     try:
         value = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         raise ConfigError(f"--config {path}: expected names and values, found a {type(value).__name__}")
-    return {str(key): item for key, item in value.items()}
+    return {str(key): item for key, item in (value or {}).items()}

@@ -42,7 +42,7 @@ class DemoResult:
     """What the demo shows.
 
     Args:
-        rows, dropped: of the training rows, and how many export left out.
+        num_rows, dropped: of the training rows, and how many export left out.
         num_packs, fill, steps, steps_without_packing: of the training.
         first_loss, last_loss: mean over target tokens of the first and last log line.
         num_questions: held-out questions about pictures.
@@ -53,7 +53,7 @@ class DemoResult:
         seconds: for everything.
     """
 
-    rows: int
+    num_rows: int
     dropped: int
     num_packs: int
     fill: float
@@ -98,7 +98,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     )
     questions = [question for asked in world.held_out_questions for question in asked]
     return DemoResult(
-        rows=exported["num_rows"],
+        num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
         num_packs=trained["num_packs"],
         fill=trained["fill"],

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from packtool.cache.reader import CacheReader
 from packtool.encode.encoded import EncodedSample
 from packtool.report.drawing import render
-from packtool.report.inspect import cache_figures, figure_lines, sample_view
-from packtool.report.statistics import named
+from packtool.report.inspect import cache_figures, figure_lines, marked_text, sample_view
 
 
 class Cache:
@@ -79,7 +78,7 @@ class Cache:
     @property
     def statistics(self) -> dict[str, Any]:
         """What ``packtool inspect CACHE --json`` prints: settings, sources, drops by reason, figures of each split."""
-        return named(self._figures)
+        return self._figures.copy()
 
     @cached_property
     def _figures(self) -> dict[str, Any]:
@@ -94,7 +93,8 @@ class Cache:
         Raises:
             ConfigError: if there is no such sample, or no such model.
         """
-        return sample_view(self.path, self.split, number, model).text
+        _, parts = sample_view(self.path, self.split, number, model)
+        return marked_text(parts)
 
     def __fspath__(self) -> str:
         """Its directory: where a path of a cache is taken, the cache may be given."""

@@ -16,9 +16,8 @@ from packtool.errors import ConfigError
 from packtool.library.commands import settings_of
 from packtool.planning.epoch import EpochPlan
 from packtool.report.drawing import framed
-from packtool.report.plan import page_content, plan_lines
-from packtool.report.plan_page import page
-from packtool.report.statistics import named
+from packtool.report.plan import plan_lines
+from packtool.report.plan_page import page, page_content
 from packtool.report.tables import aligned
 from packtool.simulate.run import names_of
 from packtool.train.prepare.preview import Preview, preview, save_plan
@@ -99,7 +98,7 @@ class Plan:
     @property
     def summary(self) -> dict[str, Any]:
         """What ``packtool plan --json`` prints, but for memory: packs, fill, steps, balance, FLOPs, fingerprints."""
-        return named(self._figures)
+        return self._figures.copy()
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -159,7 +158,7 @@ class Plan:
         return "\n".join(aligned(self.lines))
 
     def __repr__(self) -> str:
-        packs, steps = self._figures["packs"], self._figures["steps_per_epoch"]
+        packs, steps = self._figures["num_packs"], self._figures["steps_per_epoch"]
         return f"Plan of {self._title}: {packs:,} packs in {steps:,} steps of {self.world_size} ranks"
 
     def _repr_html_(self) -> str:

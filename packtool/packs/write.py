@@ -44,13 +44,13 @@ class PacksSummary:
 
     output_dir: str
     format: str
-    packs: int
-    samples: int
+    num_packs: int
+    num_samples: int
     filtered: int
     tokens: int
     target_tokens: int
-    capacity: int
-    files: int
+    packing_length: int
+    num_files: int
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     summary = PacksSummary(
         output_dir=directory,
         format=config.format,
-        packs=num_packs,
-        samples=len(samples),
+        num_packs=num_packs,
+        num_samples=len(samples),
         filtered=num_filtered,
         tokens=int(reader.index.length[samples].sum()),
         target_tokens=int(reader.index.target_tokens[samples].sum()),
-        capacity=capacity,
-        files=len(files),
+        packing_length=capacity,
+        num_files=len(files),
     )
     storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
     return summary
@@ -142,7 +142,11 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
         "model": config.model or reader.manifests[0].identity.spec["model"],
         "model_type": reader.manifests[0].identity.model_type,
         "media": config.media_of([str(manifest.identity.spec["media"]) for manifest in reader.manifests]),
-        **{name: getattr(summary, name) for name in ("packs", "samples", "tokens", "target_tokens", "capacity")},
+        "packs": summary.num_packs,
+        "samples": summary.num_samples,
+        "tokens": summary.tokens,
+        "target_tokens": summary.target_tokens,
+        "capacity": summary.packing_length,
         "files": [asdict(file) for file in files],
     }
     return json.dumps(manifest, indent=1).encode()

@@ -1,11 +1,7 @@
-"""What ``packtool inspect`` shows: a cache's figures, and single samples as a person can read them.
+"""What ``packtool inspect`` shows of a cache: its figures, damaged files, and samples as text.
 
-``packtool inspect --verify``: every file of a cache held against the manifest.
-
-Boxes, points and polygons of a sample, read back from its text, to be drawn on its pictures.
-
-What is shown is what the model is told: the tokens are decoded, and the numbers in them are taken as the model's family
-means them. So a box that was scaled wrongly, by whoever made the rows, is drawn where it does not belong.
+Boxes, points and polygons are read back from a sample's text, to be drawn on its images. The numbers are interpreted as
+the model's family defines them, so a box that was scaled wrongly in the rows is drawn in the wrong place.
 """
 
 from __future__ import annotations
@@ -14,15 +10,16 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.local import check_all
-from packtool.cache.manifest import Identity, Manifest
+from packtool.cache.manifest import Identity, Manifest, SplitInfo
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
@@ -40,31 +37,36 @@ from packtool.train.prepare.check import repair_command
 from packtool.visible import visible
 
 PICTURE = "\ufffc"
-"""Stands in a sample's text for each of its pictures."""
+"""Stands for each image in a sample's text."""
 _NUMBER = r"-?\d{1,6}(?:\.\d+)?"
 _LIST = rf"\[\s*{_NUMBER}(?:\s*,\s*{_NUMBER})+\s*\]"
 
 
-def _between(tokens: BoxTokens, group: str) -> str:
-    """What stands between the tokens of a box; its name may come before it."""
+def _box_pattern(tokens: BoxTokens, group: str) -> str:
+    """A pattern of a box between tokens, optionally after its name; groups ``group`` and ``group_name``."""
     (name, name_end), (box, box_end) = ([*map(re.escape, pair)] for pair in (tokens.name, tokens.box))
     named = rf"{name}(?P<{group}_name>(?:(?!{name_end}).){{0,1000}}){name_end}\s*"
     return rf"(?:{named})?{box}(?P<{group}>{tokens.box_pattern}){box_end}"
 
 
-_FOUND = re.compile(
-    rf"{_between(QWEN_TOKENS, 'pairs')}|{_between(INTERNVL_TOKENS, 'lists')}"
-    # JSON says what its numbers are, and one list in it may hold several.
+_REGION = re.compile(
+    rf"{_box_pattern(QWEN_TOKENS, 'pairs')}|{_box_pattern(INTERNVL_TOKENS, 'lists')}"
+    # JSON names its numbers, and one list may hold several boxes.
     rf'|"\w+_2d"\s*:\s*(?P<json>{_LIST}|\[\s*{_LIST}(?:\s*,\s*{_LIST})*\s*\])'
-    # A list of numbers in other text is a box from four numbers on; a point stands behind a quote, a word or "=".
+    # In other text a list of four or more numbers is a box; a point must follow a quote, a word or "=".
     rf"|(?P<list>{_LIST})",
     re.DOTALL,
 )
 _STRING = r'"(?:label|text_content)"\s*:\s*(?P<label>"(?:[^"\\]|\\.){0,1000}")'
 _LABEL, _LABEL_BEFORE = re.compile(rf"\s*,\s*{_STRING}"), re.compile(rf"{_STRING}\s*,\s*$")
-_LONGEST_LABEL = 1100
+_MAX_LABEL_LENGTH = 1100
 _NUMBERS = re.compile(_NUMBER)
 _TOKENS = re.compile("|".join(map(re.escape, (*QWEN_TOKENS.name, *INTERNVL_TOKENS.name))))
+_MAX_EXAMPLES = 2
+_SAMPLE_RATE = 16_000
+
+Look = Literal["plain", "trained", "media", "truncated"]
+Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,10 @@ class ShownRegion:
     """A box, a point or a polygon as it is drawn.
 
     Args:
-        name: what the text calls it, or "".
-        corners: (x, y) of each corner, as shares of the picture's sides.
-        image: number of the picture among the sample's.
-        is_certain: whether it can be on no other picture.
+        name: its label in the text, or "".
+        corners: (x, y) of each corner, relative to the image's sides.
+        image: number of the image in the sample.
+        is_certain: no other image can be meant.
     """
 
     name: str
@@ -85,99 +87,77 @@ class ShownRegion:
 
     @property
     def is_inside(self) -> bool:
-        """Whether all of it is in the picture."""
+        """Whether all corners are inside the image."""
         return all(0 <= share <= 1 for corner in self.corners for share in corner)
 
-    def told(self, width: int, height: int) -> str:
-        """What it is and where, in pixels of a picture of this size."""
+    def description(self, width: int, height: int) -> str:
+        """Name, kind and corners, in pixels of an image of this size."""
         kind = {1: "point", 2: "box"}.get(len(self.corners), "polygon")
-        places = " ".join(f"{x * width:.0f},{y * height:.0f}" for x, y in self.corners)
+        corners = " ".join(f"{x * width:.0f},{y * height:.0f}" for x, y in self.corners)
         outside = "" if self.is_inside else ", outside of it"
-        sure = "" if self.is_certain else ", if it is on this one"
-        return f"{self.name + ', ' if self.name else ''}{kind} {places} of picture {self.image}{outside}{sure}"
-
-
-class _Read(NamedTuple):
-    """Numbers in a text, and what they may be called."""
-
-    start: int
-    name: str
-    numbers: tuple[float, ...]
-    is_said: bool
+        doubt = "" if self.is_certain else ", if it is on this one"
+        return f"{self.name + ', ' if self.name else ''}{kind} {corners} of picture {self.image}{outside}{doubt}"
 
 
 def regions_of(
-    text: str, images: Sequence[EncodedImage], form: BoxForm | None, limits: ImageLimits | None, is_whole: bool
+    text: str, images: Sequence[EncodedImage], form: BoxForm | None, limits: ImageLimits | None, is_complete: bool
 ) -> list[ShownRegion]:
-    """What a sample's text says of places in its pictures.
+    """The regions that a sample's text describes.
 
-    Where the text cannot tell which of several pictures is meant, a place is on each that comes before it.
+    If it is unclear which of several images is meant, the region is listed for each image before it in the text.
 
     Args:
-        text: of the whole sample, with ``PICTURE`` for each picture.
+        text: of the sample, with ``PICTURE`` for each image.
         form: of the model's family.
-        limits: of the model on pictures.
-        is_whole: whether truncation took nothing, a picture perhaps.
+        limits: the model's limits of images.
+        is_complete: the sample was not truncated, so no image is missing.
     """
     if form is None or not images:
         return []
-    found: list[ShownRegion] = []
-    for read in _read(text):
-        before = text.count(PICTURE, 0, read.start) or len(images)
-        for number, image in enumerate(images[:before]):
-            size = written_size(form, image, limits)
-            corners = tuple(
-                (x / size[0], y / size[1]) for x, y in zip(read.numbers[::2], read.numbers[1::2], strict=True)
-            )
-            region = ShownRegion(read.name, corners, number, is_whole and len(images) == 1)
-            if read.is_said or (region.is_inside and _is_ordered(read.numbers)):
-                found.append(region)
-    return found
+    regions: list[ShownRegion] = []
+    for start, name, numbers, is_marked in _read_regions(text):
+        num_before = text.count(PICTURE, 0, start) or len(images)
+        is_ordered = len(numbers) != 4 or (numbers[0] <= numbers[2] and numbers[1] <= numbers[3])
+        for number, image in enumerate(images[:num_before]):
+            width, height = written_size(form, image, limits)
+            corners = tuple((x / width, y / height) for x, y in zip(numbers[::2], numbers[1::2], strict=True))
+            region = ShownRegion(name, corners, number, is_complete and len(images) == 1)
+            if is_marked or (region.is_inside and is_ordered):
+                regions.append(region)
+    return regions
 
 
-def _read(text: str) -> Iterator[_Read]:
-    for match in _FOUND.finditer(text):
-        several = match["json"] or match["lists"]
-        shown = several or match["pairs"] or match["list"] or ""
-        is_said, name = match["list"] is None, match["pairs_name"] or match["lists_name"] or ""
-        if not name and is_said:
-            before = text[max(match.start() - _LONGEST_LABEL, 0) : match.start()]
+def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool]]:
+    """Start, name, coordinates, and whether tokens or JSON mark them as coordinates."""
+    for match in _REGION.finditer(text):
+        lists = match["json"] or match["lists"]
+        shown = lists or match["pairs"] or match["list"] or ""
+        is_marked, name = match["list"] is None, match["pairs_name"] or match["lists_name"] or ""
+        if not name and is_marked:
+            before = text[max(match.start() - _MAX_LABEL_LENGTH, 0) : match.start()]
             label = _LABEL.match(text, match.end()) or _LABEL_BEFORE.search(before)
-            name = _plain(label["label"]) if label else ""
-        for each in re.findall(r"\[[^\[\]]*\]", shown) if several else [shown]:
+            name = _unquoted(label["label"]) if label else ""
+        # Coordinates often follow a quote, a word or "="; other pairs of numbers rarely do.
+        before = text[max(match.start() - 1, 0) : match.start()]
+        is_attached = before.isalnum() or before in ("'", '"', "=")
+        for each in re.findall(r"\[[^\[\]]*\]", shown) if lists else [shown]:
             numbers = tuple(map(float, _NUMBERS.findall(each)))
-            if len(numbers) % 2 == 0 and (is_said or len(numbers) > 2 or _is_attached(text, match.start())):
-                yield _Read(match.start(), _TOKENS.sub("", name).strip(), numbers, is_said)
+            if len(numbers) % 2 == 0 and (is_marked or len(numbers) > 2 or is_attached):
+                yield match.start(), _TOKENS.sub("", name).strip(), numbers, is_marked
 
 
-def _plain(label: str) -> str:
+def _unquoted(label: str) -> str:
     try:
         return str(json.loads(label, strict=False))
     except ValueError:
         return label[1:-1]
 
 
-def _is_attached(text: str, start: int) -> bool:
-    """Whether a list stands right behind a quote, a word or "=", as coordinates may, and other pairs rarely do."""
-    before = text[max(start - 1, 0) : start]
-    return before.isalnum() or before in tuple("'\"=")
-
-
-def _is_ordered(numbers: Sequence[float]) -> bool:
-    return len(numbers) != 4 or (numbers[0] <= numbers[2] and numbers[1] <= numbers[3])
-
-
-_EXAMPLES = 2
-_SAMPLE_RATE = 16_000
-
-Look = Literal["plain", "trained", "media", "truncated"]
-
-
 def cache_figures(directory: str) -> dict[str, Any]:
-    """Everything that the manifest tells, and some examples of what was dropped.
+    """The manifest's figures, and examples of dropped rows.
 
     Raises:
-        MismatchError: if it is no finished cache; says how much of one there is.
+        MismatchError: if it is no finished cache, with the number of its finished shards.
     """
     directory = storage.normalize(directory)
     if not storage.exists(storage.join(directory, MANIFEST_NAME)):
@@ -204,35 +184,44 @@ def cache_figures(directory: str) -> dict[str, Any]:
         },
         "media_limits": dataclasses.asdict(identity.media_limits),
         "sources": [dataclasses.asdict(source) for source in manifest.sources],
-        "rows": manifest.rows,
+        "num_rows": manifest.rows,
         "marks_added": manifest.marks_added,
         "channels": list(manifest.channels),
         "dropped": dict(manifest.dropped),
         "parts_left_out": dict(manifest.parts_left_out),
-        "dropped_examples": _examples(storage.join(directory, DROPPED_NAME)),
-        "splits": {
-            name: {**dataclasses.asdict(split), "shards": len(split.shards)} for name, split in manifest.splits.items()
-        },
+        "dropped_examples": _dropped_examples(storage.join(directory, DROPPED_NAME)),
+        "splits": {name: _split_figures(split) for name, split in manifest.splits.items()},
         "max_length": manifest.max_length,
     }
 
 
-def _examples(path: str) -> dict[str, list[dict[str, Any]]]:
-    """The first rows dropped for each reason; the file is read line by line."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def _split_figures(split: SplitInfo) -> dict[str, Any]:
+    names = {"rows": "num_samples", "shards": "num_shards"}
+    figures = dataclasses.asdict(split) | {"shards": len(split.shards)}
+    return {names.get(name, name): value for name, value in figures.items()}
+
+
+def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
+    """The dropped rows of a ``dropped.jsonl``, read line by line, without parts of rows that were kept."""
     with storage.open_read(path) as file:
         for line in file:
             row = load_json(line)
-            if "part" in row:
-                continue  # its row is kept
-            examples = found.setdefault(row["reason"], [])
-            if len(examples) < _EXAMPLES:
-                examples.append(row)
-    return found
+            if "part" not in row:
+                yield row
+
+
+def _dropped_examples(path: str) -> dict[str, list[dict[str, Any]]]:
+    """The first rows dropped for each reason."""
+    examples: dict[str, list[dict[str, Any]]] = {}
+    for row in dropped_rows(path):
+        of_reason = examples.setdefault(row["reason"], [])
+        if len(of_reason) < _MAX_EXAMPLES:
+            of_reason.append(row)
+    return examples
 
 
 def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures as lines of a table."""
+    """The figures of a cache as lines of a table."""
     lines = [
         ("model", f"{figures['model_type']}, {figures['model']}"),
         ("fingerprint", f"{figures['fingerprint']}, packtool {figures['packtool_version']}"),
@@ -240,19 +229,21 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     for source in figures["sources"]:
         lines.append((source["path"], f"{source['rows']:,} rows {source['settings']}".strip()))
-    lines.append(("rows in", f"{figures['rows']:,}"))
+    lines.append(("rows in", f"{figures['num_rows']:,}"))
     for name, split in figures["splits"].items():
+        num_rows = split["num_samples"] - split["pieces_added"]
+        rows = f" of {num_rows:,} rows" if split["pieces_added"] else ""
         share = split["target_tokens"] / max(split["tokens"], 1)
         lines += [
-            (name, f"{split['rows']:,} samples{_of_rows(split)} in {split['shards']} shards"),
+            (name, f"{split['num_samples']:,} samples{rows} in {split['num_shards']} shards"),
             ("  tokens", f"{split['tokens']:,}"),
             ("  target tokens", f"{split['target_tokens']:,} ({share:.1%})"),
             ("  media tokens", f"{split['media_tokens']:,}"),
             ("  truncated", f"{split['truncated']:,} samples, {split['truncated_tokens']:,} tokens"),
         ]
     if figures["parts_left_out"]:
-        told = ", ".join(f"{count:,} {reason}" for reason, count in figures["parts_left_out"].items())
-        lines.append(("turns and responses left out", told))
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in figures["parts_left_out"].items())
+        lines.append(("turns and responses left out", counts))
     lines.append(("dropped", f"{sum(figures['dropped'].values()):,}"))
     for reason, count in figures["dropped"].items():
         lines.append((f"  {reason}", f"{count:,}"))
@@ -261,39 +252,44 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _of_rows(split: Mapping[str, Any]) -> str:
-    return f" of {split['rows'] - split['pieces_added']:,} rows" if split["pieces_added"] else ""
-
-
 @dataclass(frozen=True)
-class SampleView:
-    """One sample for a person.
+class Part:
+    """A piece of a sample that is shown in one style.
 
     Args:
-        facts: (what, value).
-        parts: (how it looks, text, weight of a trained stretch).
+        text: of its tokens; a description in brackets for media and for truncated tokens.
+        weight: of the loss on a trained piece.
+        medium: that the placeholder tokens stand for.
     """
 
-    facts: list[tuple[str, str]]
-    parts: list[tuple[Look, str, float]]
+    look: Look
+    text: str
+    weight: float = 1.0
+    medium: Medium | None = None
 
     @property
-    def text(self) -> str:
-        """The sample without colours: what is trained between « and », behind its weight if that is not 1."""
-        return visible("".join(f"«{marked}»" if look == "trained" else marked for look, marked in self.marked()))
-
-    def marked(self) -> Iterator[tuple[Look, str]]:
-        """How each part looks and its text, that of a trained one behind its weight if that is not 1."""
-        for look, text, weight in self.parts:
-            yield look, f"{weight:g}:{text}" if look == "trained" and weight != 1 else text
+    def weighted_text(self) -> str:
+        """The text, after its weight if that is not 1."""
+        return f"{self.weight:g}:{self.text}" if self.look == "trained" and self.weight != 1 else self.text
 
 
-def sample_view(directory: str, split: str, row: int, model: str | None = None) -> SampleView:
-    """A sample decoded, with its media named.
+def marked_text(parts: Iterable[Part]) -> str:
+    """A sample without colours: trained text between « and », after its weight if that is not 1."""
+    texts = (f"«{part.weighted_text}»" if part.look == "trained" else part.weighted_text for part in parts)
+    return visible("".join(texts))
+
+
+def sample_view(
+    directory: str, split: str, row: int, model: str | None = None
+) -> tuple[list[tuple[str, str]], list[Part]]:
+    """A decoded sample.
 
     Args:
         row: position in the split.
-        model: directory of the tokenizer; the one of the export by default.
+        model: directory of the tokenizer; by default that of the export.
+
+    Returns:
+        facts as (name, value), and the sample's parts.
 
     Raises:
         ConfigError: if there is no such row, or no such model.
@@ -302,7 +298,7 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     if not 0 <= row < len(reader):
         raise ConfigError(f"--row {row}: the {split} split has rows 0 to {len(reader) - 1}")
     sample = reader.sample(row)
-    decoder = Decoder.of_cache(reader, model)
+    decoder = Decoder(model_of_cache(reader, model), reader.manifests[0].identity)
     facts = [
         ("source", f"{sample.source}, row {sample.row}"),
         ("channel", sample.channel or "none"),
@@ -315,78 +311,93 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     parts = list(decoder.parts(sample))
     for number, region in enumerate(decoder.regions(sample, parts), 1):
         image = sample.images[region.image]
-        facts.append((f"place {number}", region.told(image.width, image.height)))
-    return SampleView(facts, [(part.look, part.text, part.weight) for part in parts])
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stretch of a sample that looks alike.
-
-    Args:
-        text: what its tokens say; of a medium, what it is in brackets, and so what was cut off in this place.
-        weight: of the loss on it, where it is trained.
-        medium: that its placeholder tokens stand for.
-    """
-
-    look: Look
-    text: str
-    weight: float = 1.0
-    medium: EncodedImage | EncodedVideo | EncodedAudio | None = None
+        facts.append((f"place {number}", region.description(image.width, image.height)))
+    return facts, parts
 
 
 class Decoder:
-    """Turns the tokens of samples into what a person can read.
+    """Decodes the samples of a cache.
 
     Args:
-        files: of the model that they were made for.
-        identity: of the cache that they are in.
+        files: of the model that the cache was exported for.
+        identity: of the cache.
     """
 
     def __init__(self, files: ModelFiles, identity: Identity) -> None:
         self._strategy = str(identity.spec.get("truncation_strategy"))
-        self._trims = identity.spec.get("media_overflow") == "trim"
+        self._trims_media = identity.spec.get("media_overflow") == "trim"
         self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
-        self._pads = _pad_ids(files.config, self._tokenizer)
         self._limits = identity.media_limits.image
         self._form = box_form_of(files.config, *(identity.spec.get(name) for name in ("bbox_format", "norm_bbox")))
-
-    @classmethod
-    def of_cache(cls, reader: CacheReader, model: str | None = None) -> Decoder:
-        """The one for a cache.
-
-        Args:
-            model: directory of the tokenizer; the one of the export by default.
-
-        Raises:
-            ConfigError: if the model cannot be read.
-        """
-        return cls(model_of_cache(reader, model), reader.manifests[0].identity)
+        # Kinds of media by their placeholder token.
+        self._pads: dict[int, str] = {number: kind for kind, number in pad_ids_of(files.config).items()}
+        for kind in ("image", "video", "audio"):
+            token_id = self._tokenizer.token_to_id(f"<|{kind}_pad|>")
+            if kind not in self._pads.values() and token_id is not None:
+                self._pads[token_id] = kind
 
     def parts(self, sample: EncodedSample) -> Iterator[Part]:
-        """The sample from its first token to its last, and on the side where it was cut how much is missing.
+        """The sample from its first token to its last, with the number of truncated tokens at the side they were cut.
 
-        What truncation removes is not in a cache: only how many tokens, and the side that the export was told to cut.
+        A cache does not keep the truncated tokens themselves, only their number.
         """
-        cut = [Part("truncated", self._cut(sample))] if sample.num_truncated else []
-        parts = _parts(sample, self._tokenizer, self._pads)
-        yield from (*parts, *cut) if self._strategy == "right" else (*cut, *parts)
+        truncated = [Part("truncated", self._truncation(sample))] if sample.num_truncated else []
+        parts = self._kept_parts(sample)
+        yield from (*parts, *truncated) if self._strategy == "right" else (*truncated, *parts)
 
-    def _cut(self, sample: EncodedSample) -> str:
-        oldest = "its oldest media"
+    def _truncation(self, sample: EncodedSample) -> str:
+        place = "its oldest media"
         if self._strategy in ("left", "right"):
             side = "its beginning" if self._strategy == "left" else "its end"
-            oldest = f"{side}, or of {oldest}" if self._trims else f"{side}"
-        return f"[{sample.num_truncated:,} tokens of {oldest} cut off]"
+            place = f"{side}, or of {place}" if self._trims_media else side
+        return f"[{sample.num_truncated:,} tokens of {place} cut off]"
+
+    def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
+        media: dict[str, list[Medium]] = {
+            "image": list(sample.images),
+            "video": list(sample.videos),
+            "audio": list(sample.audios),
+        }
+        kinds = [self._pads.get(token) for token in sample.input_ids.tolist()]
+        trained = sample.labels != IGNORE_INDEX
+        weights = np.where(trained, 1.0 if sample.loss_scale is None else sample.loss_scale, 1.0)
+        at = 0
+        while at < sample.length:
+            kind = kinds[at]
+            if kind == "audio" and _has_sound(media["video"]):
+                # A sound track's placeholder tokens may come before its video's.
+                following = next((each for each in kinds[at:] if each != "audio"), None)
+                kind = "video" if following == "video" else kind
+            if kind is not None and media[kind]:
+                medium = media[kind].pop(0)
+                left = medium.num_tokens
+                if isinstance(medium, EncodedVideo) and medium.audio is not None:
+                    left += medium.audio.num_tokens
+                # Text between a medium's placeholder tokens belongs to the medium.
+                while left and at < sample.length:
+                    left -= kinds[at] is not None
+                    at += 1
+                yield Part("media", medium_text(medium), medium=medium)
+                continue
+            start, at = at, at + 1
+            while (
+                at < sample.length
+                and kinds[at] is None
+                and trained[at] == trained[start]
+                and (weights[at] == weights[start])
+            ):
+                at += 1
+            text = self._tokenizer.decode(sample.input_ids[start:at].tolist(), skip_special_tokens=False)
+            yield Part("trained" if trained[start] else "plain", text, float(weights[start]))
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
-        """What the sample says of places in its pictures.
+        """The regions that the sample's text describes.
 
         Args:
             parts: of the sample.
         """
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
-        return regions_of(text, sample.images, self._form, self._limits, is_whole=not sample.num_truncated)
+        return regions_of(text, sample.images, self._form, self._limits, is_complete=not sample.num_truncated)
 
 
 def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
@@ -407,80 +418,13 @@ def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
         ) from error
 
 
-def _pad_ids(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[int, str]:
-    """Kinds of media by the token that stands for a piece of one."""
-    found: dict[int, str] = {number: kind for kind, number in pad_ids_of(config).items()}
-    for kind in ("image", "video", "audio"):
-        number = tokenizer.token_to_id(f"<|{kind}_pad|>")
-        if kind not in found.values() and number is not None:
-            found[number] = kind
-    return found
+def _has_sound(videos: Sequence[Medium]) -> bool:
+    """Whether the first of these videos has a sound track."""
+    return bool(videos) and isinstance(videos[0], EncodedVideo) and videos[0].audio is not None
 
 
-def _parts(sample: EncodedSample, tokenizer: Tokenizer, pads: Mapping[int, str]) -> Iterator[Part]:
-    media: dict[str, list[Any]] = {
-        "image": list(sample.images),
-        "video": list(sample.videos),
-        "audio": list(sample.audios),
-    }
-    at = 0
-    while at < sample.length:
-        kind = pads.get(int(sample.input_ids[at]))
-        if kind is not None:
-            # A sound track's placeholder tokens may come before its video's.
-            if (
-                kind == "audio"
-                and media["video"]
-                and media["video"][0].audio is not None
-                and _in_video(sample, at, pads)
-            ):
-                kind = "video"
-            if media[kind]:
-                medium = media[kind].pop(0)
-                at = _behind(sample, at, pads, medium)
-                yield Part("media", medium_text(medium), medium=medium)
-                continue
-        stop, look, weight = _stretch(sample, at, pads)
-        text = tokenizer.decode(sample.input_ids[at:stop].tolist(), skip_special_tokens=False)
-        yield Part(look, text, weight)
-        at = stop
-
-
-def _in_video(sample: EncodedSample, at: int, pads: Mapping[int, str]) -> bool:
-    """Whether a video's placeholder tokens come before the text goes on behind a run of sound."""
-    while at < sample.length and pads.get(int(sample.input_ids[at])) == "audio":
-        at += 1
-    return at < sample.length and pads.get(int(sample.input_ids[at])) == "video"
-
-
-def _behind(sample: EncodedSample, at: int, pads: Mapping[int, str], medium: Any) -> int:
-    """The position behind a medium's last placeholder token; what lies between them is its own."""
-    left = medium.num_tokens
-    if isinstance(medium, EncodedVideo) and medium.audio is not None:
-        left += medium.audio.num_tokens
-    while left and at < sample.length:
-        left -= int(sample.input_ids[at]) in pads
-        at += 1
-    return at
-
-
-def _stretch(sample: EncodedSample, at: int, pads: Mapping[int, str]) -> tuple[int, Look, float]:
-    """End, look and weight of the tokens from ``at`` on that look alike."""
-
-    def look_of(i: int) -> tuple[Look, float]:
-        if sample.labels[i] == IGNORE_INDEX:
-            return "plain", 1.0
-        return "trained", 1.0 if sample.loss_scale is None else float(sample.loss_scale[i])
-
-    first = look_of(at)
-    stop = at + 1
-    while stop < sample.length and look_of(stop) == first and int(sample.input_ids[stop]) not in pads:
-        stop += 1
-    return stop, *first
-
-
-def medium_text(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
-    """A medium in brackets: what it is, and what it costs."""
+def medium_text(medium: Medium) -> str:
+    """A medium in brackets, with its size or duration and its number of tokens."""
     tokens = f"{medium.num_tokens:,} tokens"
     if isinstance(medium, EncodedImage):
         return f"[image {medium.width}x{medium.height} -> {tokens}]"
@@ -492,17 +436,16 @@ def medium_text(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
     return f"[video {size} -> {tokens}{sound}]"
 
 
-def all_media(sample: EncodedSample) -> list[EncodedImage | EncodedVideo | EncodedAudio]:
-    """The media of a sample: pictures, then videos, then sounds."""
+def all_media(sample: EncodedSample) -> list[Medium]:
+    """The media of a sample: images, then videos, then audios."""
     return [*sample.images, *sample.videos, *sample.audios]
 
 
-def find_damage(directory: str, progress: Progress) -> dict[str, Any]:
-    """Read all files of a cache.
+def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
+    """Compare all files of a cache with its manifest, for ``packtool inspect --verify``.
 
     Returns:
-        directory, files, bytes, seconds, indexes without a checksum, damaged (file and problem), and the command that
-        makes the cache anew where something is.
+        figures; ``damaged`` lists files with their problems, ``mend`` is the command that repairs the cache.
 
     Raises:
         MismatchError: if it is no finished cache, or its manifest is broken.
@@ -520,7 +463,7 @@ def find_damage(directory: str, progress: Progress) -> dict[str, Any]:
     damaged = [{"file": check.file, "problem": check.problem} for check in checks if check.problem]
     return {
         "directory": directory,
-        "files": len(checks),
+        "num_files": len(checks),
         "bytes": sum(check.bytes for check in checks),
         "seconds": round(time.perf_counter() - begin, 3),
         "without_checksum": [f"{name}/index.arrow" for name, info in manifest.splits.items() if not info.index_sha256],
@@ -529,14 +472,18 @@ def find_damage(directory: str, progress: Progress) -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """What ``packtool inspect --verify`` prints of these figures, line by line."""
-    rate = found["bytes"] / 1e9 / found["seconds"] if found["seconds"] else 0.0
-    told = [f"{found['directory']}: {found['files']} files, {found['bytes'] / 1e6:,.1f} MB read at {rate:.1f} GB/s"]
-    told += [f"  {one['file']} {one['problem']}" for one in found["damaged"]]
-    if found["without_checksum"]:
-        told.append(f"made before indexes had checksums, so these could only be read: {found['without_checksum']}")
-    if not found["damaged"]:
-        return [*told, "all files are as they were exported"]
+def damage_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """What ``packtool inspect --verify`` prints."""
+    rate = figures["bytes"] / 1e9 / figures["seconds"] if figures["seconds"] else 0.0
+    size = f"{figures['bytes'] / 1e6:,.1f} MB read at {rate:.1f} GB/s"
+    yield f"{figures['directory']}: {figures['num_files']} files, {size}"
+    for each in figures["damaged"]:
+        yield f"  {each['file']} {each['problem']}"
+    if figures["without_checksum"]:
+        yield f"made before indexes had checksums, so these could only be read: {figures['without_checksum']}"
+    if not figures["damaged"]:
+        yield "all files are as they were exported"
+        return
     mend = "Copy these files again from where they are whole, or make them again from the rows:"
-    return [*told, f"{len(found['damaged'])} files are damaged. {mend}", f"  {found['mend']}"]
+    yield f"{len(figures['damaged'])} files are damaged. {mend}"
+    yield f"  {figures['mend']}"

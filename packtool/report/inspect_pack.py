@@ -51,7 +51,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
         "pack": pack,
         "tokens": sum(branch.num_tokens for branch in branches),
         "tokens_without": sum(sample.length for sample in samples),
-        "capacity": saved.info.capacity,
+        "packing_length": saved.info.capacity,
         "prefixes": prefixes,
         "samples": own,
     }
@@ -104,7 +104,7 @@ def _media_texts(sample: EncodedSample, branch: Branch, tokens: MediaTokens | No
 
 def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
     """A pack for a terminal: its samples below one another, and those that share a prefix as branches of a tree."""
-    tokens, capacity, whole = pack["tokens"], pack["capacity"], pack["tokens_without"]
+    tokens, capacity, whole = pack["tokens"], pack["packing_length"], pack["tokens_without"]
     without = f", instead of {whole:,} with every sample whole" if whole > tokens else ""
     yield f"pack {pack['pack']}: {len(pack['samples'])} samples, {tokens:,} of {capacity:,} tokens " + (
         f"({tokens / capacity:.2%}){without}"

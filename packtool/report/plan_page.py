@@ -1,43 +1,45 @@
-"""The page of a plan: one HTML file without script, font or picture from elsewhere, so it opens wherever it is copied.
-
-Colours are variables of the style sheet, which follow the reader's light or dark setting. A printed page is light.
-"""
+"""The page of a plan: one HTML file without scripts, fonts or images from elsewhere."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from packtool.planning.prefix_trees import Branch
+import numpy as np
+import numpy.typing as npt
+
+from packtool.planning.mixture import added, by_name, share_figures
+from packtool.planning.pack_plan import PackPlan
+from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.report.drawing import SIZE, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
-from packtool.report.statistics import percent
+from packtool.report.plan import plan_lines, times_without_packing
+from packtool.report.statistics import percent, source_rows
+from packtool.train.prepare.preview import Preview
+from packtool.train.prepare.timeline import stage_title
 
-_COLOURS = 5
-_MOST_LINES = 80
-_LINE, _GAP = 9, 2  # CSS pixels of a line of samples, and below it
-_NARROW = 6  # units: samples below have neither a border nor a hint of their own
+_MAX_PACKS = 20
+_MAX_POINTS = 300  # of the load balance
+_MAX_TREE_SAMPLES = 40
+_NUM_BINS = 48
+_LOG_RATIO = 100  # of the longest to the shortest sample, from which on the axis of lengths is logarithmic
+_MAX_STRETCHES = 60  # of the mixture's chart
+_NUM_COLOURS = 5
+_MAX_LINES = 80
+_LINE, _GAP = 9, 2  # CSS pixels of a line of samples, and between lines
+_MIN_WIDTH = 6  # units; narrower samples have neither a border nor a hint
 _PREFIX = "prefix"
 _FINGERPRINT = re.compile("[0-9a-f]{12,}")
+_EPOCH_TICKS = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
 
-
-@dataclass(frozen=True)
-class PlainFigures:
-    """What packing is compared with: batches of rows, each padded to the longest of its batch.
-
-    Args:
-        rows: of a batch.
-        padding: share of the epoch's tokens, as text.
-        times: as many tokens to compute in an epoch, as text.
-        is_worth_telling: whether ``times`` is large enough to be a headline.
-    """
-
-    rows: int
-    padding: str
-    times: str
-    is_worth_telling: bool
+Card = tuple[str, str, str]
+"""A large figure: number, what it counts, remark."""
+Stretch = tuple[int, str | None]
+"""Tokens and look of a sample or of a shared prefix; None instead of a look is padding."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Histogram:
     """Counts between edges.
 
     Args:
-        edges: B + 1, rising.
-        counts: B.
-        is_log: whether edges are about evenly spaced on a logarithmic axis.
+        edges: (B + 1,), rising.
+        counts: (B,).
+        is_log: the edges are about evenly spaced on a logarithmic axis.
     """
 
     edges: Sequence[float]
@@ -55,315 +57,425 @@ class Histogram:
     is_log: bool = False
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A sample, a prefix that it shares with others, or the padding behind it.
+def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
+    """Samples by tokens; each bin includes its upper edge.
+
+    Bins are equal, or logarithmic if lengths span two orders of magnitude.
 
     Args:
-        tokens: that it takes.
-        look: of a sample or prefix; None is padding.
+        lengths: (S,), tokens of each sample.
     """
+    longest = max(int(lengths.max(initial=1)), 1)
+    shortest = max(int(lengths.min(initial=longest)), 1)
+    if is_log := longest >= _LOG_RATIO * shortest:
+        ends = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
+        edges = np.concatenate(([shortest - 0.5], np.unique(ends)))
+    else:
+        # A whole number of tokens: bins that differ by one would look like rare lengths.
+        width = -(-longest // _NUM_BINS)
+        edges = np.arange(-(-longest // width) + 1) * width
+    counts, _ = np.histogram(lengths, edges + 0.5)
+    return Histogram(edges.tolist(), counts.tolist(), is_log)
 
-    tokens: int
-    look: str | None
+
+def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
+    """Packs by the share of their capacity that is filled, in percent."""
+    counts, edges = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=num_bins, range=(0, 100))
+    return Histogram(edges.tolist(), counts.tolist())
 
 
-@dataclass(frozen=True)
-class SharedFigures:
-    """What it saves that samples share prefixes.
+def page_content(preview: Preview, figures: Mapping[str, Any], command: str, title: str) -> dict[str, Any]:
+    """What the page of a plan shows, for ``page``.
 
     Args:
-        headline: (number, what it counts, remark) of the large figures.
-        trees: (what it is, its figures, its branches) of some.
+        figures: of the preview.
+        command: shown as the command that made the page.
+        title: what was planned for.
     """
+    packs = preview.plan.whole_packs
+    balance = preview.plan.summary.balance
+    assert balance is not None, "a preview knows costs"
+    padding = figures["padding_of_plain_batches"]
+    fingerprints = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
+    if figures["cache_fingerprint"]:
+        fingerprints.append(("caches", str(figures["cache_fingerprint"])))
+    return {
+        "title": title,
+        "headline": _headline(figures),
+        "parts": _sample_parts(figures),
+        "dropped": _dropped(preview),
+        "lengths": length_histogram(packs.full_lengths),
+        "capacity": packs.capacity,
+        "fills": fill_histogram(packs, 50),
+        "packs": [_branches(packs, *packs.offsets[i : i + 2]) for i in range(min(packs.num_packs, _MAX_PACKS))],
+        "plain": {
+            "rows": figures["rows_of_plain_batches"],
+            "padding": percent(padding),
+            "times": times_without_packing(figures),
+            "shows_times": padding > 0.05,
+        },
+        "balance": (_maxima(balance.steps_before), _maxima(balance.steps)) if preview.options.world_size > 1 else None,
+        "processes_per_rank": preview.first_inputs.sequence_parallel_size,
+        "shared": _shared_content(packs, figures),
+        "mixture": _mixture_content(preview),
+        "figures": [*plan_lines(figures), *fingerprints],
+        "commands": [("This page was made by", command)],
+    }
 
-    headline: Sequence[tuple[str, str, str]]
-    trees: Sequence[tuple[str, str, Sequence[Branch]]]
+
+def _mixture_content(preview: Preview) -> dict[str, Any] | None:
+    """Counts of each source in the epoch, or in a run with stages, and its share along the steps."""
+    sources, counts, mixture = preview.source_figures, preview.counts_of_steps, preview.first_inputs.mixture
+    if sources is None or counts is None or mixture is None:
+        return None
+    stages: list[tuple[float, str, list[tuple[str, ...]]]] = []
+    if preview.inputs.stages:
+        timeline = preview.timeline
+        counts = timeline.counts_of_steps()
+        sources = share_figures(added([by_name(stage.counts(), stage.mixture) for stage in timeline.stages]))
+        stages = [
+            ((stage["first_step"] - 1) / timeline.num_steps, stage_title(stage), source_rows(stage["sources"])[1:])
+            for stage in timeline.figures()
+        ]
+    num_steps = max(min(100, -(-len(counts) // 4)), -(-len(counts) // _MAX_STRETCHES))
+    of_unit = counts[:, :, ("samples", "tokens", "target_tokens").index(mixture.unit)]
+    sums = np.add.reduceat(of_unit, np.arange(0, len(of_unit), num_steps), axis=0)
+    # Sources of the same name are shown as one.
+    columns = [sums[:, [own == name for own in mixture.names]].sum(axis=1) for name in sources]
+    by_source = np.stack(columns, axis=1)
+    heading, *rows = source_rows(sources)
+    return {
+        "heading": heading,
+        "rows": rows,
+        "shares": (by_source / np.maximum(by_source.sum(axis=1, keepdims=True), 1)).tolist(),
+        "unit": mixture.unit.replace("_", " "),
+        "steps": num_steps,
+        "num_steps": len(counts),
+        "stages": stages,
+        "of": "run" if stages else "epoch",
+    }
 
 
-@dataclass(frozen=True)
-class MixtureFigures:
-    """What an epoch has of each source.
+def _headline(figures: Mapping[str, Any]) -> list[Card]:
+    without = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
+    packs = ("packs", f"of {figures['packing_length']:,} tokens each")
+    if figures["skrull"] is not None:
+        fill = (percent(figures["skrull"]["bucket_fill"]), "fill of the micro-batches", without)
+    elif figures["waste_tokens"] is not None:
+        fill = (percent(figures["fill"]), "fill of the packs", without)
+    else:
+        fill = (percent(figures["fill"]), "of the batches' tokens are not padding", "")
+        packs = ("rows", "one sample each")
+    left_out = f"{figures['filtered']:,} were too long"
+    if figures["sources"] is not None:
+        left_out = f"{figures['not_drawn']:,} were not drawn, {figures['filtered']:,} were too long or short"
+    steps = figures["steps_per_epoch"]
+    return [
+        fill,
+        (f"{figures['num_packs']:,}", *packs),
+        (f"{steps:,}", "optimizer steps", f"per epoch, {figures['num_samples'] / max(steps, 1):,.1f} samples each"),
+        (f"{figures['num_samples']:,}", "samples", left_out),
+    ]
+
+
+def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What shared prefixes save, and two trees: the one that saves most, and the median one."""
+    saved = figures["shared_prefixes"]
+    if saved is None or packs.shared is None:
+        return None
+    tokens = f"{saved['tokens_saved']:,} of {saved['tokens_without']:,}"
+    headline: list[Card] = [(percent(saved["token_share_saved"]), "of the tokens saved", tokens)]
+    if saved["tower_work_share_saved"]:
+        share = percent(saved["tower_work_share_saved"])
+        headline.append((share, "of the towers' work saved", "each medium once a tree"))
+    steps = f"instead of {saved['steps_without']:,} per epoch"
+    headline.append((f"{figures['steps_per_epoch']:,}", "optimizer steps", steps))
+    sizes = f"of {saved['samples_per_tree']:.1f} samples, {saved['largest_tree']:,} at most"
+    headline.append((f"{saved['num_trees']:,}", "trees", sizes))
+
+    starts = np.append(np.flatnonzero(packs.shared == 0), packs.num_samples)
+    tokens_saved = np.add.reduceat(packs.shared, starts[:-1], dtype=np.int64)
+    order, num_trees = np.argsort(-tokens_saved, kind="stable"), int(np.count_nonzero(tokens_saved))
+    trees = []
+    for name, number in (("The tree that saves most", 0), ("The median tree", num_trees // 2))[:num_trees]:
+        start, stop = starts[order[number] : order[number] + 2].tolist()
+        num_tokens, num_whole = int(packs.lengths[start:stop].sum()), int(packs.full_lengths[start:stop].sum())
+        note = f"{stop - start:,} samples, {num_tokens:,} tokens instead of {num_whole:,}"
+        if stop - start > _MAX_TREE_SAMPLES:
+            note += f"; the first {_MAX_TREE_SAMPLES} samples are drawn"
+        trees.append((name, note, _branches(packs, start, min(stop, start + _MAX_TREE_SAMPLES))))
+    return {"headline": headline, "trees": trees}
+
+
+def _branches(packs: PackPlan, start: int, stop: int) -> list[Branch]:
+    return find_branches(packs.lengths[start:stop], None if packs.shared is None else packs.shared[start:stop])
+
+
+def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
+    """The maxima of groups of values, at most as many as are drawn."""
+    group = -(-len(values) // _MAX_POINTS)
+    return np.maximum.reduceat(values, np.arange(0, len(values), group)).tolist() if len(values) else []
+
+
+def _sample_parts(figures: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Name and size of the parts of the caches' samples; they add up to all samples."""
+    is_mixture = figures["sources"] is not None
+    parts = [
+        ("in the plan", figures["num_distinct_samples"]),
+        ("not drawn in this epoch", figures["not_drawn"]),
+        ("of another length than is taken" if is_mixture else "longer than --max-length", figures["filtered"]),
+    ]
+    return [(name, count) for name, count in parts if count]
+
+
+def _dropped(preview: Preview) -> list[tuple[str, int]]:
+    """Rows, turns and responses that the exports dropped, by reason."""
+    counts = Counter[str]()
+    for manifest in () if preview.inputs.reader is None else preview.inputs.reader.manifests:
+        counts.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
+        left_out = manifest.parts_left_out.items()
+        counts.update({f"turns left out at export: {reason}": count for reason, count in left_out})
+    return list(counts.items())
+
+
+def page(content: Mapping[str, Any]) -> str:
+    """Draw the page.
 
     Args:
-        heading: of the table.
-        rows: of each source, its name first.
-        parts: of the stretches of the epoch, or of a run with stages, one after the other, each source's share, 0 to 1.
-        unit: that shares are of.
-        steps: of a stretch; the last one may have fewer.
-        num_steps: of all.
-        stages: of each stage, where in the run it begins, 0 to 1, what it is, and rows as above.
+        content: as ``page_content`` returns it. ``parts`` and ``dropped`` are (name, count); ``packs`` are the branches
+            of some packs; ``balance`` is the max/mean work of the steps, (round-robin, planned); of ``figures``,
+            (name, value), long hexadecimal values are fingerprints.
     """
-
-    heading: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    parts: Sequence[Sequence[float]]
-    unit: str
-    steps: int
-    num_steps: int
-    stages: Sequence[tuple[float, str, Sequence[Sequence[str]]]] = ()
-
-    @property
-    def of(self) -> str:
-        """What the figures are of."""
-        return "run" if self.stages else "epoch"
-
-
-@dataclass(frozen=True)
-class PageContent:
-    """What a page shows; numbers that are unknown are left out, not drawn as zero.
-
-    Args:
-        title: what was planned.
-        headline: (number, what it counts, remark) of the large figures.
-        parts: (what, how many) of the samples of the caches, in the plan first, which add up to all of them.
-        dropped: (what, how many) of what the exports left out.
-        lengths: of samples.
-        capacity: tokens of a pack.
-        fills: of packs, in percent.
-        packs: some of them: what several samples have, and what each has of its own.
-        plain: batches without packing that the plan is compared with, or None.
-        balance: (round-robin, planned) max/mean work of steps in their order, or None.
-        processes_per_rank: that share a sequence.
-        shared: what shared prefixes save, or None where there are none.
-        mixture: what the epoch has of each source, or None where every sample is there once.
-        figures: (what, value), for the table at the end; long hexadecimal values are fingerprints.
-        commands: that lead to and from here.
-    """
-
-    title: str
-    headline: Sequence[tuple[str, str, str]]
-    parts: Sequence[tuple[str, int]]
-    lengths: Histogram
-    capacity: int
-    fills: Histogram
-    packs: Sequence[Sequence[Branch]]
-    balance: tuple[Sequence[float], Sequence[float]] | None
-    figures: Sequence[tuple[str, str]]
-    commands: Sequence[tuple[str, str]]
-    plain: PlainFigures | None = None
-    processes_per_rank: int = 1
-    shared: SharedFigures | None = None
-    mixture: MixtureFigures | None = None
-    dropped: Sequence[tuple[str, int]] = ()
-
-    @property
-    def shares_packs(self) -> bool:
-        """Whether any two samples share a pack."""
-        return sum(self.lengths.counts) > sum(self.fills.counts)
-
-
-def page(content: PageContent) -> str:
-    """The page as text."""
-    prints = [(f"Fingerprint of the {what}", value) for what, value in content.figures if _FINGERPRINT.fullmatch(value)]
-    stretches = plain_batches(content.packs, content.plain.rows) if content.plain is not None else []
-    marks = ((float(content.capacity), f"pack: {content.capacity:,}"),) if content.shares_packs else ()
-    total = sum(count for _, count in content.parts) or 1
+    packs, capacity, plain, mixture = (content[name] for name in ("packs", "capacity", "plain", "mixture"))
+    prints = [
+        (f"Fingerprint of the {name}", value) for name, value in content["figures"] if _FINGERPRINT.fullmatch(value)
+    ]
+    shares_packs = sum(content["lengths"].counts) > sum(content["fills"].counts)
+    stretches = plain_batches(packs, plain["rows"]) if plain else []
+    marks = ((float(capacity), f"pack: {capacity:,}"),) if shares_packs else ()
+    num_cached = sum(count for _, count in content["parts"]) or 1
+    balance, trees = content["balance"], content["shared"]["trees"] if content["shared"] else []
     return render(
         "plan.html",
         plan=content,
-        num_cached=total,
-        samples=[(_look(i), name, count, percent(count / total)) for i, (name, count) in enumerate(content.parts)],
-        share=share_drawing([count for _, count in content.parts]),
-        looks=[_look(i) for i in range(len(content.mixture.rows))] if content.mixture else [],
-        shares=shares_chart(content.mixture) if content.mixture else None,
-        lengths=histogram(content.lengths, "samples", "tokens of a sample", marks=marks),
-        fills=histogram(content.fills, "packs", "share of a pack's tokens that samples fill", suffix="%"),
-        packed=packs_drawing(content.packs, content.capacity),
-        padded=stretches_drawing(stretches, content.capacity),
-        num_samples=sum(branch.num_samples == 1 for pack in content.packs for branch in pack),
-        trees=[(name, told, tree_drawing(tree)) for name, told, tree in content.shared.trees] if content.shared else [],
-        num_lines=num_lines(stretches, content.capacity),
-        most_lines=_MOST_LINES,
-        balance=balance_chart(*content.balance) if content.balance else None,
-        is_alike=content.balance is None or list(content.balance[0]) == list(content.balance[1]),
-        figures=[(what, value) for what, value in content.figures if not _FINGERPRINT.fullmatch(value)],
-        commands=[*content.commands, *prints],
+        shares_packs=shares_packs,
+        num_cached=num_cached,
+        samples=[
+            (_look(i), name, count, percent(count / num_cached)) for i, (name, count) in enumerate(content["parts"])
+        ],
+        share=share_drawing([count for _, count in content["parts"]]),
+        looks=[_look(i) for i in range(len(mixture["rows"]))] if mixture else [],
+        shares=shares_chart(mixture) if mixture else None,
+        lengths=histogram(content["lengths"], "samples", "tokens of a sample", marks=marks),
+        fills=histogram(content["fills"], "packs", "share of a pack's tokens that samples fill", suffix="%"),
+        packed=packs_drawing(packs, capacity),
+        padded=stretches_drawing(stretches, capacity),
+        num_samples=sum(branch.num_samples == 1 for pack in packs for branch in pack),
+        trees=[(name, note, tree_drawing(tree)) for name, note, tree in trees],
+        num_lines=num_lines(stretches, capacity),
+        max_lines=_MAX_LINES,
+        balance=balance_chart(*balance) if balance else None,
+        is_alike=balance is None or list(balance[0]) == list(balance[1]),
+        figures=[(name, value) for name, value in content["figures"] if not _FINGERPRINT.fullmatch(value)],
+        commands=[*content["commands"], *prints],
     )
 
 
 def histogram(
-    found: Histogram, what: str, unit: str, suffix: str = "", marks: Sequence[tuple[float, str]] = ()
+    counted: Histogram, noun: str, unit: str, suffix: str = "", marks: Sequence[tuple[float, str]] = ()
 ) -> Chart:
-    """Bars between labelled axes.
+    """A bar chart.
 
     Args:
-        what: that is counted.
+        noun: what is counted.
         unit: of the edges, as the axis names it.
         suffix: of the numbers along the axis.
-        marks: (place on the axis, name) of vertical lines; those far beyond the bars are left out.
+        marks: (position on the axis, name) of vertical lines; those far beyond the bars are left out.
     """
-    low, high = found.edges[0], found.edges[-1]
-    marks = [(place, name) for place, name in marks if low <= place <= low + 1.5 * (high - low)]
-    end = max([high, *(place for place, _ in marks)])
-    x = Axis.logarithmic(unit, low, end) if found.is_log else Axis.over(unit, low, end, 6, suffix=suffix)
-    y = Axis.over(what, 0, max(found.counts, default=0) or 1, 4, whole=True, cover=True)
+    low, high = counted.edges[0], counted.edges[-1]
+    marks = [(position, name) for position, name in marks if low <= position <= low + 1.5 * (high - low)]
+    end = max([high, *(position for position, _ in marks)])
+    x = Axis.logarithmic(unit, low, end) if counted.is_log else Axis.over(unit, low, end, 6, suffix=suffix)
+    y = Axis.over(noun, 0, max(counted.counts, default=0) or 1, 4, whole=True, cover=True)
     shapes: list[Box | Path] = []
-    for count, (start, stop) in zip(found.counts, pairwise(found.edges), strict=True):
+    for count, (start, stop) in zip(counted.counts, pairwise(counted.edges), strict=True):
         if count:
-            tall = max(y.at(count), 8)  # one among thousands is seen, too
-            hint = f"{start:,.0f} to {stop:,.0f} {unit}: {count:,} {what}"
-            shapes.append(Box(x.at(start), SIZE - tall, x.at(stop) - x.at(start), tall, "bar", hint))
-    lines = [Path([[(x.at(place), 0), (x.at(place), SIZE)]], "mark") for place, _ in marks]
-    return Chart(x, y, [*shapes, *lines], [Note(x.at(place), [("", name)]) for place, name in marks])
+            height = max(y.at(count), 8)  # one among thousands stays visible
+            hint = f"{start:,.0f} to {stop:,.0f} {unit}: {count:,} {noun}"
+            shapes.append(Box(x.at(start), SIZE - height, x.at(stop) - x.at(start), height, "bar", hint))
+    shapes += [_mark(x, position) for position, _ in marks]
+    return Chart(x, y, shapes, [Note(x.at(position), [("", name)]) for position, name in marks])
+
+
+def _mark(x: Axis, position: float) -> Path:
+    """A vertical line across a chart."""
+    return Path([[(x.at(position), 0), (x.at(position), SIZE)]], "mark")
 
 
 def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
-    """Imbalance of steps in their order, before (not drawn where it is the same) and after; 1 is even.
+    """Imbalance of the steps in their order; 1 is even.
 
-    One step far above all others, mostly the last and smallest one, would press the rest flat. It is drawn at the upper
+    One step far above all others, mostly the last and smallest one, would flatten the rest. It is drawn at the upper
     edge, with its number.
+
+    Args:
+        before: with round-robin assignment; not drawn if equal to ``after``.
+        after: as planned.
     """
     peaks = [max(pair) for pair in zip(before, after, strict=True)]
     *_, second, highest = [1.0, 1.0, *sorted(peaks)]
-    far = len(peaks) > 2 and highest - 1 > 3 * max(second - 1, 0.01)
-    ends = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
-    x = Axis("optimizer steps of the epoch, in order", 0, 1, ends)
-    y = Axis.over("work of the slowest rank ÷ mean rank", 1, max(second if far else highest, 1.02), 4, cover=True)
+    has_outlier = len(peaks) > 2 and highest - 1 > 3 * max(second - 1, 0.01)
+    x = Axis("optimizer steps of the epoch, in order", 0, 1, _EPOCH_TICKS)
+    top = max(second if has_outlier else highest, 1.02)
+    y = Axis.over("work of the slowest rank ÷ mean rank", 1, top, 4, cover=True)
 
     def dots(values: Sequence[float], look: str) -> Path:
-        places = (x.at((i + 0.5) / len(values)) for i in range(len(values)))
-        points = zip(places, (max(SIZE - y.at(value), 0) for value in values), strict=True)
-        return Path([[point] for point in points], look)
+        steps = enumerate(values)
+        return Path([[(x.at((i + 0.5) / len(values)), max(SIZE - y.at(value), 0))] for i, value in steps], look)
 
     shapes = [dots(before, "dot-before")] * (list(before) != list(after)) + [dots(after, "dot-after")]
     notes = []
-    if far:
-        place = peaks.index(highest)
-        # Which of the two is beyond the edge must be seen: the worst planned step is not the worst of round-robin.
-        beyond = {"hollow": before[place]} if f"{before[place]:.2f}" != f"{after[place]:.2f}" else {}
-        beyond["c0"] = after[place]
-        texts = [(look, f"{value:.2f} ↑") for look, value in beyond.items() if value > y.high]
-        notes = [Note(x.at((place + 0.5) / len(peaks)), texts)]
+    if has_outlier:
+        step = peaks.index(highest)
+        # Each number has its series' colour: the worst planned step is not the worst of round-robin.
+        outliers = {"hollow": before[step]} if f"{before[step]:.2f}" != f"{after[step]:.2f}" else {}
+        outliers["c0"] = after[step]
+        texts = [(look, f"{value:.2f} ↑") for look, value in outliers.items() if value > y.high]
+        notes = [Note(x.at((step + 0.5) / len(peaks)), texts)]
     return Chart(x, y, shapes, notes)
 
 
-def shares_chart(found: MixtureFigures) -> Chart:
-    """Shares of sources through the epoch, on top of each other: even where the borders are level."""
-    ends = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
-    x = Axis(f"optimizer steps of the {found.of}, {found.steps:,} at a time", 0, 1, ends)
-    y = Axis.over(f"share of the {found.unit}", 0, 100, 4, cover=True, suffix="%")
+def shares_chart(mixture: Mapping[str, Any]) -> Chart:
+    """Stacked shares of a mixture's sources along the steps; level borders mean an even mixture.
+
+    Args:
+        mixture: ``shares`` (from 0 to 1) of each source in each stretch of ``steps`` steps (the last may be shorter) of
+            ``num_steps``; ``rows`` with the names of the sources; ``stages`` with their relative positions.
+    """
+    steps, num_steps, unit, stages = (mixture[name] for name in ("steps", "num_steps", "unit", "stages"))
+    x = Axis(f"optimizer steps of the {mixture['of']}, {steps:,} at a time", 0, 1, _EPOCH_TICKS)
+    y = Axis.over(f"share of the {unit}", 0, 100, 4, cover=True, suffix="%")
     shapes: list[Box | Path] = []
-    for number, part in enumerate(found.parts):
-        left, right = (SIZE * min(at * found.steps / found.num_steps, 1) for at in (number, number + 1))
+    for number, shares in enumerate(mixture["shares"]):
+        left, right = (SIZE * min(at * steps / num_steps, 1) for at in (number, number + 1))
         below = 0.0
-        for source, share in enumerate(part):
-            hint = f"{found.rows[source][0]}: {percent(share)} of these steps' {found.unit}"
+        for source, share in enumerate(shares):
+            hint = f"{mixture['rows'][source][0]}: {percent(share)} of these steps' {unit}"
             box = Box(left, SIZE * (1 - below - share), right - left, SIZE * share, f"s {_look(source)}", hint)
             shapes += [box] if share else []
             below += share
-    shapes += [Path([[(x.at(place), 0), (x.at(place), SIZE)]], "mark") for place, _, _ in found.stages[1:]]
-    notes = [Note(x.at(place), [("", f"stage {number}")]) for number, (place, _, _) in enumerate(found.stages, 1)]
+    shapes += [_mark(x, position) for position, _, _ in stages[1:]]
+    notes = [Note(x.at(position), [("", f"stage {number}")]) for number, (position, _, _) in enumerate(stages, 1)]
     return Chart(x, y, shapes, notes[1:])
 
 
 def share_drawing(counts: Sequence[int]) -> Drawing:
-    """Shares of a whole side by side; the smallest can still be seen."""
+    """Shares of a total side by side; the smallest stays visible."""
     total = sum(counts) or 1
-    wide = [max(SIZE * count / total, 9) if count else 0.0 for count in counts]
-    scale = SIZE / (sum(wide) or 1)
-    boxes = [Box(sum(wide[:i]) * scale, 0, width * scale, 1, f"s {_look(i)}") for i, width in enumerate(wide) if width]
+    widths = [max(SIZE * count / total, 9) if count else 0.0 for count in counts]
+    scale = SIZE / (sum(widths) or 1)
+    boxes = [
+        Box(sum(widths[:i]) * scale, 0, width * scale, 1, f"s {_look(i)}") for i, width in enumerate(widths) if width
+    ]
     return Drawing("share", "shares of the samples", boxes, height=1)
 
 
 def packs_drawing(packs: Sequence[Sequence[Branch]], capacity: int) -> Drawing:
-    """Packs below one another to scale; what they leave free is outlined.
+    """Packs below one another to scale; free space is outlined.
 
     Args:
         packs: the branches of each.
-        capacity: tokens that the full width stands for.
+        capacity: tokens of the full width.
     """
     stretches: list[Stretch] = []
     for pack in packs:
-        stretches += [Stretch(branch.num_tokens, _branch_look(branch)) for branch in pack]
-        stretches.append(Stretch(capacity - sum(branch.num_tokens for branch in pack), None))
+        stretches += [(branch.num_tokens, _branch_look(branch)) for branch in pack]
+        stretches.append((capacity - sum(branch.num_tokens for branch in pack), None))
     return stretches_drawing(stretches, capacity, len(packs), padded=False)
 
 
 def tree_drawing(branches: Sequence[Branch]) -> Drawing:
-    """Samples below one another to scale, from their first tokens on; a prefix is as high as all that share it."""
+    """Samples below one another to scale, from their first token on; a prefix covers all lines that share it."""
     longest = max(branch.stop for branch in branches)
     shapes = []
     for branch in branches:
-        x, wide = branch.start / longest * SIZE, branch.num_tokens / longest * SIZE
-        y, tall = branch.first * (_LINE + _GAP), branch.num_samples * (_LINE + _GAP) - _GAP
-        what = f"shared by {branch.num_samples:,} samples" if branch.num_samples > 1 else "of a sample alone"
-        shapes.append(Box(x, y, wide, tall, f"s {_branch_look(branch)}", f"{branch.num_tokens:,} tokens {what}"))
-    height = max(branch.last for branch in branches) * (_LINE + _GAP) - _GAP
-    return Drawing("tree", "samples that share prefixes, to scale", shapes, height, in_pixels=True)
+        x, width = branch.start / longest * SIZE, branch.num_tokens / longest * SIZE
+        y, height = branch.first * (_LINE + _GAP), branch.num_samples * (_LINE + _GAP) - _GAP
+        owner = f"shared by {branch.num_samples:,} samples" if branch.num_samples > 1 else "of a sample alone"
+        shapes.append(Box(x, y, width, height, f"s {_branch_look(branch)}", f"{branch.num_tokens:,} tokens {owner}"))
+    total_height = max(branch.last for branch in branches) * (_LINE + _GAP) - _GAP
+    return Drawing("tree", "samples that share prefixes, to scale", shapes, total_height, in_pixels=True)
 
 
 def _branch_look(branch: Branch) -> str:
-    return _look(branch.first % _COLOURS) if branch.num_samples == 1 else _PREFIX
+    return _look(branch.first % _NUM_COLOURS) if branch.num_samples == 1 else _PREFIX
 
 
 def stretches_drawing(
-    stretches: Sequence[Stretch], capacity: int, most_lines: int = _MOST_LINES, *, padded: bool = True
+    stretches: Sequence[Stretch], capacity: int, max_lines: int = _MAX_LINES, *, padded: bool = True
 ) -> Drawing:
-    """Samples and what is behind them one behind the other, wrapped like text.
+    """Stretches one after the other, wrapped like text.
 
     Args:
         capacity: tokens of a line.
-        most_lines: after which the drawing ends.
-        padded: what is no sample is padding, not merely free. It is hatched: the hatch is the drawing's background,
-            because a stretched pattern would slant otherwise.
+        max_lines: after which the drawing ends.
+        padded: stretches without a look are padding, not free space. Padding is hatched: the hatch is the drawing's
+            background, because a stretched pattern would slant otherwise.
     """
     shapes: list[Box | Boxes] = []
     narrow: dict[str, list[Rectangle]] = {}
     at = 0
-    for stretch in stretches:
-        left = stretch.tokens
+    for left, stretch_look in stretches:
         look, hint = ("waste", "of padding") if padded else ("room", "free")
-        if stretch.look is not None:
-            look, hint = f"s {stretch.look}", "of a shared prefix" if stretch.look == _PREFIX else "of a sample"
-        while left and at < most_lines * capacity:
+        if stretch_look is not None:
+            look, hint = f"s {stretch_look}", "of a shared prefix" if stretch_look == _PREFIX else "of a sample"
+        while left and at < max_lines * capacity:
             line, start = divmod(at, capacity)
             here = min(left, capacity - start)
-            x, y, wide = start / capacity * SIZE, line * (_LINE + _GAP), here / capacity * SIZE
-            if wide >= _NARROW:
-                shapes.append(Box(x, y, wide, _LINE, look, f"{here:,} tokens {hint}"))
-            elif stretch.look is not None:
-                # A tenth is left free behind it, in place of a border. Those of a look are drawn together.
-                narrow.setdefault(stretch.look, []).append((x, y, wide * 0.9, _LINE))
+            x, y, width = start / capacity * SIZE, line * (_LINE + _GAP), here / capacity * SIZE
+            if width >= _MIN_WIDTH:
+                shapes.append(Box(x, y, width, _LINE, look, f"{here:,} tokens {hint}"))
+            elif stretch_look is not None:
+                # A tenth is left free in place of a border. Those of the same look are drawn together.
+                narrow.setdefault(stretch_look, []).append((x, y, width * 0.9, _LINE))
             at, left = at + here, left - here
-    shapes += [Boxes(places, look) for look, places in narrow.items()]
-    lines = -(-at // capacity)
-    if padded and lines:
-        # Between lines, and behind the last stretch, the hatched background must not be seen.
-        gaps: list[Rectangle] = [(0.0, line * (_LINE + _GAP) - _GAP, SIZE, _GAP) for line in range(1, lines)]
-        end = (at - (lines - 1) * capacity) / capacity * SIZE
-        shapes.append(Boxes([*gaps, (end, (lines - 1) * (_LINE + _GAP), SIZE - end, _LINE)], "between"))
+    shapes += [Boxes(rectangles, look) for look, rectangles in narrow.items()]
+    num_drawn = -(-at // capacity)
+    if padded and num_drawn:
+        # Cover the hatched background between lines and after the last stretch.
+        gaps: list[Rectangle] = [(0.0, line * (_LINE + _GAP) - _GAP, SIZE, _GAP) for line in range(1, num_drawn)]
+        end = (at - (num_drawn - 1) * capacity) / capacity * SIZE
+        shapes.append(Boxes([*gaps, (end, (num_drawn - 1) * (_LINE + _GAP), SIZE - end, _LINE)], "between"))
     kind, label = ("padded", "samples and their padding") if padded else ("packed", "samples in packs")
-    return Drawing(kind, f"{label}, to scale", shapes, max(lines, 1) * (_LINE + _GAP) - _GAP, in_pixels=True)
+    return Drawing(kind, f"{label}, to scale", shapes, max(num_drawn, 1) * (_LINE + _GAP) - _GAP, in_pixels=True)
 
 
 def num_lines(stretches: Sequence[Stretch], capacity: int) -> int:
-    """Lines that ``stretches_drawing`` would need."""
-    return -(-sum(stretch.tokens for stretch in stretches) // capacity)
+    """Lines of ``stretches_drawing`` without a maximum."""
+    return -(-sum(tokens for tokens, _ in stretches) // capacity)
 
 
-def plain_batches(packs: Sequence[Sequence[Branch]], each: int) -> list[Stretch]:
-    """The samples of packs, shuffled, in batches that are padded to their longest: what training without packing does.
+def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Stretch]:
+    """The samples of packs as trained without packing: shuffled, in batches padded to their longest.
 
     Args:
         packs: the branches of each.
-        each: samples of a batch.
+        batch_size: samples of a batch.
 
     Returns:
-        samples, each with all prefixes that it shares, and with padding behind those that are shorter than their
-        batch's longest. Colours are as in ``packs_drawing``.
+        each sample with all its shared prefixes, followed by its padding; looks are those of ``packs_drawing``.
     """
     samples = [branch for pack in packs for branch in pack if branch.num_samples == 1]
-    random.Random(0).shuffle(samples)  # companions in a pack are often alike, in a plain batch they are not
-    found = []
-    for start in range(0, len(samples), each):
-        batch = samples[start : start + each]
+    random.Random(0).shuffle(samples)  # samples of a pack are often alike, those of a plain batch are not
+    stretches: list[Stretch] = []
+    for start in range(0, len(samples), batch_size):
+        batch = samples[start : start + batch_size]
         longest = max(sample.stop for sample in batch)
         for sample in batch:
             parts = ((sample.start, _PREFIX), (sample.num_tokens, _branch_look(sample)), (longest - sample.stop, None))
-            found += [Stretch(tokens, look) for tokens, look in parts if tokens]
-    return found
+            stretches += [part for part in parts if part[0]]
+    return stretches
 
 
 def _look(number: int) -> str:
-    return f"c{min(number, _COLOURS)}"
+    return f"c{min(number, _NUM_COLOURS)}"

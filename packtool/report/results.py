@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 from packtool import storage
 from packtool.cache.evaluation_file import plain_json
 from packtool.report.drawing import render
-from packtool.report.tables import print_table
-from packtool.visible import show
+from packtool.report.tables import table
 
 if TYPE_CHECKING:
     from packtool.train.evaluate.run import EvalResult
     from packtool.train.evaluate.scorer import Total
     from packtool.train.verify.run import VerifyReport
-    from packtool.train.verify.trajectory import TrainedStep
 
 
-_WHAT = {
+_CHECKS = {
     "isolation": "a changed sample moves no other",
     "prefixes": "a changed prefix does what it does alone",
     "logits": "logits are those of each sample alone",
@@ -28,30 +26,18 @@ _WHAT = {
     "losses": "losses of all steps are those of unpacked steps",
     "weights": "weights in the end are those of unpacked steps",
 }
+_STEP_HEADING = ("step", "samples", "target tokens", "packs", "loss packed", "loss unpacked", "difference")
 
 
-def verify_json(report: VerifyReport) -> dict[str, Any]:
-    """What ``packtool verify --json`` prints."""
-    checks = [{**dataclasses.asdict(check), "passed": check.passed} for check in report.checks]
-    for check in checks:
-        # JSON has no word for what is no number.
-        check["error"] = check["error"] if math.isfinite(check["error"]) else None
-    return {**dataclasses.asdict(report), "checks": checks, "passed": report.passed}
-
-
-_STEP_HEADS = ("step", "samples", "target tokens", "packs", "loss packed", "loss unpacked", "difference")
-
-
-def _step_row(step: TrainedStep) -> tuple[str, ...]:
-    return (
-        f"{step.step:,}",
-        f"{step.num_samples:,}",
-        f"{step.num_targets:,}",
-        f"{step.num_packs:,}",
-        f"{step.packed:.7f}",
-        f"{step.unpacked:.7f}",
-        f"{abs(step.packed - step.unpacked):.1e}",
-    )
+def verify_figures(report: VerifyReport) -> dict[str, Any]:
+    """What ``packtool verify --json`` prints; an error that is not finite is null."""
+    figures = {"tokens" if name == "num_tokens" else name: value for name, value in vars(report).items()}
+    checks = [
+        {**vars(check), "error": check.error if math.isfinite(check.error) else None, "passed": check.passed}
+        for check in report.checks
+    ]
+    steps = [vars(step) for step in report.trajectory]
+    return {**figures, "checks": checks, "trajectory": steps, "passed": report.passed}
 
 
 def _verdict(report: VerifyReport) -> str:
@@ -62,37 +48,57 @@ def _verdict(report: VerifyReport) -> str:
 
 
 def _check_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Each check with its largest error and what rounding would explain."""
+    """Each check with its largest error and the error that rounding explains."""
     return [
-        (_WHAT[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
+        (_CHECKS[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
         for check in report.checks
     ]
+
+
+def _step_rows(report: VerifyReport) -> list[tuple[str, ...]]:
+    """A heading and the losses of each step; [] without ``--trajectory``."""
+    rows = [
+        (
+            f"{step.step:,}",
+            f"{step.num_samples:,}",
+            f"{step.num_targets:,}",
+            f"{step.num_packs:,}",
+            f"{step.packed:.7f}",
+            f"{step.unpacked:.7f}",
+            f"{abs(step.packed - step.unpacked):.1e}",
+        )
+        for step in report.trajectory
+    ]
+    return [_STEP_HEADING, *rows] if rows else []
+
+
+def _shared(report: VerifyReport) -> str:
+    return f"{report.num_shared_tokens:,} of them saved by shared prefixes" if report.num_shared_tokens else ""
 
 
 def write_page(report: VerifyReport, path: str, command: str) -> None:
     """Write the report as a page that loads nothing from elsewhere.
 
     Args:
-        command: that the page says it was made by.
+        command: shown as the command that made the page.
 
     Raises:
         StorageError: if it cannot be written.
     """
-    num_failed = sum(not check.passed for check in report.checks)
-    shared = f"{report.num_shared_tokens:,} of them saved by shared prefixes" if report.num_shared_tokens else ""
+    failures = [check.sentence() for check in report.checks if not check.passed]
     page = render(
         "verify.html",
         title=f"{storage.name(report.model)}: {_verdict(report)}",
         command=command,
         cards=[
-            (f"{len(report.checks) - num_failed} of {len(report.checks)}", "checks passed", ""),
+            (f"{len(report.checks) - len(failures)} of {len(report.checks)}", "checks passed", ""),
             (f"{report.num_packs:,}", "packs", ""),
             (f"{report.num_samples:,}", "samples", ""),
-            (f"{report.num_tokens:,}", "tokens", shared),
+            (f"{report.num_tokens:,}", "tokens", _shared(report)),
         ],
         checks=[("", "largest error", "allowed", "result"), *_check_rows(report)],
-        failures=[check.sentence() for check in report.checks if not check.passed],
-        steps=[_STEP_HEADS, *map(_step_row, report.trajectory)] if report.trajectory else [],
+        failures=failures,
+        steps=_step_rows(report),
         figures=[
             ("model", storage.masked(report.model)),
             ("device", report.device),
@@ -104,57 +110,57 @@ def write_page(report: VerifyReport, path: str, command: str) -> None:
     storage.publish(path, page.encode())
 
 
-def print_report(report: VerifyReport) -> None:
-    """Print each check with its largest error and what rounding would explain, on stdout."""
-    if report.trajectory:
-        print_table("AdamW, packed and unpacked:", [_STEP_HEADS, *map(_step_row, report.trajectory)], "r")
-    show(f"{report.model}: {_verdict(report)}")
-    shared = f", {report.num_shared_tokens:,} of them saved by shared prefixes" if report.num_shared_tokens else ""
+def verify_lines(report: VerifyReport) -> list[str]:
+    """What ``packtool verify`` prints: the losses of each step, the verdict, and each check with its error."""
+    shared = f", {_shared(report)}" if report.num_shared_tokens else ""
     facts = (
         f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; on "
         f"{report.device} in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"
     )
-    print_table(facts, [("", "largest error", "allowed", ""), *_check_rows(report)], "lrrl")
+    steps = table("AdamW, packed and unpacked:", _step_rows(report), "r") if report.trajectory else []
+    checks = [("", "largest error", "allowed", ""), *_check_rows(report)]
+    return [*steps, f"{report.model}: {_verdict(report)}", *table(facts, checks, "lrrl")]
 
 
-_HEADER = ("", "samples", "target tokens", "loss", "perplexity", "token accuracy", "exact samples")
-_ALL, _WITHOUT = "all", "(no channel)"
-
-
-def evaluation_json(result: EvalResult) -> dict[str, Any]:
-    """What ``packtool eval --json`` prints."""
-    evaluation = result.evaluation
-    totals = evaluation.channel_totals
+def evaluation_figures(result: EvalResult) -> dict[str, Any]:
+    """What ``packtool eval --json`` prints; values that are not finite are null."""
+    totals = result.evaluation.channel_totals
     figures = {
-        **dataclasses.asdict(evaluation.total),
-        "channels": {name: dataclasses.asdict(total) for name, total in totals.items() if name is not None},
+        **_total_figures(result.evaluation.total),
+        "channels": {name: _total_figures(total) for name, total in totals.items() if name is not None},
         "split": result.split,
         "tokens": result.tokens,
-        "micro_batches": result.num_micro_batches,
-        "processes": result.num_processes,
+        "num_micro_batches": result.num_micro_batches,
+        "num_processes": result.num_processes,
         "seconds": round(result.seconds, 3),
         "output": result.output,
     }
     return dict(plain_json(figures))
 
 
-def print_evaluation(result: EvalResult) -> None:
-    """What ``packtool eval`` prints: totals, and those of each channel where there are channels."""
-    totals = result.evaluation.channel_totals
-    rows = [_row(_ALL, result.evaluation.total)]
-    if any(name is not None for name in totals):
-        rows += [_row(_WITHOUT if name is None else name, total) for name, total in totals.items()]
+def _total_figures(total: Total) -> dict[str, float]:
+    names = {"samples": "num_samples", "exact_samples": "num_exact_samples"}
+    return {names.get(name, name): value for name, value in dataclasses.asdict(total).items()}
+
+
+def evaluation_lines(result: EvalResult) -> list[str]:
+    """What ``packtool eval`` prints: totals of all samples, and of each channel if there are channels."""
+    totals = [("all", result.evaluation.total)]
+    channels = result.evaluation.channel_totals
+    if any(name is not None for name in channels):
+        totals += [("(no channel)" if name is None else name, total) for name, total in channels.items()]
+    rows = [("", "samples", "target tokens", "loss", "perplexity", "token accuracy", "exact samples")]
+    for name, total in totals:
+        rows.append(
+            (
+                name,
+                f"{total.samples:,}",
+                f"{total.target_tokens:,}",
+                f"{total.loss:.4f}",
+                f"{total.perplexity:,.2f}",
+                f"{total.token_accuracy:.2%}",
+                f"{total.exact_samples:,}",
+            )
+        )
     rate = result.tokens / max(result.seconds, 1e-9)
-    print_table(f"{result.split} split, {result.seconds:.1f} s, {rate:,.0f} tokens/s", [_HEADER, *rows])
-
-
-def _row(name: str, total: Total) -> tuple[str, ...]:
-    return (
-        name,
-        f"{total.samples:,}",
-        f"{total.target_tokens:,}",
-        f"{total.loss:.4f}",
-        f"{total.perplexity:,.2f}",
-        f"{total.token_accuracy:.2%}",
-        f"{total.exact_samples:,}",
-    )
+    return table(f"{result.split} split, {result.seconds:.1f} s, {rate:,.0f} tokens/s", rows)

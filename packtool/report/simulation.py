@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from packtool import storage
 from packtool.report.drawing import SIZE, Boxes, Drawing, Rectangle, render
 from packtool.report.statistics import Line
-from packtool.report.tables import aligned
+from packtool.report.tables import table
 from packtool.simulate.cost import Timing
 from packtool.simulate.run import Outcome, Simulation
 
@@ -123,19 +122,16 @@ _MEANINGS = (
 )
 
 
-def title_of(found: Simulation) -> str:
-    """What was simulated, on a line."""
-    return f"{found.source}: {found.model} on {_machine(found)}"
-
-
 def _machine(found: Simulation) -> str:
     machine = found.options.machine
     return f"{machine.world_size:,} x {machine.hardware.name}"
 
 
-def table_lines(found: Simulation) -> list[str]:
-    """A line for each strategy, and what a reader must know to read them."""
-    return [*aligned([("", *_COLUMNS), *_rows(found)]), "", *notes(found)]
+def simulation_lines(found: Simulation) -> list[str]:
+    """What ``packtool simulate`` prints: a row for each strategy, notes, and assumptions."""
+    title = f"{found.source}: {found.model} on {_machine(found)}"
+    strategies = table(title, [("", *_COLUMNS), *_rows(found)])
+    return [*strategies, "", *notes(found), "", *table("what the times rest on", assumption_lines(found), "l")]
 
 
 def _rows(found: Simulation) -> list[tuple[str, ...]]:
@@ -283,10 +279,3 @@ def _drawn(found: Simulation, outcome: Outcome) -> dict[str, Any]:
     if outcome.out_of_memory[step]:
         note += " This step would run out of memory; it is drawn as if memory sufficed."
     return {"title": outcome.title, "note": note, **vars(drawn)}
-
-
-def simulation_json(found: Simulation) -> dict[str, Any]:
-    """What ``packtool simulate --json`` prints."""
-    figures = found.figures()
-    figures["model_sizes"] = dataclasses.asdict(found.options.machine.sizes)
-    return figures

@@ -1,15 +1,13 @@
-"""Every table that a terminal shows: columns as wide as they need to be, on lines that are never wrapped.
+"""Tables and progress for a terminal.
 
-Lines are searched and copied, and a table that is cut off or wrapped cannot be read.
-
-Progress as a user sees it: a bar in a terminal, a plain line every few seconds elsewhere.
+Columns are as wide as needed, and lines are never wrapped or cut, because logs are searched by line and commands are
+copied from them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -20,70 +18,71 @@ from rich.table import Column
 
 from packtool.visible import show, visible, visible_line
 
-_WIDEST = 60  # columns; a longer cell pushes what is behind it on its own line, not on all of them
+_MAX_WIDTH = 60  # columns; a wider cell shifts the rest of its own line only
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
-    """Rows as lines whose columns stand below one another.
+    """Rows as lines with aligned columns.
 
     Args:
-        rows: cells; control characters of others become visible.
-        sides: where each column's cells stand, ``l``eft or ``r``ight; the last letter is for all further columns.
+        rows: cells; control characters are escaped.
+        sides: alignment of each column, ``l``eft or ``r``ight; the last letter is for all further columns.
     """
     cells = [[visible_line(cell) for cell in row] for row in rows]
     sides += sides[-1] * max((len(row) for row in cells), default=0)
     widths = [
-        max((width for cell in column if (width := cell_len(cell)) <= _WIDEST), default=0)
+        max((width for cell in column if (width := cell_len(cell)) <= _MAX_WIDTH), default=0)
         for column in zip(*cells, strict=True)
     ]
     lines = []
     for row in cells:
-        padded = [
-            cell + " " * room if side == "l" else " " * room + cell
-            for cell, side, room in zip(
-                row, sides, (width - cell_len(cell) for cell, width in zip(row, widths, strict=True)), strict=False
-            )
-        ]
+        padded = []
+        for cell, side, width in zip(row, sides, widths, strict=False):
+            padding = " " * (width - cell_len(cell))
+            padded.append(cell + padding if side == "l" else padding + cell)
         lines.append("  ".join(padded).rstrip())
     return lines
 
 
+def table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
+    """A title and the lines of the table below it."""
+    return [title, *aligned(rows, sides)]
+
+
 def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") -> None:
     """Print a title and the table below it on stdout."""
-    show(title)
-    if rows:
-        show("\n".join(aligned(rows, sides)))
+    show("\n".join(table(title, rows, sides)))
 
 
 def histogram_lines(counts: Sequence[int], ends: Sequence[float], width: int, rows: int = 16) -> list[str]:
-    """Bars of how many there are up to each length.
+    """A histogram as horizontal bars, with the upper edge and the count of each.
 
     Args:
         counts: of each bin.
-        ends: where each bin ends.
+        ends: upper edges of the bins.
         width: columns of the terminal.
-        rows: most bars.
+        rows: maximum number of bars; neighbouring bins are merged.
     """
-    each = -(-len(counts) // rows)
-    grouped = np.add.reduceat(counts, np.arange(0, len(counts), each))
+    bins_per_row = -(-len(counts) // rows)
+    grouped = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_row))
     grouped = grouped[: int(np.flatnonzero(grouped).max(initial=0)) + 1]
-    most = int(grouped.max())
-    room = max(width - len(f"{ends[-1]:,.0f}{most:,}") - 4, 10)
+    largest = int(grouped.max())
+    max_bar = max(width - len(f"{ends[-1]:,.0f}{largest:,}") - 4, 10)
     lines = []
     for i, count in enumerate(grouped.tolist()):
-        bar = "█" * max(round(room * count / most), 1) + " " if count else ""
-        lines.append((f"{ends[min((i + 1) * each, len(ends)) - 1]:,.0f}", f"{bar}{count:,}"))
+        bar = "█" * max(round(max_bar * count / largest), 1) + " " if count else ""
+        lines.append((f"{ends[min((i + 1) * bins_per_row, len(ends)) - 1]:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")
 
 
-_PLAIN_SECONDS = 5.0
-
-
 class TerminalProgress:
-    """Progress on stderr; use as a context manager, so that the bar is gone whatever happens.
+    """A ``packtool.progress.Progress`` on stderr: a bar in a terminal, else a line every few seconds.
+
+    Use it as a context manager, so that the bar is removed after errors.
 
     Args:
-        console: where to; stderr by default.
+        console: where to print; stderr by default.
         enabled: False on ranks that should be silent.
     """
 
@@ -91,20 +90,17 @@ class TerminalProgress:
         self._console = console or Console(stderr=True, highlight=False)
         self._enabled = enabled
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._task = TaskID(0)
         self._title, self._total, self._done = "", 0, 0
         self._begin = self._last = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
+    def __exit__(self, *_: object) -> None:
+        self.finish()
 
     def start(self, title: str, total: int | None) -> None:
-        """See ``packtool.progress.Progress``."""
         self._title, self._total, self._done = visible_line(title), total or 0, 0
         self._begin = self._last = time.monotonic()
         if not self._enabled or not self._console.is_terminal:
@@ -114,7 +110,7 @@ class TerminalProgress:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            # In a narrow terminal figures take several lines, rather than the space of what is left of the time.
+            # In a narrow terminal the fields wrap, so that the remaining time stays visible.
             TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=False)),
             console=self._console,
             transient=True,
@@ -123,54 +119,40 @@ class TerminalProgress:
         self._bar.start()
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
-        """See ``packtool.progress.Progress``."""
-        self._advance(num_done, fields, is_due=time.monotonic() - self._last >= _PLAIN_SECONDS)
+        self._advance(num_done, fields, is_due=time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES)
 
     def line(self, num_done: int = 0, **fields: float | int | str) -> None:
-        """See ``packtool.progress.Progress``."""
         self._advance(num_done, fields, is_due=True, label=f"at {self._done + num_done:,}: ")
 
     def _advance(
         self, num_done: int, fields: Mapping[str, float | int | str], *, is_due: bool, label: str = ""
     ) -> None:
-        """Advance; a bar without new fields keeps the last ones, which ``label`` dates."""
+        """Advance; a bar without new fields keeps the last ones, and ``label`` says which step they belong to."""
         self._done += num_done
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
             if fields:
-                self._bar.update(self._task, shown=label + _shown(fields))
+                self._bar.update(self._task, shown=label + _field_text(fields))
         elif self._enabled and is_due:
-            self._print_line(fields)
-
-    def _print_line(self, fields: Mapping[str, float | int | str]) -> None:
-        self._last = time.monotonic()
-        share = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
-        seconds = self._last - self._begin
-        rest = seconds / self._done * (self._total - self._done) if self._done else 0.0
-        left = f", {_duration(rest)} left" if self._total and self._done else ""
-        self._print(f"{self._title}: {share} after {_elapsed(seconds)}{left}  {_shown(fields)}".rstrip())
+            self._last = time.monotonic()
+            count = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
+            seconds, left = self._last - self._begin, ""
+            if self._total and self._done:
+                left = f", {_remaining(seconds / self._done * (self._total - self._done))} left"
+            self.note(f"{self._title}: {count} after {_elapsed(seconds)}{left}  {_field_text(fields)}".rstrip())
 
     def note(self, message: str) -> None:
-        """See ``packtool.progress.Progress``."""
         if self._enabled:
-            self._print(message)
+            self._console.print(visible(message), markup=False, soft_wrap=True)
 
     def finish(self) -> None:
-        """See ``packtool.progress.Progress``."""
-        self._close()
-
-    def _close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._task = None
-
-    def _print(self, message: str) -> None:
-        # No wrapping: logs are searched by line, and commands are copied from them.
-        self._console.print(visible(message), markup=False, soft_wrap=True)
+        self._bar = None
 
 
 def _elapsed(seconds: float) -> str:
-    """``45 s``, ``12 min 5 s``, ``3 h 25 min 7 s``: lines a few seconds apart differ."""
+    """``45 s``, ``12 min 5 s``, ``3 h 25 min 7 s``: precise, so that successive lines differ."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -178,18 +160,16 @@ def _elapsed(seconds: float) -> str:
     return f"{hours} h {minutes} min {rest} s" if hours else f"{minutes} min {rest} s"
 
 
-def _duration(seconds: float) -> str:
+def _remaining(seconds: float) -> str:
     """``45 s``, ``12 min``, ``3.5 h``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _shown(fields: Mapping[str, float | int | str]) -> str:
-    return visible_line("  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items()))
-
-
-def _short(value: float | int | str) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else value
+def _field_text(fields: Mapping[str, float | int | str]) -> str:
+    texts = []
+    for name, value in fields.items():
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else value
+        texts.append(f"{name.replace('_', ' ')} {shown}")
+    return visible_line("  ".join(texts))

@@ -289,8 +289,8 @@ class Simulation:
         options = self.options
         return {
             "source": self.source,
-            "sequences": self.num_sequences,
-            "left_out": self.num_left_out,
+            "num_samples": self.num_sequences,
+            "filtered": self.num_left_out,
             "model": self.model,
             "world_size": options.machine.world_size,
             "sequence_parallel_size": options.sequence_parallel_size,
@@ -306,6 +306,7 @@ class Simulation:
             "baseline": self.baseline.name,
             "strategies": [found.figures(self.baseline) for found in self.outcomes],
             "seconds": round(self.seconds, 3),
+            "model_sizes": dataclasses.asdict(options.machine.sizes),
         }
 
 

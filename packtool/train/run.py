@@ -54,6 +54,27 @@ def check_without_rows(config: TrainConfig) -> None:
     raise_together([partial(checkpoint_of, with_resumed_version(config)), *checks_without_rows(config)])
 
 
+def prepare(config: TrainConfig, progress: Progress, world: World) -> None:
+    """Refuse a run that would fail, and make the cache of its rows, before processes are started.
+
+    Raises:
+        PacktoolError: as ``train`` before its first step.
+    """
+    config = with_cache(config, progress, check_without_rows)
+    if config.bucket_size == "auto":
+        # Every process determines the size itself and reports it; the plan is only checked here.
+        config = _with_bucket(with_recomputing(config), SilentProgress(), world)
+    Run.of(config, world)
+
+
+def _with_bucket(config: TrainConfig, progress: Progress, world: World) -> TrainConfig:
+    """The run with a number in place of ``--bucket-size auto``, which needs torch."""
+    with imported_at_once():
+        from packtool.train.model.bucket import with_bucket
+
+    return with_bucket(config, world, progress)
+
+
 def _train(config: TrainConfig, progress: Progress, world: World, lock: DirectoryLock | None) -> TrainResult:
     """Train in a directory that is this run's."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
@@ -61,11 +82,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     notes = recomputing_lines(config, decided)
     config = with_cache(decided, progress, check_without_rows)
     if config.bucket_size == "auto":
-        # Needs torch, and the plan needs its answer.
-        with imported_at_once():
-            from packtool.train.model.bucket import with_bucket
-
-        config = with_bucket(config, world, progress)
+        config = _with_bucket(config, progress, world)
     run = Run.of(config, world)
     result = run.expected()
     lines = (

@@ -71,7 +71,7 @@ def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObje
         for mode in ("once", "always"):
             with pytest.raises(MismatchError, match=rf"{path.name} .*damaged|{path.name} is damaged"):
                 _read(cache, tmp_path / "notes", mode)
-        found = inspect.find_damage(str(cache), SilentProgress())
+        found = inspect.damage_figures(str(cache), SilentProgress())
         assert [one["file"] for one in found["damaged"]] == [f"train/{path.name}"]
         assert "--rows-per-shard 50" in found["mend"]
         assert "--repair" in found["mend"]
@@ -230,10 +230,10 @@ def test_old_caches_without_a_checksum_of_the_index_open_and_say_so(cache: Path)
         assert len(split.pop("index_sha256")) == 64
     path.write_text(json.dumps(document))
     assert len(CacheReader.open([str(cache)]))
-    found = inspect.find_damage(str(cache), SilentProgress())
+    found = inspect.damage_figures(str(cache), SilentProgress())
     assert found["damaged"] == []
     assert found["without_checksum"] == ["train/index.arrow", "val/index.arrow"]
-    assert "made before indexes had checksums" in "\n".join(inspect.lines(found))
+    assert "made before indexes had checksums" in "\n".join(inspect.damage_lines(found))
 
 
 def test_repair_makes_again_what_is_damaged_and_nothing_else(

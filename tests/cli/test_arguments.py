@@ -56,7 +56,7 @@ def test_rewrite(given: str, expected: str) -> None:
 )
 def test_words_that_no_option_takes_are_told_with_the_option_before(given: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
-        rewrite(given.split(), KINDS, stranger=lambda name, value: None)
+        rewrite(given.split(), KINDS, explain_unknown=lambda name, value: None)
 
 
 def test_values_keep_their_underscores_and_spaces() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from packtool.cli.train import interrupts_heard
+from packtool.cli.train import repeated_interrupts
 from packtool.progress import Progress, SilentProgress
 
 
@@ -24,7 +24,7 @@ from packtool.progress import Progress, SilentProgress
 )
 def test_what_was_swallowed_comes_back(tell: Callable[[Progress], None]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts_heard(SilentProgress()) as progress:
+    with repeated_interrupts(SilentProgress()) as progress:
         tell(progress)
         with contextlib.suppress(BaseException):
             os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,7 @@ import pytest
 
 import packtool
 from packtool.cli.main import _SETTINGS, run
-from packtool.cli.options import Strangers
+from packtool.cli.options import UnknownOptions
 from packtool.config.conflicts import conflict_table
 from packtool.config.data import ExportConfig
 from packtool.config.settings import option_names
@@ -75,26 +75,26 @@ def test_keys_of_yaml_are_answered_too(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_names_without_effect_are_taken_and_told() -> None:
     told: list[str] = []
-    strangers = Strangers("train", {"train": TrainConfig, "export": ExportConfig}, told.append)
+    unknown = UnknownOptions("train", {"train": TrainConfig, "export": ExportConfig}, told.append)
     given = ("model_type", "template", "lazy_tokenize", "per_device_eval_batch_size")
     for name in given:
-        assert strangers.on_command_line("--" + name.replace("_", "-"), "x") is None
-        assert strangers.in_settings(name, "x") is None
+        assert unknown.on_command_line("--" + name.replace("_", "-"), "x") is None
+        assert unknown.in_settings(name, "x") is None
     assert len(told) == 2 * len(given)
     assert all("no effect here: " in line for line in told)
 
 
 def test_declining_what_is_not_done_says_nothing() -> None:
     told: list[str] = []
-    strangers = Strangers("train", {"train": TrainConfig}, told.append)
-    assert strangers.on_command_line("--use-galore", "false") is None
-    assert strangers.on_command_line("--quant-bits", None) is not None
+    unknown = UnknownOptions("train", {"train": TrainConfig}, told.append)
+    assert unknown.on_command_line("--use-galore", "false") is None
+    assert unknown.on_command_line("--quant-bits", None) is not None
     assert told == []
 
 
 def test_variables_of_others_that_nobody_reads_are_told() -> None:
     told: list[str] = []
-    Strangers("train", {"train": TrainConfig}, told.append).variables(
+    UnknownOptions("train", {"train": TrainConfig}, told.append).warn_of_variables(
         {"SWIFT_LOG_LEVEL": "DEBUG", "PACKING_CACHE": "c", "MODELSCOPE_CACHE": "x", "MAX_PIXELS": "9", "NFRAMES": ""}
     )
     assert told == ["environment variable PACKING_CACHE (ms-swift) is PACKTOOL_CACHE_DIR here"]

@@ -74,7 +74,7 @@ def test_figures_come_from_the_commands(commands: list[list[str]], tmp_path: Pat
     notes = Notes()
     result = run_demo(str(tmp_path / "demo"), 7, notes)
     assert [arguments[0] for arguments in commands] == ["export", "export", "export", "train"]
-    assert (result.rows, result.dropped) == (100, 4)
+    assert (result.num_rows, result.dropped) == (100, 4)
     for name, value in TRAINED.items():
         assert getattr(result, name) == value
     assert result.num_questions == num_questions(tmp_path / "demo")
@@ -114,7 +114,7 @@ def test_a_folder_of_someone_else_is_refused(commands: list[list[str]], tmp_path
 )
 def test_it_passes_only_if_the_model_sees_its_own_pictures(accuracy: float, swapped: float, passed: bool) -> None:
     result = DemoResult(
-        rows=1,
+        num_rows=1,
         dropped=0,
         num_packs=1,
         fill=1.0,

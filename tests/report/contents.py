@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from packtool.planning.prefix_trees import Branch, find_branches
-from packtool.report.plan_page import Histogram, PageContent, PlainFigures, SharedFigures
+from packtool.report.plan_page import Histogram
 
 
 def content(
@@ -21,7 +21,7 @@ def content(
     parts: Sequence[tuple[str, int]] | None = None,
     steps: int = 3,
     scale: int = 1,
-) -> PageContent:
+) -> dict[str, Any]:
     """A small plan with packs of 1,024 tokens.
 
     Args:
@@ -31,24 +31,26 @@ def content(
         scale: that counts are multiplied with.
     """
     before, after = [1.2 + i / 100 for i in range(steps)], [1.01] * (steps - 1) + [3.0]
-    return PageContent(
-        title=title,
-        headline=[("99.1%", "fill of the packs", "68% padding without"), (f"{3 * scale:,}", "packs", "of 1,024")],
-        parts=parts or [("in the plan", 8 * scale), ("not drawn in this epoch", 5 * scale), ("longer", 1)],
-        dropped=[(f"dropped at export: {reason}", 5 * scale)],
-        lengths=Histogram(range(0, 200 * len(lengths) + 1, 200), [count * scale for count in lengths]),
-        capacity=1024,
-        fills=Histogram(range(0, 20 * len(fills) + 1, 20), [count * scale for count in fills]),
-        packs=[branches(pack) for pack in packs],
-        plain=PlainFigures(3, "68.00%", "3.13×", True),
-        balance=(before, after) if steps else None,
-        processes_per_rank=4,
-        figures=[("samples", f"{8 * scale:,}"), ("  filtered by length", "0"), ("plan", "0123456789abcdef" * 4)],
-        commands=[("This page was made by", command)],
-    )
+    return {
+        "title": title,
+        "headline": [("99.1%", "fill of the packs", "68% padding without"), (f"{3 * scale:,}", "packs", "of 1,024")],
+        "parts": parts or [("in the plan", 8 * scale), ("not drawn in this epoch", 5 * scale), ("longer", 1)],
+        "dropped": [(f"dropped at export: {reason}", 5 * scale)],
+        "lengths": Histogram(range(0, 200 * len(lengths) + 1, 200), [count * scale for count in lengths]),
+        "capacity": 1024,
+        "fills": Histogram(range(0, 20 * len(fills) + 1, 20), [count * scale for count in fills]),
+        "packs": [branches(pack) for pack in packs],
+        "plain": {"rows": 3, "padding": "68.00%", "times": "3.13×", "shows_times": True},
+        "balance": (before, after) if steps else None,
+        "processes_per_rank": 4,
+        "shared": None,
+        "mixture": None,
+        "figures": [("samples", f"{8 * scale:,}"), ("  filtered by length", "0"), ("plan", "0123456789abcdef" * 4)],
+        "commands": [("This page was made by", command)],
+    }
 
 
-def content_with_trees() -> PageContent:
+def content_with_trees() -> dict[str, Any]:
     """A small plan whose samples share prefixes."""
     tree = branches([500, 24, 30, 100, 2], [0, 400, 400, 400, 480])
     cards = [("61.10%", "of the tokens saved", "2,048 of 3,352"), ("80.00%", "of the towers' work saved", "each once")]
@@ -56,7 +58,7 @@ def content_with_trees() -> PageContent:
         ("The tree that saves most", "5 samples, 656 tokens instead of 2,336", tree),
         ("The median tree", "one sample, 1,000 tokens", branches([1000])),
     ]
-    return replace(content(), packs=[tree, branches([1000])], shared=SharedFigures(cards, trees))
+    return content() | {"packs": [tree, branches([1000])], "shared": {"headline": cards, "trees": trees}}
 
 
 def branches(new: Sequence[int], shared: Sequence[int] | None = None) -> list[Branch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 import shutil
@@ -16,8 +15,8 @@ import pytest
 from PIL import Image
 
 from packtool.cli.main import run
-from packtool.report.plan import _COLUMNS, length_histogram, sweep_page
-from packtool.report.plan_page import MixtureFigures, page
+from packtool.report.plan import _COLUMNS, sweep_page
+from packtool.report.plan_page import length_histogram, page
 from packtool.report.statistics import source_rows
 from tests.report.browser import Browser, find, started
 from tests.report.contents import content, content_with_trees
@@ -112,18 +111,20 @@ CONTENTS = {
     "large numbers": content(scale=40_000_000),
     "hundreds of steps": content(steps=300),
     "trees": content_with_trees(),
-    "logarithmic": dataclasses.replace(content(), lengths=length_histogram(np.array([13, *[60] * 900, 700, 200_000]))),
-    "mixture": dataclasses.replace(
-        content(),
-        mixture=MixtureFigures(
-            source_rows({})[0],
-            [("a/long/name", *["1,000,000"] * 7), ("b", *["> 99.99%"] * 7)],
-            [[0.5, 0.5]],
-            "tokens",
-            1,
-            1,
-        ),
-    ),
+    "logarithmic": content() | {"lengths": length_histogram(np.array([13, *[60] * 900, 700, 200_000]))},
+    "mixture": content()
+    | {
+        "mixture": {
+            "heading": source_rows({})[0],
+            "rows": [("a/long/name", *["1,000,000"] * 7), ("b", *["> 99.99%"] * 7)],
+            "shares": [[0.5, 0.5]],
+            "unit": "tokens",
+            "steps": 1,
+            "num_steps": 1,
+            "stages": [],
+            "of": "epoch",
+        }
+    },
 }
 
 
@@ -196,7 +197,7 @@ EVIL = "<script>hit()</script><img src=x onerror=hit()>\"'><svg onload=hit()>\u2
 def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
     """Whatever rows, caches and manifests call themselves: the page shows it as text, and asks for nothing."""
     parts = content(title=EVIL, reason=EVIL, command=f"packtool plan {EVIL}")
-    parts = dataclasses.replace(parts, figures=[(EVIL, EVIL), *parts.figures], headline=[(EVIL, EVIL, EVIL)])
+    parts |= {"figures": [(EVIL, EVIL), *parts["figures"]], "headline": [(EVIL, EVIL, EVIL)]}
     rows = [{name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}]
     for text in (page(parts), sweep_page(rows, EVIL, EVIL)):
         text = text.replace("<head>", "<head><script>window.hits = 0; window.hit = () => { hits += 1; };</script>")
@@ -211,7 +212,7 @@ def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict
 def test_words_are_not_torn(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
     reasons = ["over_max_length", "media_over_limit", "no_target_tokens", "turns_not_found", "media_unsupported"]
     dropped = [(f"dropped at export: {reason}", 23_456) for reason in reasons]
-    shown(page(dataclasses.replace(content(), dropped=dropped)), PHONE)
+    shown(page(content() | {"dropped": dropped}), PHONE)
     heights = browser.evaluate("[...document.querySelectorAll('.rows .word')].map(e => e.clientHeight)")
     assert len(heights) == len(reasons)
     assert len(set(heights)) == 1, "each on one line"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -9,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.report.drawing import Box, Drawing, Note
-from packtool.report.plan import _COLUMNS, length_histogram, sweep_page
+from packtool.report.plan import _COLUMNS, sweep_page
 from packtool.report.plan_page import (
-    MixtureFigures,
-    Stretch,
     balance_chart,
     histogram,
+    length_histogram,
     num_lines,
     packs_drawing,
     page,
@@ -37,14 +35,14 @@ def widths(drawing: Drawing, look: str) -> float:
 @given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 20))
 def test_plain_batches_have_the_same_samples(packs: list[list[int]], each: int) -> None:
     found = plain_batches([branches(pack) for pack in packs], each)
-    samples = [stretch for stretch in found if stretch.look is not None]
+    samples = [stretch for stretch in found if stretch[1] is not None]
     wanted = [(length, f"c{i % 5}") for pack in packs for i, length in enumerate(pack)]
-    assert sorted((sample.tokens, sample.look) for sample in samples) == sorted(wanted)
+    assert sorted(samples) == sorted(wanted)
     padded = sum(
-        max(sample.tokens for sample in samples[start : start + each]) * len(samples[start : start + each])
+        max(tokens for tokens, _ in samples[start : start + each]) * len(samples[start : start + each])
         for start in range(0, len(samples), each)
     )
-    assert sum(stretch.tokens for stretch in found) == padded
+    assert sum(tokens for tokens, _ in found) == padded
 
 
 @given(st.lists(st.integers(1, 400_000), min_size=1, max_size=80))
@@ -83,8 +81,8 @@ def test_a_prefix_is_drawn_once_in_a_pack_and_with_every_sample_without_packing(
     assert widths(drawing, "s c") == pytest.approx(100 + 20 + 50)
     assert widths(drawing, "room") == pytest.approx(330)
     plain = plain_batches([tree], 3)
-    assert sorted(part.tokens for part in plain if part.look == "prefix") == [400, 500, 500]
-    assert sum(part.tokens for part in plain) == 3 * 550
+    assert sorted(tokens for tokens, look in plain if look == "prefix") == [400, 500, 500]
+    assert sum(tokens for tokens, _ in plain) == 3 * 550
 
 
 def test_a_tree_is_drawn_to_scale() -> None:
@@ -106,12 +104,12 @@ def test_a_tree_is_drawn_to_scale() -> None:
 
 
 def test_stretches_wrap_to_scale() -> None:
-    stretches = [Stretch(700, "c0"), Stretch(800, None), Stretch(600, "c1")]
+    stretches = [(700, "c0"), (800, None), (600, "c1")]
     assert num_lines(stretches, 1000) == 3
-    drawing = stretches_drawing(stretches, 1000, most_lines=10)
+    drawing = stretches_drawing(stretches, 1000, max_lines=10)
     assert widths(drawing, "s c") == pytest.approx(1300)
     assert widths(drawing, "waste") == pytest.approx(800)
-    assert widths(stretches_drawing(stretches, 1000, most_lines=1), "waste") == pytest.approx(300)
+    assert widths(stretches_drawing(stretches, 1000, max_lines=1), "waste") == pytest.approx(300)
 
 
 def test_one_far_step_does_not_press_the_others_flat() -> None:
@@ -126,15 +124,15 @@ def test_one_far_step_does_not_press_the_others_flat() -> None:
 def test_shares_are_drawn_where_their_steps_are() -> None:
     """Ten steps, three at a time: the last stretch is of one step."""
     parts = [[1.0, 0.0]] * 2 + [[0.0, 1.0]] * 2
-    found = MixtureFigures(("source",), [("a",), ("b",)], parts, "tokens", 3, 10)
-    boxes = [shape for shape in shares_chart(found).shapes if isinstance(shape, Box)]
+    mixture = {"rows": [("a",), ("b",)], "shares": parts, "unit": "tokens", "steps": 3, "num_steps": 10, "stages": []}
+    boxes = [shape for shape in shares_chart(mixture | {"of": "epoch"}).shapes if isinstance(shape, Box)]
     assert [(round(box.x), round(box.width)) for box in boxes] == [(0, 300), (300, 300), (600, 300), (900, 100)]
 
 
 def test_words_of_others_are_no_markup() -> None:
     evil = "<b>'\"&\u202e\x1b]0;t\x07_<i onload=hit()>"
     parts = content(title=evil, reason=evil, command=f"packtool {evil}")
-    parts = dataclasses.replace(parts, figures=[(evil, evil)], headline=[(evil, evil, evil)])
+    parts = parts | {"figures": [(evil, evil)], "headline": [(evil, evil, evil)]}
     row = {name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}
     for text in (page(parts), sweep_page([row], evil, evil)):
         assert [part for part in HOSTILE if part in text] == []

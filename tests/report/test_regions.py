@@ -21,7 +21,7 @@ INTERNVL = BoxForm("tokens", "thousandths", INTERNVL_TOKENS)
 
 
 def shown(text: str, form: BoxForm | None = LISTS, num_images: int = 1, **more: bool) -> list[ShownRegion]:
-    return regions_of(text, [IMAGE] * num_images, form, LIMITS, **{"is_whole": True, **more})
+    return regions_of(text, [IMAGE] * num_images, form, LIMITS, **{"is_complete": True, **more})
 
 
 def test_each_spelling() -> None:
@@ -44,7 +44,7 @@ def test_each_spelling() -> None:
         ShownRegion("a dog", ((0.1, 0.25), (0.5, 0.25)), 0, True)
     ]
     assert [region.corners for region in shown("a dog[100, 200, 500, 250] click('[100, 200]')")] == [box, box[:1]]
-    assert dog.told(640, 480) == "a dog, box 64,96 320,120 of picture 0"
+    assert dog.description(640, 480) == "a dog, box 64,96 320,120 of picture 0"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_is_wrong_is_seen() -> None:
     """Pixels that a model of thousandths would be told: JSON says that they are coordinates."""
     (region,) = shown('{"bbox_2d": [300, 200, 1200, 900]}')
     assert not region.is_inside
-    assert region.told(640, 480).endswith("of picture 0, outside of it")
+    assert region.description(640, 480).endswith("of picture 0, outside of it")
 
 
 def test_which_of_several_pictures_is_not_known() -> None:
@@ -73,7 +73,7 @@ def test_which_of_several_pictures_is_not_known() -> None:
     found = shown(text, num_images=3)
     assert [(region.image, len(region.corners)) for region in found] == [(0, 1), (1, 1), (0, 1), (1, 1), (2, 1)]
     assert {region.is_certain for region in found} == {False}
-    assert not shown(PICTURE + '"[3, 4]"', is_whole=False)[0].is_certain
+    assert not shown(PICTURE + '"[3, 4]"', is_complete=False)[0].is_certain
 
 
 NAMES = st.text(st.characters(exclude_characters="\ufffc", exclude_categories=["Cs"]), max_size=12)

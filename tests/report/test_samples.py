@@ -28,8 +28,7 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
 from packtool.report import samples
-from packtool.report.samples import Pages, write_pages
-from packtool.report.serve import serving
+from packtool.report.samples import Pages, serving, write_pages
 from packtool.rows.media_policy import MediaPolicy
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
@@ -80,7 +79,7 @@ def ints(packed: str) -> Any:
 @pytest.mark.parametrize("most", [7, 10_000])
 def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) -> None:
     site, reader, counted = tmp_path / "site", CacheReader.open([cache]), Counted()
-    pages = Pages(InspectConfig(directory=cache, max_samples=most), is_whole=False)
+    pages = Pages(InspectConfig(directory=cache, max_samples=most), shows_all=False)
     assert write_pages(pages, str(site), counted) == 0
     assert counted.num_done == len(pages.numbers)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
@@ -99,7 +98,7 @@ def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) 
     dropped = given((site / "data/dropped.js").read_bytes())
     assert len(dropped) == sum(reader.manifests[0].dropped.values())
     # Another time fewer are written, and nothing is left of these.
-    again = Pages(InspectConfig(directory=cache, max_samples=3), is_whole=False)
+    again = Pages(InspectConfig(directory=cache, max_samples=3), shows_all=False)
     write_pages(again, str(site), SilentProgress())
     assert len(list(site.glob("media/*"))) <= 3
 
@@ -107,16 +106,16 @@ def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) 
 def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_path: Path) -> None:
     plan = str(tmp_path / "a.plan")
     assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
-    pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), is_whole=False)
+    pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), shows_all=False)
     packs = given(pages.content("data/packs-0.js"))
     held = {number for pack in packs for number, _, _ in pack["parts"]}
     assert held == set(pages.numbers.tolist())
     assert 20 < len(held) < 80
-    whole = Pages(InspectConfig(directory=cache, plan=plan), is_whole=True)
+    whole = Pages(InspectConfig(directory=cache, plan=plan), shows_all=True)
     assert len(whole.numbers) == whole.num_cached
     found = packtool.plan(cache, packing_length=400, world_size=2, gradient_accumulation_steps=3)
     found.save(plan)
-    pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), is_whole=False)
+    pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), shows_all=False)
     cached = given(pages.content("data/cache.js"))["packs"]
     places = np.stack([ints(column) for column in cached["places"]], axis=1).tolist()
     packs = iter([pack for i in range(2) for pack in given(pages.content(f"data/packs-{i}.js"))])
@@ -139,11 +138,11 @@ def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_p
     assert next(packs, None) is None
     assert not places
     # A step alone that is too large has fewer of its packs shown.
-    few = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), is_whole=False)
+    few = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), shows_all=False)
     assert 1 <= len(given(few.content("data/packs-0.js"))) < 6
     run_export("other")
     with pytest.raises(MismatchError, match="belongs to the cache"):
-        Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), is_whole=False)
+        Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), shows_all=False)
 
 
 def test_what_lies_in_the_folder_is_safe(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +172,7 @@ def test_what_lies_in_the_folder_is_safe(cache: str, tmp_path: Path, capsys: pyt
 
 def test_an_interrupted_writing_has_no_index(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
-    pages = Pages(InspectConfig(directory=cache, max_samples=5), is_whole=False)
+    pages = Pages(InspectConfig(directory=cache, max_samples=5), shows_all=False)
     write_pages(pages, str(site), SilentProgress())
 
     class Interrupted(SilentProgress):
@@ -199,13 +198,13 @@ def test_media_that_cannot_be_had_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.WAV").write_bytes(sound.getvalue())
     held = EncodedAudio(None, sound.getvalue(), 1600, 10, 3)
     named = EncodedAudio(str(tmp_path / "a.WAV"), None, 1600, 10, 3)
-    assert samples._places(4, 1, held) == samples._places(4, 1, named) == {"played": "media/4-1.wav"}
+    assert samples._media_files(4, 1, held) == samples._media_files(4, 1, named) == {"played": "media/4-1.wav"}
     for medium in (held, named):
         assert samples._playable(medium, MediaPolicy()) == sound.getvalue()
     (tmp_path / "secret.wav").write_text("what a cache of somebody else's calls a sound")
     assert samples._playable(EncodedAudio(str(tmp_path / "secret.wav"), None, 1600, 10, 3), MediaPolicy()) is None
     of_pictures = EncodedVideo(None, None, (("a.png", None),), 8, 8, 1, 1.0, (0,), (1, 2, 2), 1.0, 1)
-    assert samples._places(0, 0, of_pictures) == {"seen": "media/0-0.jpg"}
+    assert samples._media_files(0, 0, of_pictures) == {"seen": "media/0-0.jpg"}
     elsewhere = EncodedImage("http://127.0.0.1:1/x.png", None, 8, 8, (1, 2, 2), 1)
     with pytest.raises(samples.MediaError, match="--media-access any"):
         samples._thumbnail(elsewhere, MediaPolicy(stores=frozenset()))
@@ -221,7 +220,7 @@ def fetched(address: str, **headers: str) -> tuple[int, bytes, Any]:
 
 
 def test_only_who_knows_the_address_is_served(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pages = Pages(InspectConfig(directory=cache), is_whole=True)
+    pages = Pages(InspectConfig(directory=cache), shows_all=True)
     with serving(pages.content) as address:
         base, token = address.rstrip("/").rsplit("/", 1)
         assert base.startswith("http://127.0.0.1:")
@@ -256,7 +255,7 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
     """Opened from the disk, on a desk and on a phone: nothing overflows, and nothing that a row says is obeyed."""
     plan, site = str(tmp_path / "a.plan"), tmp_path / "site"
     assert run(["plan", cache, "--packing-length", "400", "--world-size", "2", "--save", plan]) == 0
-    pages = Pages(InspectConfig(directory=cache, plan=plan), is_whole=False)
+    pages = Pages(InspectConfig(directory=cache, plan=plan), shows_all=False)
     write_pages(pages, str(site), SilentProgress())
     shutil.rmtree(cache)
     for width in (DESK, PHONE):
@@ -334,7 +333,7 @@ def test_boxes_are_drawn_where_they_are(
     rows.write_text(json.dumps(row) + "\n")
     run_export(max_length=2000)
     site = tmp_path / "site"
-    pages = Pages(InspectConfig(directory=str(tmp_path / "cache")), is_whole=False)
+    pages = Pages(InspectConfig(directory=str(tmp_path / "cache")), shows_all=False)
     write_pages(pages, str(site), SilentProgress())
     browser.open((site / "index.html").as_uri() + "#sample=0", width)
     settled(browser, "document.querySelector('.seen img')?.naturalWidth > 0")
@@ -366,7 +365,7 @@ def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_
     info = PlanInfo(4000, 4000, 0, reader.fingerprint, "", len(reader))
     offsets = np.array([0, 3])
     write_plan(path, SavedPlan(info, np.arange(3), offsets, (lengths - shared).astype(np.int32), shared))
-    pages = Pages(InspectConfig(directory=cache, plan=path), is_whole=False)
+    pages = Pages(InspectConfig(directory=cache, plan=path), shows_all=False)
     (pack,) = given(pages.content("data/packs-0.js"))
     first, second, third = lengths.tolist()
     parts = [[None, 20, 3], [0, first - 20, 1], [None, 5, 2], [1, second - 25, 1], [2, third - 25, 1]]

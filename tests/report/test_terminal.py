@@ -20,7 +20,7 @@ def test_lines_seconds_apart_have_different_times(start: int, gaps: list[int]) -
 
 
 def test_a_line_without_figures_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(tables, "_SECONDS_BETWEEN_LINES", 0.0)
     printed = io.StringIO()
     with TerminalProgress(Console(file=printed, width=200)) as progress:
         progress.start("train", 4)

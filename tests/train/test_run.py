@@ -392,7 +392,7 @@ def test_models_are_found_from_any_directory(tiny: TinyWorld, tmp_path: Path, mo
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert TrainedModel.find("../out/checkpoint-1") == TrainedModel(str(model), "../out/checkpoint-1")
-    assert sample_view("../cache", "train", 0, None).facts
+    assert sample_view("../cache", "train", 0, None)[0]
     model.rename(tmp_path / "moved")
     with pytest.raises(MismatchError, match="not there") as caught:
         TrainedModel.find("../out/checkpoint-1")

@@ -104,15 +104,15 @@ class Preview:
         balance, batch = summary.balance, BatchGrowth.of(summary)
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
         found: dict[str, Any] = {
-            "samples": summary.num_samples,
+            "num_samples": summary.num_samples,
             "num_samples_in_caches": summary.num_cached,
             "num_distinct_samples": summary.num_distinct,
             "not_drawn": summary.num_not_drawn,
             "filtered": summary.num_filtered,
             "tokens": summary.num_tokens,
             "target_tokens": summary.num_target_tokens,
-            "packs": summary.num_packs,
-            "capacity": packs.capacity,
+            "num_packs": summary.num_packs,
+            "packing_length": packs.capacity,
             "samples_per_pack": summary.samples_per_pack,
             "fill": summary.fill,
             "waste_tokens": summary.num_packs * packs.capacity - summary.num_tokens if _trains_packs(summary) else None,
@@ -129,7 +129,7 @@ class Preview:
             "rows_of_plain_batches": self.plain.rows,
             "steps_of_plain_batches": self.plain.steps,
             "tokens_of_plain_batches": self.plain.tokens,
-            "empty_micro_batches": summary.num_empty_micro_batches,
+            "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
             "balance": {
                 "mean_before": balance.mean_before,

@@ -26,7 +26,8 @@ from packtool.constants import MIN_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.report.inspect_pack import pack_figures, pack_lines
-from packtool.report.plan import page_content, plan_lines
+from packtool.report.plan import plan_lines
+from packtool.report.plan_page import page_content
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.prepare.costs import RunCosts
@@ -247,7 +248,7 @@ def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None
     assert shared["tokens_without"] == whole["tokens"]
     assert shared["tokens_saved"] == whole["tokens"] - figures["tokens"]
     assert shared["steps_without"] == whole["steps_per_epoch"] > figures["steps_per_epoch"]
-    assert shared["packs_without"] == whole["packs"]
+    assert shared["packs_without"] == whole["num_packs"]
     assert shared["tower_work_share_saved"] == pytest.approx(0.8)
     assert (shared["num_trees"], shared["samples_per_tree"]) == (NUM_TREES, QUESTIONS + 1)
     assert shared["largest_tree"] == QUESTIONS + 1
@@ -323,7 +324,7 @@ def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> 
     num_pictures = 0
     for number in range(found.plan.packs.num_packs):
         pack = pack_figures(alike.cache, path, number)
-        assert pack["tokens"] == found.plan.packs.tokens_per_pack()[number] <= pack["capacity"]
+        assert pack["tokens"] == found.plan.packs.tokens_per_pack()[number] <= pack["packing_length"]
         assert pack["tokens_without"] == reader.index.length[found.plan.packs.pack(number)].sum()
         parts = sorted([*pack["prefixes"], *pack["samples"]], key=lambda part: part["start"])
         assert [part["start"] for part in parts] == [0, *(part["end"] for part in parts[:-1])]
