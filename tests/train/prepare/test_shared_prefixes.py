@@ -253,11 +253,10 @@ def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None
     assert (shared["num_trees"], shared["samples_per_tree"]) == (NUM_TREES, QUESTIONS + 1)
     assert shared["largest_tree"] == QUESTIONS + 1
     content = page_content(found, figures, "packtool plan", "alike")
-    assert content.shared is not None
-    assert len(content.shared.headline) == 4
-    for _, told, tree in content.shared.trees:
-        assert told.startswith(f"{QUESTIONS + 1} samples, {sum(branch.num_tokens for branch in tree):,} tokens instead")
-    assert sum(branch.num_tokens for pack in content.packs for branch in pack) == figures["tokens"]
+    assert len(content["shared"]["headline"]) == 4
+    for _, note, tree in content["shared"]["trees"]:
+        assert note.startswith(f"{QUESTIONS + 1} samples, {sum(branch.num_tokens for branch in tree):,} tokens instead")
+    assert sum(branch.num_tokens for pack in content["packs"] for branch in pack) == figures["tokens"]
     assert figures["tokens_of_plain_batches"] == whole["tokens_of_plain_batches"]
     assert figures["flops_per_epoch"] < whole["flops_per_epoch"]
 
