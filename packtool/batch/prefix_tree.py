@@ -31,7 +31,7 @@ import numpy.typing as npt
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, files_of
-from packtool.encode.media_spans import placed_media
+from packtool.encode.media_spans import media_spans
 from packtool.media.content import content_digest, content_name
 from packtool.rows.media_policy import MediaPolicy
 
@@ -174,10 +174,10 @@ class _Read:
         symbols = ids.astype(np.int64)
         is_cut = np.ones(len(ids) + 1, np.bool_)
         is_pad = np.isin(ids, list(tokens.pads.values()))
-        for placed in placed_media(sample, tokens):
-            inside = slice(placed.start, placed.stop)
-            symbols[inside][is_pad[inside]] = -1 - numbers(placed.medium)
-            is_cut[placed.start + 1 : placed.stop] = False
+        for span in media_spans(sample, tokens):
+            inside = slice(span.start, span.stop)
+            symbols[inside][is_pad[inside]] = -1 - numbers(span.medium)
+            is_cut[span.start + 1 : span.stop] = False
         # Behind a mark that opens a medium it is not told of what kind a sound is.
         is_cut[1:] &= ~np.isin(
             ids, [mark for mark in (tokens.opening_vision, tokens.opening_sound) if mark is not None]
@@ -213,7 +213,7 @@ def _is_torn(group: Sequence[int], samples: Sequence[EncodedSample], alike: int)
 def stretch_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
     """A stretch of a sample between two cuts, with its own media."""
     taken = slice(start, stop)
-    media = [placed.medium for placed in placed_media(sample, spec.media_tokens) if start <= placed.start < stop]
+    media = [span.medium for span in media_spans(sample, spec.media_tokens) if start <= span.start < stop]
     return dataclasses.replace(
         sample,
         input_ids=sample.input_ids[taken],

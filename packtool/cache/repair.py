@@ -21,7 +21,7 @@ from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.constants import INDEX_NAME, MIN_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens
-from packtool.encode.prefix_hashes import MediumTold, by_address, by_content, prefix_hashes
+from packtool.encode.prefix_hashes import MediumKey, by_address, by_content, prefix_hashes
 from packtool.errors import MismatchError
 from packtool.storage import AtomicFile
 
@@ -121,8 +121,8 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
     # An older packtool knew media by their addresses, or wrote fewer fields.
-    for told in (by_content, by_address):
-        joined = _prefix_batches(directory, manifest, split, media_tokens, told)
+    for medium_key in (by_content, by_address):
+        joined = _prefix_batches(directory, manifest, split, media_tokens, medium_key)
         for fields in (PREFIX, PREFIX_BEFORE):
             schema = pa.schema([("prefixes", pa.list_(fields))])
             data = _file_of([with_fields(batch, fields) for batch in joined], schema)
@@ -140,10 +140,10 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
 
 
 def _prefix_batches(
-    directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens, told: MediumTold
+    directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens, medium_key: MediumKey
 ) -> list[pa.RecordBatch]:
     batches = [
-        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, told=told))
+        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key))
         for samples in _samples_of_shards(directory, manifest, split)
     ]
     return [joined for batch in batches for joined in joined_batches([batch])]

@@ -1,7 +1,4 @@
-"""Samples to tokens, labels and media spans.
-
-What a user should know of how a model is encoded for, beyond what was asked.
-"""
+"""Encode samples to tokens, labels and media spans."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tokenizers import Tokenizer
 from packtool.config.data import EncodeSpec
 from packtool.encode.boxes import BoxWriter
 from packtool.encode.control import ControlVocabulary, Piece, Shield
-from packtool.encode.encoded import EncodedSample, IntArray
+from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
 from packtool.encode.fit import Tokenized, fit, fit_all, over_long
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
@@ -42,37 +39,37 @@ from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 
 def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
-    """A line each.
+    """Return notes for the user on how rows are encoded for a model, a line each.
 
     Raises:
         ConfigError: if the loss scale cannot be understood.
     """
-    found = [*media.remarks]
-    asked, meant = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
-    if meant != asked:
-        found.append(
-            f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
-            f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it"
+    remarks = [*media.remarks]
+    requested, loss_scale = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
+    if loss_scale != requested:
+        remarks.append(
+            f"--loss-scale {requested} means {loss_scale} here: the chat template is one for hybrid thinking, whose "
+            f"prompt writes the empty thinking block itself, so it carries no loss; {requested}+keep_empty_think "
+            "trains it"
         )
     if files.end_mark:
-        found.append(
+        remarks.append(
             f"the chat template ends no answer, and generation stops at {files.end_mark.strip()}, which opens the next "
             "turn: it stands behind the last answer, too, and is trained as the end of each"
         )
     if spec.expand_turns == "auto":
-        drops = expansion_of("auto", files) == "auto"
-        found.append(
+        remarks.append(
             "--expand-turns auto: the chat template leaves out what earlier turns thought, so a row in which it does "
             "becomes several samples"
-            if drops
+            if expansion_of("auto", files) == "auto"
             else "--expand-turns auto changes nothing: the chat template keeps what earlier turns thought"
         )
-    return tuple(found)
+    return tuple(remarks)
 
 
-_REMEMBERED_MEDIA = 10_000
-# Characters a token of a text that is looked at before it is tokenized: most texts have fewer.
+_MAX_REMEMBERED_MEDIA = 10_000
 _CHARS_PER_TOKEN = 8
+"""Texts with more characters per allowed token are checked before they are tokenized; most texts have fewer."""
 
 
 class _Rendered(NamedTuple):
@@ -89,12 +86,9 @@ class Encoder:
     """Encodes samples for one model and one spec.
 
     Args:
-        spec: what decides the tokens.
+        spec: the options that decide the tokens.
         files: the model's tokenizer, template and settings.
-        media: how its media are encoded; made of the two if it is not given.
-
-    Attributes:
-        remarks: what a user should know: ``remarks_on``.
+        media: encoding of its media; by default that of the spec and the files.
 
     Raises:
         ConfigError: if the model cannot be encoded for.
@@ -120,12 +114,12 @@ class Encoder:
                 f"--model {spec.model}: its tokenizer does not know {', '.join(missing)}, which config.json calls for",
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
-        self._boxes = BoxWriter.of(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
+        self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._tokenizer = tokenizer
         self._is_hybrid_thinking = is_hybrid_thinking(files)
         expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._parts = RowParts(expansion, self._template, self._finder, self._cut_or_none)
+        self._parts = RowParts(expansion, self._template, self._finder, self._rendered_pieces)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[object, ...], Medium] = {}
@@ -135,72 +129,72 @@ class Encoder:
         """Encode many samples; each becomes exactly one result, in order.
 
         Returns:
-            for each sample why it was dropped, or what it became: one EncodedSample, several with ``split``, or an
+            for each sample why it was dropped, or its encoded samples: one, several with ``split``, or an
             ``EncodedRow`` where its turns or responses are samples.
 
         Raises:
             RowError: for a sample that does not fit when the strategy is ``raise``.
         """
         if any(sample.tokens is not None for sample in samples):
-            return [self._as_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
+            return [self._encode_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
         ready = [self._boxes.ready(sample) for sample in samples]
-        parts = [each if isinstance(each, Dropped) else self._parts.of(each) for each in ready]
-        found = iter(self._encode([part for of_row in parts if isinstance(of_row, list) for part in of_row]))
-        return [joined(row, [next(found) for _ in row]) if isinstance(row, list) else row for row in parts]
+        rows = [each if isinstance(each, Dropped) else self._parts.of(each) for each in ready]
+        results = iter(self._encode([part for row in rows if isinstance(row, list) for part in row]))
+        return [joined(row, [next(results) for _ in row]) if isinstance(row, list) else row for row in rows]
 
     def _encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
-        prepared = [self._render(sample) for sample in samples]
-        flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
-        ends = self._ends(prepared)
-        ids = self._pieces.encode([unit._replace(text="") if i in ends else unit for i, unit in enumerate(flat)])
+        items = [self._render(sample) for sample in samples]
+        units = [unit for item in items if isinstance(item, _Rendered) for unit in item.layout.units]
+        ends = self._ends(items)
+        ids = self._pieces.encode([unit._replace(text="") if i in ends else unit for i, unit in enumerate(units)])
         for i, (kept, _) in ends.items():
             ids[i] = kept
         results: list[list[EncodedSample] | Dropped] = []
-        at = 0
-        for item in prepared:
+        start = 0
+        for item in items:
             if isinstance(item, Dropped):
                 results.append(item)
                 continue
-            count = len(item.layout.units)
-            tokenized = self._tokenized(item, ids[at : at + count])
-            if num_removed := sum(ends[i][1] for i in range(at, at + count) if i in ends):
+            stop = start + len(item.layout.units)
+            tokenized = self._tokenized(item, ids[start:stop])
+            if num_removed := sum(ends[i][1] for i in range(start, stop) if i in ends):
                 tokenized = replace(tokenized, num_removed=num_removed)
             results.append(fit(tokenized, self.spec))
-            at += count
+            start = stop
         return results
 
-    def _ends(self, prepared: Sequence[_Rendered | Dropped]) -> dict[int, tuple[list[int], int]]:
-        """The ids at both ends of texts of which truncation certainly cuts the middle, and how many lie between.
+    def _ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, tuple[list[int], int]]:
+        """Tokenize only both ends of texts whose middle is certainly cut.
 
-        Cutting keeps the first or the last ``max_length`` tokens of a row, so no more of any text. Not where a medium's
-        place or a rule for weights is looked up among the tokens of the whole text.
+        Truncation keeps the first or the last ``max_length`` tokens of a row, so no more of any text. Not where a
+        medium's place or a rule for weights is searched among the tokens of the whole text.
 
         Returns:
-            By the number of the text among all units.
+            by the number of the text among all units, its first and last ids, and the number of ids between them.
         """
-        found: dict[int, tuple[list[int], int]] = {}
-        limit, at = self.spec.max_length, 0
+        ends: dict[int, tuple[list[int], int]] = {}
+        limit, start = self.spec.max_length, 0
         if self.spec.truncation_strategy not in ("left", "right"):
-            return found
-        for item in prepared:
+            return ends
+        for item in items:
             if isinstance(item, Dropped):
                 continue
             units = item.layout.units
             long = [i for i, unit in enumerate(units) if len(unit.text) > 2 * _CHARS_PER_TOKEN * limit]
             rules = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale).rules
             if long and not rules and not item.layout.borders:
-                ends = {at + i: self._pieces.ends(units, i, limit) for i in long}
-                found |= {i: both for i, both in ends.items() if both is not None}
-            at += len(units)
-        return found
+                both_ends = {start + i: self._pieces.ends(units, i, limit) for i in long}
+                ends |= {i: both for i, both in both_ends.items() if both is not None}
+            start += len(units)
+        return ends
 
     @cached_property
     def _prepared(self) -> PreparedRows:
         num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return PreparedRows(self.spec, self._media, self.media_tokens, self._vocabulary.ids, num_ids)
 
-    def _as_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
-        """What becomes of a row that another tool has tokenized."""
+    def _encode_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
+        """Encode a row that another tool has tokenized."""
         try:
             parts = self._prepared.tokenized(sample, self._media_of(sample))
         except MediaProblem as problem:
@@ -208,7 +202,7 @@ class Encoder:
         return parts if isinstance(parts, Dropped) else fit_all(parts, self.spec)
 
     def _media_of(self, sample: Sample) -> dict[str, list[Medium]]:
-        """The media of a row by kind.
+        """Measure the media of a row, by kind.
 
         Raises:
             MediaProblem: if one cannot be used.
@@ -228,19 +222,19 @@ class Encoder:
             detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
-            pieces = self._cut(sample, [kind for kind, found in media.items() if found])
+            pieces = self._cut(sample)
         except CannotRender as problem:
             return Dropped(sample.source, sample.row, problem.reason, str(problem))
         marks = [piece.media for piece in pieces]
-        for kind, found in media.items():
+        for kind, of_kind in media.items():
             num_marks = marks.count(kind)
-            if num_marks != len(found):
-                detail = f"the chat template left {num_marks} of {len(found)} {kind}s in the conversation"
+            if num_marks != len(of_kind):
+                detail = f"the chat template left {num_marks} of {len(of_kind)} {kind}s in the conversation"
                 return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
         turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
         num_answers = 0 if sample.is_text else [turn.role for turn in sample.turns].count("assistant")
-        speaks = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
-        if len(turns) < num_answers or (speaks and len(turns) != num_answers):
+        has_own_loss = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
+        if len(turns) < num_answers or (has_own_loss and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
             return Dropped(sample.source, sample.row, "turns_not_found", detail)
         layout = lay_out(pieces, media, self._media.parts, self.spec.max_length)
@@ -248,27 +242,27 @@ class Encoder:
         return self._hopeless(rendered) or rendered
 
     def _hopeless(self, item: _Rendered) -> Dropped | None:
-        """Why a row is dropped whose text alone is certainly too long, told before it is tokenized.
+        """Drop a row whose text alone is certainly too long, before it is tokenized.
 
-        Where a part of it would be kept, see ``_ends``; where its media may be at fault too, ``fit`` says
-        what becomes of it.
+        Not where a part of it would be kept (``_ends``), or where its media may be too long as well (``fit``).
         """
         limit, units = self.spec.max_length, item.layout.units
         if self.spec.truncation_strategy not in ("delete", "raise"):
             return None
         if sum([len(unit.text) for unit in units]) <= _CHARS_PER_TOKEN * limit:
             return None
-        least = self._pieces.least(units, limit + 1)
-        if least <= limit or sum(unit.times for unit in units) >= limit:
+        min_tokens = self._pieces.min_tokens(units, limit + 1)
+        if min_tokens <= limit or sum(unit.times for unit in units) >= limit:
             return None
-        return over_long(item.sample, self.spec, f"at least {least}")
+        return over_long(item.sample, self.spec, f"at least {min_tokens}")
 
-    def _cut(self, sample: Sample, kinds: Sequence[str]) -> list[Piece]:
-        """The rendered conversation (a text for pretraining: the text itself) in pieces.
+    def _cut(self, sample: Sample) -> list[Piece]:
+        """Return the rendered conversation (a text for pretraining: the text itself) in pieces.
 
         Raises:
             CannotRender: if the template refuses it.
         """
+        kinds = [kind for kind, refs in _refs_of(sample).items() if refs]
         strings = strings_of(sample)
         try:
             shield = Shield(self._vocabulary, strings, sample.control)
@@ -296,9 +290,9 @@ class Encoder:
             raise CannotRender("turn_left_out", detail)
         return shield.cut(rendered, self._media.placeholders)
 
-    def _cut_or_none(self, sample: Sample) -> list[Piece] | None:
+    def _rendered_pieces(self, sample: Sample) -> list[Piece] | None:
         try:
-            return self._cut(sample, [kind for kind, refs in _refs_of(sample).items() if refs])
+            return self._cut(sample)
         except CannotRender:
             return None
 
@@ -309,50 +303,51 @@ class Encoder:
         medium = self._measured.get(key)
         if medium is None:
             medium = self._media.measure(kind, ref)
-            if len(self._measured) < _REMEMBERED_MEDIA:
+            if len(self._measured) < _MAX_REMEMBERED_MEDIA:
                 self._measured[key] = medium
         return medium
 
     def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
         tokens = join_pieces(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
         turns = self._turns(item, tokens, unit_ids)
-        media: Any = {kind: tuple(found) for kind, found in item.media.items()}
+        borders = None
+        if item.sample.part is not None:  # other samples of the row may continue from there
+            places = {place for turn in turns for place in (*turn.header, *turn.span)}
+            borders = np.array(sorted(places), np.int32)
         return Tokenized(
             sample=item.sample,
             ids=np.array(tokens.ids, np.int32),
             turns=np.array([end for turn in turns if turn.turn.loss is not False for end in turn.span], np.int32),
             spans=tokens.spans,
-            images=media["image"],
-            videos=media["video"],
-            audios=media["audio"],
             weights=self._weights(item, tokens, turns),
             num_removed=item.layout.num_omitted,
-            borders=_borders(turns) if item.sample.part is not None else None,
+            borders=borders,
+            **{f"{kind}s": tuple(media) for kind, media in item.media.items()},  # type: ignore[arg-type]
         )
 
     def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:
-        """Weight of each token as a target, None where the turns' tokens weigh 1."""
-        asked = item.sample.loss_scale or self.spec.loss_scale
-        scale = parse_loss_scale(loss_scale_of(asked, self._is_hybrid_thinking))
-        own_word = any(turn.turn.loss is not None or turn.turn.loss_scale is not None for turn in turns)
-        if scale.base == "default" and not scale.rules and not own_word:
+        """Return the weight of each token as a target, None where the turns' tokens weigh 1."""
+        loss_scale = item.sample.loss_scale or self.spec.loss_scale
+        scale = parse_loss_scale(loss_scale_of(loss_scale, self._is_hybrid_thinking))
+        has_own_loss = any(turn.turn.loss is not None or turn.turn.loss_scale is not None for turn in turns)
+        if scale.base == "default" and not scale.rules and not has_own_loss:
             return None
         weights = np.full(len(tokens.ids), float(scale.base == "all"), np.float32)
         for number, turn in enumerate(turns):
-            here: Any = float(scale.base != "last_round" or number == len(turns) - 1)
+            turn_weights: Any = float(scale.base != "last_round" or number == len(turns) - 1)
             rules = scale
             if turn.turn.loss is not None:
-                here, rules = float(turn.turn.loss), scale.of_marked_turns
-            if here and rules.rules and not item.sample.is_text:
-                here = self._rule_weights(item.layout, tokens, turn, rules)
+                turn_weights, rules = float(turn.turn.loss), scale.of_marked_turns
+            if turn_weights and rules.rules and not item.sample.is_text:
+                turn_weights = self._rule_weights(item.layout, tokens, turn, rules)
             factor = 1.0 if turn.turn.loss_scale is None else turn.turn.loss_scale
-            weights[slice(*turn.span)] = here * factor
+            weights[slice(*turn.span)] = turn_weights * factor
         return weights
 
     def _rule_weights(
         self, layout: MediaLayout, tokens: TokenizedLayout, turn: _TrainedTurn, scale: LossScale
     ) -> Weights:
-        """Weights of a turn's tokens by the rules for its text; each token counts as its first character does."""
+        """Return the weights of a turn's tokens by the rules for its text; a token has its first character's weight."""
         text, firsts, places = "", list[int](), list[int]()
         for number in range(turn.first_unit, turn.last_unit + 1):
             unit = layout.units[number]
@@ -369,67 +364,61 @@ class Encoder:
         start, end = turn.span
         inside = [(place, first) for place, first in zip(places, firsts, strict=True) if start <= place < end]
         assert [place for place, _ in inside] == list(range(start, end)), "every token has its place in the text"
-        # Rules look at what the assistant says, not at the header before it.
-        said = min((first for _, first in inside), default=0)
-        return scale.text_weights(text[said:])[[first - said for _, first in inside]]
+        # Rules apply to the answer, not to the header before it.
+        answer_start = min((first for _, first in inside), default=0)
+        return scale.text_weights(text[answer_start:])[[first - answer_start for _, first in inside]]
 
     def _encode_one(self, piece: Piece) -> list[int]:
         return self._pieces.encode([piece])[0]
 
     def _turns(self, item: _Rendered, tokens: TokenizedLayout, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
-        """The assistant's turns that have tokens."""
+        """Return the assistant's turns that have tokens."""
         pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
         if sample.is_text:
-            last = len(item.layout.units) - 1
-            return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, last)]
-        said = [turn for turn in sample.turns if turn.role == "assistant"]
+            return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, len(item.layout.units) - 1)]
+        answers = [turn for turn in sample.turns if turn.role == "assistant"]
         turns = []
         for number, turn in enumerate(item.turns):
-            # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
+            # A blank at the start of the answer may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
-            starts = tokens.text_starts[first], unit_ids[first]
-            start = self._behind(pieces[turn.first].control, turn.header, *starts)
-            opening: tuple[int, ...] = ()
+            text_start, ids = tokens.text_starts[first], unit_ids[first]
+            start = text_start + self._header_length(pieces[turn.first].control, turn.header, ids)
+            header: tuple[int, ...] = ()
             if sample.part is not None and self._finder is not None:
-                # A line that the answer begins with may merge with the header's.
-                opening = starts[0], self._behind(*self._finder.header[-1], *starts)
-            ends = turn.last < len(pieces)
-            last = firsts[turn.last] if ends else len(item.layout.units) - 1
-            end = tokens.text_starts[last] if ends else len(tokens.ids)
+                # A line break at the start of the answer may merge with the header's.
+                header = text_start, text_start + self._header_length(*self._finder.header[-1], ids)
+            is_ended = turn.last < len(pieces)
+            last = firsts[turn.last] if is_ended else len(item.layout.units) - 1
+            end = tokens.text_starts[last] if is_ended else len(tokens.ids)
             if end > start:
-                message = said[number] if len(said) == len(item.turns) else Turn("assistant", "")
-                turns.append(_TrainedTurn(message, (start, end), first, last, opening))
+                message = answers[number] if len(answers) == len(item.turns) else Turn("assistant", "")
+                turns.append(_TrainedTurn(message, (start, end), first, last, header))
         return turns
 
-    def _behind(self, control: str, header: str, start: int, ids: Sequence[int]) -> int:
-        """The token behind a header, where the text behind a control token begins with it: ``ids``, from ``start``."""
-        known = self._header_ids.get((control, header))
-        if known is None:  # of which a template has one, or two
-            known = self._header_ids[control, header] = self._encode_one(Piece(control, "", header))
-        return start + num_common(known, ids)
+    def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
+        """Return the number of ``ids``, a text's after a control token, that are those of a header."""
+        header_ids = self._header_ids.get((control, header))
+        if header_ids is None:  # a template has one or two
+            header_ids = self._header_ids[control, header] = self._encode_one(Piece(control, "", header))
+        return num_common(header_ids, ids)
 
 
 class _TrainedTurn(NamedTuple):
-    """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in.
+    """An assistant's turn: its message, tokens [start, end), and the first and last unit that has them.
 
     Args:
-        opening: where its header begins and ends, without what the generation prompt writes of thoughts.
+        header: where its header begins and ends, without the thinking that the generation prompt writes.
     """
 
     turn: Turn
     span: tuple[int, int]
     first_unit: int
     last_unit: int
-    opening: tuple[int, ...] = ()
+    header: tuple[int, ...] = ()
 
 
 def _refs_of(sample: Sample) -> dict[MediaKind, tuple[MediaRef, ...]]:
     return {"image": sample.images, "video": sample.videos, "audio": sample.audios}
-
-
-def _borders(turns: Sequence[_TrainedTurn]) -> IntArray:
-    """Where other samples of a row may go on from this one, int32, ascending."""
-    return np.array(sorted({place for turn in turns for place in (*turn.opening, *turn.span)}), np.int32)
 
 
 def _tokenizer(files: ModelFiles) -> Tokenizer:

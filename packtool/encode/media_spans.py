@@ -1,9 +1,7 @@
-"""Pieces of a rendered conversation, with the media's tokens in their places, become ids and spans.
+"""Media in the tokens of a sample: written out before tokenization, and found again afterwards.
 
 Text that belongs to a medium (a video's ``<1.5 seconds>``) is tokenized together with the text around it, as the
-model's own processor does; a token that lies on the border counts as the medium's.
-
-Where the media of a sample lie among its tokens.
+model's own processor does; a token across the border belongs to the medium.
 """
 
 from __future__ import annotations
@@ -16,34 +14,28 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.encode.control import Piece
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
 from packtool.encode.families import MediaKind, Medium, Part, family_of, thinker_of
 from packtool.media.opening import MediaProblem
 from packtool.rows.sample import Sample
 
 
-@dataclass(frozen=True)
-class Span:
-    """What must live or die together: a medium from its first mark to its last.
+class Span(NamedTuple):
+    """Tokens [start, end) of a medium, from its first mark to its last, which truncation keeps or removes as one.
 
     Args:
         kind: "image", "video" or "audio".
-        index: among the sample's media of that kind.
-        start, end: tokens [start, end).
+        number: among the sample's media of that kind.
     """
 
     kind: str
-    index: int
+    number: int
     start: int
     end: int
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A border of a medium: before the control token of a unit, or behind ``char`` characters of its text."""
-
-    unit: int
-    char: int | None
+_Border = tuple[int, int | None]
+"""Border of a medium: a unit, and a number of characters of its text, or None for before its control token."""
 
 
 class MediaLayout(NamedTuple):
@@ -58,7 +50,7 @@ class MediaLayout(NamedTuple):
 
     units: list[Piece]
     firsts: list[int]
-    borders: list[tuple[str, int, _Place, _Place]]
+    borders: list[tuple[str, int, _Border, _Border]]
     num_omitted: int
 
 
@@ -68,41 +60,39 @@ def lay_out(
     parts_of: Callable[[Medium, int], Sequence[Part]],
     max_length: int,
 ) -> MediaLayout:
-    """Write the media's tokens out where pieces stand for them.
+    """Write the tokens of media out where pieces stand for them.
 
     Args:
         max_length: of a sample. Of a medium with more control tokens, which no sample can hold, ``max_length + 1`` are
             written: memory must not depend on a limit that the row sets.
     """
-    num_omitted = 0
-    units: list[Piece] = []
-    firsts: list[int] = []
-    borders: list[tuple[str, int, _Place, _Place]] = []
+    layout = MediaLayout([], [], [], 0)
+    units, num_omitted = layout.units, 0
     counts = dict.fromkeys(media, 0)
     for piece in pieces:
-        firsts.append(len(units))
+        layout.firsts.append(len(units))
         if not piece.media:
             units.append(piece)
             continue
         index = counts[piece.media]
         counts[piece.media] += 1
-        begin: _Place | None = None
+        begin: _Border | None = None
         room = max_length + 1
         for part in parts_of(media[piece.media][index], index):
             if isinstance(part, str):
                 last = units[-1]
-                begin = begin or _Place(len(units) - 1, len(last.text))
+                begin = begin or (len(units) - 1, len(last.text))
                 units[-1] = last._replace(text=last.text + part)
             elif part[1]:
                 times = min(part[1], room)
                 room -= times
                 num_omitted += part[1] - times
-                begin = begin or _Place(len(units), None)
+                begin = begin or (len(units), None)
                 units.append(Piece(part[0], "", "", times))
         last = units[-1]
-        borders.append((piece.media, index, begin or _Place(len(units), None), _Place(len(units) - 1, len(last.text))))
+        layout.borders.append((piece.media, index, begin or (len(units), None), (len(units) - 1, len(last.text))))
         units[-1] = last._replace(text=last.text + piece.text)
-    return MediaLayout(units, firsts, borders, num_omitted)
+    return layout._replace(num_omitted=num_omitted)
 
 
 class TokenizedLayout(NamedTuple):
@@ -110,7 +100,7 @@ class TokenizedLayout(NamedTuple):
 
     Args:
         ids: of the whole conversation.
-        text_starts: where the text of each unit begins in ``ids``, behind its control tokens.
+        text_starts: where the text of each unit begins in ``ids``, after its control tokens.
         spans: of the media, ascending.
     """
 
@@ -125,64 +115,43 @@ def join_pieces(
     control_ids: Mapping[str, int],
     encode: Callable[[Piece], Sequence[int]],
 ) -> TokenizedLayout:
-    """Put the ids of all units together.
+    """Concatenate the ids of all units.
 
     Args:
         unit_ids: of each unit's text.
-        encode: ids of one further text behind a control token.
+        encode: returns the ids of another text after a control token.
     """
+    units = layout.units
     ids: list[int] = []
     text_starts: list[int] = []
-    for unit, text_ids in zip(layout.units, unit_ids, strict=True):
+    for unit, text_ids in zip(units, unit_ids, strict=True):
         if unit.control:
             ids += [control_ids[unit.control]] * unit.times
         text_starts.append(len(ids))
         ids += text_ids
-    spans = []
-    for kind, index, begin, end in layout.borders:
-        start = _start(layout.units, begin, unit_ids, text_starts, encode)
-        spans.append(Span(kind, index, start, _end(layout.units, end, unit_ids, text_starts, encode)))
+
+    def start_of(i: int, char: int | None) -> int:
+        if char is None:
+            return text_starts[i] - units[i].times
+        before = encode(units[i]._replace(text=units[i].text[:char])) if char else []
+        return text_starts[i] + num_common(before, unit_ids[i])
+
+    def end_of(i: int, char: int | None) -> int:
+        if not char:
+            return text_starts[i]
+        after = encode(units[i]._replace(text=units[i].text[char:])) if char < len(units[i].text) else []
+        return text_starts[i] + len(unit_ids[i]) - num_common(after[::-1], unit_ids[i][::-1])
+
+    spans = [Span(kind, index, start_of(*begin), end_of(*end)) for kind, index, begin, end in layout.borders]
     return TokenizedLayout(ids, text_starts, spans)
 
 
-def _start(
-    units: Sequence[Piece],
-    place: _Place,
-    unit_ids: Sequence[Sequence[int]],
-    text_starts: Sequence[int],
-    encode: Callable[[Piece], Sequence[int]],
-) -> int:
-    unit = units[place.unit]
-    if place.char is None:
-        return text_starts[place.unit] - unit.times
-    before = encode(unit._replace(text=unit.text[: place.char])) if place.char else []
-    return text_starts[place.unit] + num_common(before, unit_ids[place.unit])
-
-
-def _end(
-    units: Sequence[Piece],
-    place: _Place,
-    unit_ids: Sequence[Sequence[int]],
-    text_starts: Sequence[int],
-    encode: Callable[[Piece], Sequence[int]],
-) -> int:
-    if not place.char:
-        return text_starts[place.unit]
-    unit, ids = units[place.unit], unit_ids[place.unit]
-    behind = encode(unit._replace(text=unit.text[place.char :])) if place.char < len(unit.text) else []
-    return text_starts[place.unit] + len(ids) - num_common(behind[::-1], ids[::-1])
-
-
 def num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many elements both begin with."""
+    """Return the length of the common prefix."""
     for count, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return count
     return min(len(a), len(b))
-
-
-Sound = tuple[EncodedAudio, str | None, bytes | None]
-"""A sound, and the path or the bytes of the file that it lies in."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +159,7 @@ class MediaTokens:
     """The tokens by which a model's media are found.
 
     Args:
-        pads: what stands for a piece of a medium, by kind.
+        pads: placeholder token of a piece of a medium, by kind.
         opening_vision, opening_sound: what opens a picture or video, and a sound; None where there is none.
     """
 
@@ -200,40 +169,37 @@ class MediaTokens:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> MediaTokens:
-        """Those that a ``config.json`` names, of the kinds that its model can be trained on."""
+        """Read the tokens from a ``config.json``, of the kinds that its model can be trained on."""
         family, settings = family_of(config), thinker_of(config)
         openings = (settings.get(marks[0]) for marks in (family.image_marks, family.sound_marks))
         return cls(family.pads_in(config), *openings)
 
 
 def refuse_mixed(sample: Sample, tokens: MediaTokens) -> None:
-    """Raise if a row has pictures and videos for which the same token stands: their order could not be told again.
+    """Refuse a row whose pictures and videos have the same placeholder token: their order would be lost.
 
     Raises:
-        MediaProblem: saying so.
+        MediaProblem: if the row has both.
     """
     if sample.images and sample.videos and tokens.pads.get("image") == tokens.pads.get("video", -1):
-        told = "this model takes a video's frames as pictures: a row may have pictures or videos, and this one has both"
-        raise MediaProblem("media_unsupported", told)
+        detail = "a row may have pictures or videos, and this one has both"
+        raise MediaProblem("media_unsupported", f"this model takes a video's frames as pictures: {detail}")
 
 
-@dataclass(frozen=True)
-class PlacedMedium:
-    """A picture, a video with its sound track, or a sound of a sample.
+class MediumSpan(NamedTuple):
+    """Placeholder tokens [start, stop) of a medium; a video's sound track is part of it."""
 
-    Args:
-        medium: itself.
-        start: its first pad.
-        stop: behind its last one.
-    """
-
-    medium: EncodedImage | EncodedVideo | EncodedAudio
+    medium: Medium
     start: int
     stop: int
 
 
-def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[Sound]:
-    """Sounds of a sample in the order of their placeholder tokens: a video's track comes where the video does."""
+def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[EncodedAudio, str | None, bytes | None]]:
+    """Return a sample's sounds, sound tracks of videos among them, in the order of their placeholder tokens.
+
+    Returns:
+        each sound with the path or the bytes of its file.
+    """
     audios = [(audio, audio.path, audio.data) for audio in sample.audios]
     tracks = [(video.audio, video.path, video.data) for video in sample.videos if video.audio is not None]
     if not audios or not tracks:
@@ -244,36 +210,35 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[Sound]:
     return [tracks.pop(0) if track else audios.pop(0) for track in is_track]
 
 
-def placed_media(sample: EncodedSample, tokens: MediaTokens) -> list[PlacedMedium]:
-    """The media of a sample in the order of their first placeholder tokens; kinds without these are not found."""
+def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
+    """Return the media of a sample in the order of their first placeholder tokens, but for kinds without these."""
     if not (sample.images or sample.videos or sample.audios):
         return []
     sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
-    kinds: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
+    media: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
     spans = {
-        kind: _spans(sample.input_ids == pad, [medium.num_tokens for medium in kinds[kind]])
+        kind: _pad_spans(sample.input_ids == pad, [medium.num_tokens for medium in media[kind]])
         for kind, pad in tokens.pads.items()
     }
-    tracks = [span for sound, span in zip(sounds, spans.get("audio", []), strict=False) if is_track(sound)]
+    tracks = [span for sound, span in zip(sounds, spans.get("audio", []), strict=False) if _is_track(sound)]
     found = []
-    for kind, places in spans.items():
-        for medium, (start, stop) in zip(kinds[kind], places, strict=True):
+    for kind, kind_spans in spans.items():
+        for medium, (start, stop) in zip(media[kind], kind_spans, strict=True):
             if isinstance(medium, EncodedVideo) and medium.audio is not None:
                 first, last = tracks.pop(0)
                 start, stop = min(start, first), max(stop, last)
-            if not (isinstance(medium, EncodedAudio) and is_track(medium)):
-                found.append(PlacedMedium(medium, start, stop))
-    return sorted(found, key=lambda placed: placed.start)
+            if not (isinstance(medium, EncodedAudio) and _is_track(medium)):
+                found.append(MediumSpan(medium, start, stop))
+    return sorted(found, key=lambda span: span.start)
 
 
-def is_track(sound: EncodedAudio) -> bool:
-    """Whether a sound is a video's, in whose file it lies."""
+def _is_track(sound: EncodedAudio) -> bool:
     return sound.path is None and sound.data is None
 
 
-def _spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:
-    """The first pad of each medium, and what is behind its last one."""
+def _pad_spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:
+    """Return the first pad of each medium, and the position after its last one."""
     if not counts:
         return []
-    at, ends = np.flatnonzero(is_pad), np.cumsum(counts)
-    return list(zip(at[ends - counts].tolist(), (at[ends - 1] + 1).tolist(), strict=True))
+    positions, ends = np.flatnonzero(is_pad), np.cumsum(counts)
+    return list(zip(positions[ends - counts].tolist(), (positions[ends - 1] + 1).tolist(), strict=True))

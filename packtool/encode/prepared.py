@@ -1,7 +1,7 @@
-"""Rows that another tool has tokenized become what tokenizing them here would have given.
+"""Rows tokenized by another tool, turned into what tokenizing them here would have given.
 
-Nothing is tokenized; what can be checked is: that the model has such tokens, and that as many placeholder tokens stand
-for each medium as the model's limits make of it. From there on (truncation, labels) such rows are like all others.
+Nothing is tokenized. Checked is that the model has such tokens, and that each medium has as many placeholder tokens as
+the model's limits make of it. From there on (truncation, labels) such rows are like all others.
 """
 
 from __future__ import annotations
@@ -12,32 +12,31 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, Part
 from packtool.encode.fit import Tokenized
-from packtool.encode.loss_scale import Base, parse_loss_scale
-from packtool.encode.media_spans import MediaTokens, PlacedMedium, Span, placed_media
+from packtool.encode.loss_scale import parse_loss_scale
+from packtool.encode.media_spans import MediaTokens, MediumSpan, Span, media_spans
 from packtool.rows.forms.columns import shown
 from packtool.rows.sample import Dropped, PreparedTokens, Sample
 
 _KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 _TEXT = -1
 _NOTHING = np.zeros(0, np.int32)
-# What rows say of a medium's size, and the field that has it; the number of tokens is compared with the tokens.
+# A medium's size in rows, and the field that has it; the number of tokens is compared with the tokens.
 _MEASURED = {name: name for name in ("height", "width", "grid", "indices")} | {"samples": "num_samples"}
 
 
 class PreparedRows:
-    """Reads rows that another tool has tokenized.
+    """Reads rows tokenized by another tool.
 
     Args:
-        spec: what decides labels and limits.
-        media: how the model's media are encoded.
+        spec: decides labels and limits.
+        media: encoding of the model's media.
         tokens: by which media are found.
-        control_ids: of the tokens that mark media.
+        control_ids: ids of the tokens that mark media.
         num_ids: the tokenizer's tokens are the numbers below it.
     """
 
@@ -51,19 +50,20 @@ class PreparedRows:
     ) -> None:
         self._spec, self._media, self._tokens, self._num_ids = spec, media, tokens, num_ids
         self._ids = {token: control_ids[token] for token in media.control_tokens}
+        self._pads = set(tokens.pads.values())
 
     def tokenized(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized] | Dropped:
-        """The samples that a row is packed of, most often one.
+        """Return the samples that a row is packed of, most often one.
 
         Args:
             sample: a row with ``tokens``.
             media: of the row, measured, by kind.
         """
         assert sample.tokens is not None, "the row was tokenized elsewhere"
-        asked = sample.loss_scale or self._spec.loss_scale
-        scale = parse_loss_scale(asked)
+        loss_scale = sample.loss_scale or self._spec.loss_scale
+        scale = parse_loss_scale(loss_scale)
         if scale.rules:
-            detail = f"--loss-scale {asked} has a rule for what the assistant says, and the row is tokens"
+            detail = f"--loss-scale {loss_scale} has a rule for what the assistant says, and the row is tokens"
             return Dropped(sample.source, sample.row, "labels_given", detail)
         ids = sample.tokens.ids
         if (wrong := (ids < 0) | (ids >= self._num_ids)).any():
@@ -72,93 +72,96 @@ class PreparedRows:
             return Dropped(sample.source, sample.row, "token_out_of_range", detail)
         if changed := _changed(sample.tokens, media):
             return Dropped(sample.source, sample.row, "media_changed", changed)
-        found = self._spans(ids.astype(np.int32), media)
-        if isinstance(found, str):
-            return Dropped(sample.source, sample.row, "media_tokens", found)
+        spans = self._spans(ids.astype(np.int32), media)
+        if isinstance(spans, str):
+            return Dropped(sample.source, sample.row, "media_tokens", spans)
         edges = [*sample.tokens.starts.tolist(), len(ids)]
-        if any(span.start < edge < span.end for edge in edges for span in found):
+        if any(span.start < edge < span.end for edge in edges for span in spans):
             detail = "a medium begins in one of the samples that the row is packed of and ends in another"
             return Dropped(sample.source, sample.row, "media_tokens", detail)
-        parts = [_part(sample, sample.tokens, found, media, edge) for edge in pairwise(edges)]
-        if (channels := sample.tokens.channels) is not None:
-            parts = [
-                replace(part, sample=replace(sample, channel=channel))
-                for part, channel in zip(parts, channels, strict=True)
-            ]
-        return parts if scale.base == "default" else [_rescaled(part, scale.base) for part in parts]
+        parts = []
+        for number, (start, stop) in enumerate(pairwise(edges)):
+            part = _part(sample, sample.tokens, spans, media, start, stop)
+            if sample.tokens.channels is not None:
+                part = replace(part, sample=replace(sample, channel=sample.tokens.channels[number]))
+            if scale.base != "default":  # only the last targets, or all tokens
+                weights = np.full(len(part.ids), float(scale.base == "all"), np.float32)
+                if scale.base == "last_round" and len(part.turns):
+                    last = slice(*part.turns[-2:])
+                    weights[last] = 1 if part.weights is None else part.weights[last]
+                part = replace(part, weights=weights)
+            parts.append(part)
+        return parts
 
     def _spans(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span] | str:
-        """Where media lie, ascending; or why they do not agree with the tokens."""
+        """Return the spans of media, ascending; or the reason why they do not agree with the tokens."""
         groups: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in _KINDS}
         sample = EncodedSample(ids, ids, _NOTHING, channel=None, source="", row=0, **groups)
         for kind in _KINDS:
             pad = self._tokens.pads.get(kind)
-            count = 0 if pad is None else int((ids == pad).sum())
+            num_pads = 0 if pad is None else int((ids == pad).sum())
             alike = [other for other in _KINDS if self._tokens.pads.get(other) == pad]
             needed = [medium.num_tokens for other in (alike if pad is not None else [kind]) for medium in media[other]]
             if kind == "audio":
-                needed = [*needed, *(video.audio.num_tokens for video in sample.videos if video.audio is not None)]
+                needed += [video.audio.num_tokens for video in sample.videos if video.audio is not None]
             if pad is None and needed:
                 return f"the model's config.json names no token that stands for {kind}s, so they cannot be found"
-            if count != sum(needed):
-                return _disagree(kind, count, needed)
+            if num_pads != sum(needed):
+                return _disagreement(kind, num_pads, needed)
         if not any(media.values()):
             return []
         if not self._tells_sounds_apart(sample):
             return "the sounds and the videos' sound tracks are not opened by tokens that tell them apart"
         spans, numbers = [], dict.fromkeys(_KINDS, 0)
-        for placed in placed_media(sample, self._tokens):
-            kind = next(kind for kind in _KINDS if any(placed.medium is medium for medium in media[kind]))
-            parts = self._media.parts(placed.medium, numbers[kind])
-            if not self._agrees(ids[placed.start : placed.stop], parts):
+        for span in media_spans(sample, self._tokens):
+            kind = next(kind for kind in _KINDS if any(span.medium is medium for medium in media[kind]))
+            parts = self._media.parts(span.medium, numbers[kind])
+            expected: list[int] = []
+            for part in parts:
+                expected += [_TEXT] if isinstance(part, str) else [self._ids[part[0]]] * part[1]
+            if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected):
                 return f"{kind} {numbers[kind]} has not the placeholder tokens, in number or order, that it needs here"
-            start, stop = self._with_marks(ids, placed, parts)
-            spans.append(Span(kind, numbers[kind], start, stop))
+            spans.append(Span(kind, numbers[kind], *self._with_marks(ids, span, parts)))
             numbers[kind] += 1
         return spans
 
     def _tells_sounds_apart(self, sample: EncodedSample) -> bool:
-        """Whether the tokens that open sounds and sound tracks are as many as there are of both."""
+        """Return whether there are as many opening tokens of sounds and of sound tracks as there are of both."""
         num_tracks = sum(video.audio is not None for video in sample.videos)
         if not num_tracks or not sample.audios:
             return True
         opens = np.flatnonzero(sample.input_ids == self._tokens.opening_sound)
-        opened = int((sample.input_ids[opens - 1] == self._tokens.opening_vision).sum())
-        return (opened, len(opens) - opened) == (num_tracks, len(sample.audios))
+        num_opened = int((sample.input_ids[opens - 1] == self._tokens.opening_vision).sum())
+        return (num_opened, len(opens) - num_opened) == (num_tracks, len(sample.audios))
 
-    def _agrees(self, inside: IntArray, parts: Sequence[Part]) -> bool:
-        """Whether the placeholder tokens of a medium come in the runs in which it is spelled."""
-        pads = set(self._tokens.pads.values())
-        told: list[int] = []
-        for part in parts:
-            told += [_TEXT] if isinstance(part, str) else [self._ids[part[0]]] * part[1]
-        return _runs(inside.tolist(), pads) == _runs(told, pads)
+    def _pad_runs(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (token, length) of each run of placeholder tokens."""
+        return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in self._pads]
 
-    def _with_marks(self, ids: IntArray, placed: PlacedMedium, parts: Sequence[Part]) -> tuple[int, int]:
-        """First token of a medium and what is behind its last, with the marks around its placeholder tokens."""
-        pads = set(self._tokens.pads.values())
-        places = [i for i, part in enumerate(parts) if not isinstance(part, str) and self._ids[part[0]] in pads]
-        before, behind = parts[: places[0]], parts[places[-1] + 1 :]
-        num_before = self._num_marks(ids[: placed.start][::-1], before[::-1])
-        return placed.start - num_before, placed.stop + self._num_marks(ids[placed.stop :], behind)
+    def _with_marks(self, ids: IntArray, span: MediumSpan, parts: Sequence[Part]) -> tuple[int, int]:
+        """Return [start, end) of a medium with the marks around its placeholder tokens."""
+        is_pad = [not isinstance(part, str) and self._ids[part[0]] in self._pads for part in parts]
+        before, after = parts[: is_pad.index(True)], parts[len(parts) - is_pad[::-1].index(True) :]
+        num_before = self._num_marks(ids[: span.start][::-1], before[::-1])
+        return span.start - num_before, span.stop + self._num_marks(ids[span.stop :], after)
 
     def _num_marks(self, ids: IntArray, parts: Sequence[Part]) -> int:
-        """How many tokens, from the first on, are a medium's marks; text between two marks counts with the second."""
-        at = counted = 0
+        """Count the tokens, from the first on, that are a medium's marks; text between two counts with the second."""
+        at = num_marks = 0
         controls = set(self._ids.values())
         for part in parts:
             if isinstance(part, str):
                 while at < len(ids) and int(ids[at]) not in controls:
                     at += 1
             elif (ids[at : at + part[1]] == self._ids[part[0]]).all() and at + part[1] <= len(ids):
-                at = counted = at + part[1]
+                at = num_marks = at + part[1]
             else:
                 break
-        return counted
+        return num_marks
 
 
 def _changed(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> str:
-    """A line on how a medium differs from what the row says of it; "" if none does."""
+    """Return how a medium differs from its description in the row; "" if none does."""
     for kind, described in tokens.measured.items():
         for number, (medium, expected) in enumerate(zip(media[kind], described, strict=False)):
             for key, name in _MEASURED.items():
@@ -174,12 +177,16 @@ def _part(
     tokens: PreparedTokens,
     spans: Sequence[Span],
     media: Mapping[str, Sequence[Medium]],
-    edges: tuple[int, int],
+    start: int,
+    stop: int,
 ) -> Tokenized:
-    """One of the samples that a row is packed of: tokens [start, stop)."""
-    start, stop = edges
-    inside = [span for span in spans if start <= span.start < stop]
-    own: dict[str, Any] = {kind: [span.index for span in inside if span.kind == kind] for kind in _KINDS}
+    """Return one of the samples that a row is packed of: tokens [start, stop)."""
+    own: dict[str, Any] = {kind: [] for kind in _KINDS}
+    own_spans = []
+    for span in spans:
+        if start <= span.start < stop:
+            own_spans.append(Span(span.kind, len(own[span.kind]), span.start - start, span.end - start))
+            own[span.kind].append(media[span.kind][span.number])
     trained = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
     weights = None if tokens.weights is None else np.where(trained, tokens.weights[start:stop], np.float32(0))
     if weights is not None and (weights[trained] == 1).all():
@@ -187,41 +194,20 @@ def _part(
     return Tokenized(
         sample=sample,
         ids=tokens.ids[start:stop].astype(np.int32),
-        turns=_stretches(trained),
-        spans=[
-            Span(span.kind, own[span.kind].index(span.index), span.start - start, span.end - start) for span in inside
-        ],
-        images=tuple(media["image"][i] for i in own["image"]),
-        videos=tuple(media["video"][i] for i in own["video"]),
-        audios=tuple(media["audio"][i] for i in own["audio"]),
+        turns=np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32),
+        spans=own_spans,
+        images=tuple(own["image"]),
+        videos=tuple(own["video"]),
+        audios=tuple(own["audio"]),
         weights=weights,
     )
 
 
-def _rescaled(item: Tokenized, base: Base) -> Tokenized:
-    """The sample with the last stretch of targets only (``last_round``), or with every token as a target (``all``)."""
-    weights = np.full(len(item.ids), float(base == "all"), np.float32)
-    if base == "last_round" and len(item.turns):
-        start, stop = item.turns[-2:]
-        weights[start:stop] = 1 if item.weights is None else item.weights[start:stop]
-    return replace(item, weights=weights)
-
-
-def _stretches(trained: npt.NDArray[np.bool_]) -> IntArray:
-    """[start, end) of each stretch of targets, flat."""
-    return np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
-
-
-def _runs(ids: Sequence[int], pads: set[int]) -> list[tuple[int, int]]:
-    """(token, times) of each run of placeholder tokens."""
-    return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in pads]
-
-
-def _disagree(kind: str, count: int, needed: Sequence[int]) -> str:
+def _disagreement(kind: str, num_pads: int, needed: Sequence[int]) -> str:
     if not needed:
-        return f"{count:,} placeholder tokens stand for {kind}s, and the row has no {kind}s"
+        return f"{num_pads:,} placeholder tokens stand for {kind}s, and the row has no {kind}s"
     each = ", ".join(f"{number:,}" for number in needed[:8]) + (", ..." if len(needed) > 8 else "")
     return (
-        f"{count:,} placeholder tokens stand for {kind}s, and the row's {kind}s need {sum(needed):,} here ({each}): "
+        f"{num_pads:,} placeholder tokens stand for {kind}s, and the row's {kind}s need {sum(needed):,} here ({each}): "
         "give the limits on media that the rows were prepared with"
     )

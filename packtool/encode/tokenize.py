@@ -1,20 +1,16 @@
-"""Plain text between two control tokens becomes ids.
+"""Tokenize the plain text between two control tokens, byte-level BPE through a dictionary of words.
 
-Byte-level BPE word by word, with every word's tokens remembered.
-
-A byte-level tokenizer cuts a text into words with one regular expression and then merges bytes inside each word, so
-equal words have equal tokens. Cutting takes most of the time of the ``tokenizers`` library, which tracks the origin of
-every character on the way, and merging most of the rest; looking words up in a dictionary costs a small part of that.
-The tokens are the library's own: it is asked for every word once.
+A byte-level tokenizer splits a text into words with one regular expression and then merges bytes inside each word, so
+equal words have equal tokens. Splitting takes most of the time of the ``tokenizers`` library, which tracks the origin
+of every character on the way, and merging most of the rest; looking words up in a dictionary takes a fraction of that.
+The tokens are the library's own: it tokenizes every word once.
 
 Only texts whose characters have had the same class in all versions of Unicode are taken, so that this module's regular
-expressions and the library's cannot disagree; others, and other kinds of tokenizers, go the library's way.
+expressions and the library's cannot disagree; others, and other kinds of tokenizers, are left to the library.
 
-How many tokens a text has at least, told from its characters and words alone.
-
-A text that cannot fit is known for one before it is tokenized, which takes a hundred times its size in memory: no token
-is longer than the vocabulary's longest, and no token crosses the border of two words. Both hold for tokenizers that
-lose nothing of a text: byte-level BPE, and BPE that falls back to bytes. For others nothing is promised.
+A text that is certainly too long is recognised before it is tokenized, which takes a hundred times its size in memory:
+no token is longer than the vocabulary's longest, and no token crosses the border of two words. Both hold for tokenizers
+that lose nothing of a text: byte-level BPE, and BPE that falls back to bytes. For others nothing is promised.
 """
 
 from __future__ import annotations
@@ -33,9 +29,9 @@ from tokenizers.models import BPE
 
 from packtool.encode.control import ControlVocabulary, Piece
 
-_MOST_WORDS = 1 << 20
-_MANY_WORDS = 4096
-_MOST_CHARS = 64
+_MAX_WORDS = 1 << 20
+_WORDS_PER_BATCH = 4096
+_MAX_WORD_CHARS = 64
 """Longer words (base64, endless punctuation) are not remembered."""
 
 _SAFE_RANGES = (
@@ -53,92 +49,84 @@ class WordTokenizer:
 
     Args:
         tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
-        pattern: its regular expression, which cuts a text into words.
-        added: texts of added tokens that are found in plain text (``<think>``).
-        normalized: whether text is brought to NFC first.
+        pattern: its regular expression, which splits a text into words.
+        added: ids of added tokens that are found in plain text (``<think>``), by their text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, pattern: str, added: dict[str, int], normalized: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, pattern: str, added: dict[str, int]) -> None:
         self._words = _Words(tokenizer)
         expression = re.compile(_translated(pattern, _safe_chars()))
-        self._cut, self._iterate = expression.findall, expression.finditer
+        self._split, self._iterate = expression.findall, expression.finditer
         self._added = added
         alternatives = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
-        self._find_added = re.compile(f"({alternatives})") if added else None
-        self._normalized = normalized
+        self._added_pattern = re.compile(f"({alternatives or '(?!)'})")
+        self._is_normalized = tokenizer.normalizer is not None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordTokenizer | None:
-        """One for a byte-level BPE tokenizer that cuts by a regular expression; None for any other kind."""
+        """Return one for a byte-level BPE tokenizer that splits by a regular expression; None for any other kind."""
         pattern = _pattern(tokenizer)
-        found_in_text = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if not token.special}
-        if pattern is None or any(
-            token.lstrip or token.rstrip or token.single_word for token in found_in_text.values()
-        ):
+        plain = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if not token.special}
+        if pattern is None or any(token.lstrip or token.rstrip or token.single_word for token in plain.values()):
             return None
-        added = {token.content: i for i, token in found_in_text.items()}
-        return cls(tokenizer, pattern, added, normalized=tokenizer.normalizer is not None)
+        return cls(tokenizer, pattern, {token.content: i for i, token in plain.items()})
 
     def num_words(self, text: str, enough: int) -> int:
-        """Words of a text, each of which is a token or more; counting ends at ``enough``. 0 if it is not known."""
-        if not self._is_safe(text) or (self._find_added is not None and self._find_added.search(text)):
+        """Count the words of a text, each at least one token, up to ``enough``; 0 if the number is unknown."""
+        if not self._is_safe(text) or self._added_pattern.search(text):
             return 0
         return sum(1 for _ in islice(self._iterate(text), enough))
 
     def _is_safe(self, text: str) -> bool:
         is_ascii = text.isascii()
-        # Most texts are ASCII with line breaks; looking for these only is several times as quick.
+        # Most texts are ASCII with line breaks; testing for these only is several times as fast.
         if not (is_ascii and text.replace("\n", "").isprintable()) and _UNSAFE.search(text):
             return False
-        return is_ascii or not self._normalized or unicodedata.is_normalized("NFC", text)
+        return is_ascii or not self._is_normalized or unicodedata.is_normalized("NFC", text)
 
     def ends(self, text: str, num: int) -> tuple[list[int], int] | None:
-        """The first and the last ``num`` ids of a long text, and how many lie between them, in little memory.
+        """Return the first and the last ``num`` ids of a long text, and how many are between them, in little memory.
 
         Returns:
-            None if the library must be asked.
+            None if the library must tokenize it.
         """
         if not self._is_safe(text):
             return None
-        found = self._found_one_by_one(text)
+        words = self._ids_by_word(text)
         head: list[int] = []
-        for of_word in found:
-            head += of_word
+        for word_ids in words:
+            head += word_ids
             if len(head) >= num:
                 break
-        tail, behind = deque[int](maxlen=num), 0
-        while some := list(islice(found, _MANY_WORDS)):
-            ids = list(chain.from_iterable(some))
+        tail, num_after = deque[int](maxlen=num), 0
+        while batch := list(islice(words, _WORDS_PER_BATCH)):
+            ids = list(chain.from_iterable(batch))
             tail.extend(ids)
-            behind += len(ids)
-        return [*head, *tail], behind - len(tail)
+            num_after += len(ids)
+        return [*head, *tail], num_after - len(tail)
 
-    def _found_one_by_one(self, text: str) -> Iterator[tuple[int, ...]]:
-        parts = self._find_added.split(text) if self._find_added is not None else [text]
-        for i, part in enumerate(parts):
+    def _ids_by_word(self, text: str) -> Iterator[tuple[int, ...]]:
+        for i, part in enumerate(self._added_pattern.split(text)):
             if i % 2:
                 yield (self._added[part],)
             else:
                 yield from map(self._words.__getitem__, map(re.Match.group, self._iterate(part)))
 
     def encode(self, text: str) -> list[int] | None:
-        """Ids of a text, or None if the library must be asked."""
+        """Return the ids of a text, or None if the library must tokenize it."""
         if not self._is_safe(text):
             return None
-        cut, look_up = self._cut, self._words.__getitem__
-        if self._find_added is None or not self._find_added.search(text):
-            return list(chain.from_iterable(map(look_up, cut(text))))
         ids: list[int] = []
-        for i, part in enumerate(self._find_added.split(text)):
+        for i, part in enumerate(self._added_pattern.split(text) if self._added else [text]):
             if i % 2:
                 ids.append(self._added[part])
             else:
-                ids += chain.from_iterable(map(look_up, cut(part)))
+                ids += chain.from_iterable(map(self._words.__getitem__, self._split(part)))
         return ids
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """Tokens by word; the library is asked for those that are new."""
+    """Tokens by word; new words are tokenized by the library."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -146,34 +134,34 @@ class _Words(dict[str, tuple[int, ...]]):
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         ids = tuple(self._tokenizer.encode_batch_fast([word], add_special_tokens=False)[0].ids)
-        if len(self) < _MOST_WORDS and len(word) <= _MOST_CHARS:
+        if len(self) < _MAX_WORDS and len(word) <= _MAX_WORD_CHARS:
             self[word] = ids
         return ids
 
 
 def _pattern(tokenizer: Tokenizer) -> str | None:
-    """The regular expression that cuts words, if that and bytes is all there is to it."""
+    """Return the regular expression that splits words, if the tokenizer does nothing besides that and bytes."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    normalizer, cutter = component_settings(tokenizer.normalizer), component_settings(tokenizer.pre_tokenizer)
-    steps = cutter.get("pretokenizers", ())
+    normalizer, splitter = _settings(tokenizer.normalizer), _settings(tokenizer.pre_tokenizer)
+    steps = splitter.get("pretokenizers", ())
     if normalizer.get("type", "NFC") != "NFC" or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
         return None
     split, byte_level = steps
     if byte_level["add_prefix_space"] or byte_level["use_regex"] or split["invert"] or split["behavior"] != "Isolated":
         return None
     pattern = split["pattern"].get("Regex")
-    return pattern if isinstance(pattern, str) and _is_understood(pattern) else None
+    return pattern if isinstance(pattern, str) and _is_supported(pattern) else None
 
 
-def component_settings(component: Any) -> dict[str, Any]:
-    """A normalizer's or pre-tokenizer's settings; nothing for none, or for one written in Python."""
+def _settings(component: Any) -> dict[str, Any]:
+    """Return the settings of a normalizer or pre-tokenizer; nothing for none."""
     if component is None:
         return {}
     try:
         return dict(json.loads(component.__getstate__()))
-    except Exception:  # whatever the library raises for what it cannot write down
+    except Exception:  # whatever the library raises for what it cannot write down, such as one written in Python
         return {"type": "unknown"}
 
 
@@ -184,7 +172,7 @@ def _safe_chars() -> str:
 
 @cache
 def _translated(pattern: str, chars: str) -> str:
-    """The expression with ``\\p{L}``, ``\\p{N}`` and ``\\s`` spelled out for texts of some characters only.
+    """Return the expression with ``\\p{L}``, ``\\p{N}`` and ``\\s`` written out for texts of ``chars`` only.
 
     Python's ``re`` knows no Unicode categories, but is twice as fast as the ``regex`` module, which does.
     """
@@ -209,7 +197,7 @@ def _translated(pattern: str, chars: str) -> str:
 
 
 def _as_ranges(chars: Iterable[str]) -> str:
-    """Characters, ascending, as the inside of a character class."""
+    """Return ascending characters as the inside of a character class."""
     ranges: list[tuple[int, int]] = []
     for code in map(ord, chars):
         if ranges and ranges[-1][1] == code - 1:
@@ -219,86 +207,54 @@ def _as_ranges(chars: Iterable[str]) -> str:
     return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
 
 
-def _is_understood(pattern: str) -> bool:
-    """Whether both engines mean the same by it: letters, numbers, blanks, groups, and no look-behind."""
+def _is_supported(pattern: str) -> bool:
+    """Return whether both engines agree on a pattern: letters, numbers, blanks, groups, and no look-behind."""
     rest = re.sub(r"\\p\{[LN]\}|\\[srnS]|\(\?[i!]?:?|\{\d+(,\d+)?\}|[\[\]()^|?*+']", "", pattern)
     return re.fullmatch(r"[A-Za-z .:!]*", rest) is not None and not re.search(r"\[[^\]]*\\S", pattern)
 
 
-# Characters that one character in normal form (NFC) can stand for: none decomposes into more.
-_MOST_COMPOSED = 4
-_CUTTERS = ("Split", "ByteLevel", "Digits")
+def _max_token_chars(tokenizer: Tokenizer) -> int:
+    """Return the most characters that one token can stand for; 0 if the tokenizer may lose some."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not _is_lossless(tokenizer) or any(not token.special and (token.lstrip or token.rstrip) for token in added):
+        return 0
+    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
 
 
-class LeastTokens:
-    """Lower bounds on the number of tokens of texts.
-
-    Args:
-        tokenizer: the backend tokenizer.
-        words: cuts its words, if that is known.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, words: WordTokenizer | None) -> None:
-        self._tokenizer, self._words = tokenizer, words
-
-    def of(self, text: str, enough: int) -> int:
-        """A number of tokens that a text has at least; counting ends at ``enough``."""
-        if not text or not self._longest:
-            return 0
-        num_chars = len(text)
-        if not text.isascii() and self._composes and not unicodedata.is_normalized("NFC", text):
-            num_chars = -(-num_chars // _MOST_COMPOSED)
-        least = -(-num_chars // self._longest)
-        if least < enough and self._words is not None:
-            least = max(least, self._words.num_words(text, enough))
-        return least
-
-    @cached_property
-    def _composes(self) -> bool:
-        return bool(component_settings(self._tokenizer.normalizer))
-
-    @cached_property
-    def _longest(self) -> int:
-        """Characters that one token can stand for; 0 if the tokenizer may lose some."""
-        tokenizer = self._tokenizer
-        added = tokenizer.get_added_tokens_decoder().values()
-        if not _keeps_all(tokenizer) or any(not token.special and (token.lstrip or token.rstrip) for token in added):
-            return 0
-        return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-
-
-def _keeps_all(tokenizer: Tokenizer) -> bool:
-    model, normalizer = tokenizer.model, component_settings(tokenizer.normalizer)
+def _is_lossless(tokenizer: Tokenizer) -> bool:
+    model, normalizer = tokenizer.model, _settings(tokenizer.normalizer)
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
-    cutter = component_settings(tokenizer.pre_tokenizer)
-    steps = cutter.get("pretokenizers", [cutter] if cutter else [])
+    splitter = _settings(tokenizer.pre_tokenizer)
+    steps = splitter.get("pretokenizers", [splitter] if splitter else [])
     if any(step["type"] == "ByteLevel" for step in steps):
-        known = all(step["type"] in _CUTTERS and step.get("behavior") != "Removed" for step in steps)
-        return known and normalizer.get("type", "NFC") == "NFC"
+        splits = ("Split", "ByteLevel", "Digits")
+        is_known = all(step["type"] in splits and step.get("behavior") != "Removed" for step in steps)
+        return is_known and normalizer.get("type", "NFC") == "NFC"
     normalizers = normalizer.get("normalizers", [normalizer] if normalizer else [])
     return bool(model.byte_fallback) and not steps and all(map(_keeps_length, normalizers))
 
 
 def _keeps_length(normalizer: dict[str, Any]) -> bool:
-    """Llama's and Gemma's: a mark for each blank, and perhaps one more before the text."""
+    """Return whether a normalizer is Llama's or Gemma's: a mark for each blank, and perhaps one before the text."""
     if normalizer["type"] == "Prepend":
         return True
     return normalizer["type"] == "Replace" and json.dumps(normalizer["pattern"]) == json.dumps({"String": " "})
 
 
 # Short pieces (a newline, a role) come back in every turn of every row.
-_REMEMBERED_CHARS = 64
-_REMEMBERED_PIECES = 100_000
+_MAX_PIECE_CHARS = 64
+_MAX_PIECES = 100_000
+_MAX_COMPOSED = 4  # characters that one character in normal form (NFC) can stand for: none decomposes into more
 _PROBES = ("user\nHello, world", "\n", " a  b\n\nc", "1 + 1 = 2. 你好")
 
 
 class PieceTokenizer:
-    """Tokenizes pieces so that the whole equals the tokenization of the whole string.
+    """Tokenizes pieces so that their ids equal the tokenization of the whole string.
 
     Most tokenizers (all byte-level BPE ones) give a piece the same ids wherever it stands. Some SentencePiece ones
-    put a space before the first piece only; for these a piece is encoded behind its control token. Which kind it is,
-    is found out once.
+    put a space before the first piece only; for these a piece is encoded behind its control token. The kind is
+    determined once, by probes.
 
     Args:
         tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
@@ -311,12 +267,14 @@ class PieceTokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._words = WordTokenizer.of(tokenizer)
-        self._least = LeastTokens(tokenizer, self._words)
         self._remembered: dict[str, list[int]] = {}
-        self.context_free = self._is_context_free()
+        usable = next((text for text in vocabulary.texts if text not in vocabulary.strip_right), None)
+        self.context_free = usable is None or all(
+            self._encode_behind(Piece(usable, "", probe)) == self._plain(probe) for probe in _PROBES
+        )
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Ids of each piece's text, without the control token before it."""
+        """Return the ids of each piece's text, without the control token before it."""
         if not self.context_free:
             return [self._encode_behind(piece) for piece in pieces]
         if self._vocabulary.strip_left or self._vocabulary.strip_right:
@@ -324,45 +282,59 @@ class PieceTokenizer:
         else:
             texts = [piece.text for piece in pieces]
         fresh = list(dict.fromkeys(text for text in texts if text and text not in self._remembered))
-        found: dict[str, list[int]] = {"": []}
+        new: dict[str, list[int]] = {"": []}
         if self._words is not None:
             by_words = {text: self._words.encode(text) for text in fresh}
-            found |= {text: ids for text, ids in by_words.items() if ids is not None}
+            new |= {text: ids for text, ids in by_words.items() if ids is not None}
             fresh = [text for text, ids in by_words.items() if ids is None]
         if fresh:
             encodings = self._tokenizer.encode_batch_fast(fresh, add_special_tokens=False)
-            found.update(zip(fresh, (encoding.ids for encoding in encodings), strict=True))
-        result = [found[text] if text in found else self._remembered[text] for text in texts]
-        if len(self._remembered) < _REMEMBERED_PIECES:
-            self._remembered.update({text: ids for text, ids in found.items() if len(text) <= _REMEMBERED_CHARS})
+            new.update(zip(fresh, (encoding.ids for encoding in encodings), strict=True))
+        result = [new[text] if text in new else self._remembered[text] for text in texts]
+        if len(self._remembered) < _MAX_PIECES:
+            self._remembered.update({text: ids for text, ids in new.items() if len(text) <= _MAX_PIECE_CHARS})
         return result
 
-    def least(self, pieces: Sequence[Piece], enough: int) -> int:
-        """A number of tokens that the texts of pieces have at least; counting ends at ``enough``."""
-        least = 0
-        if self.context_free:
+    def min_tokens(self, pieces: Sequence[Piece], enough: int) -> int:
+        """Return a lower bound on the number of tokens in the texts of pieces; counting ends at ``enough``."""
+        num_tokens = 0
+        if self.context_free and self._max_token_chars:
             for i in range(len(pieces)):
-                least += self._least.of(self._trimmed(pieces, i), enough - least)
-                if least >= enough:
+                num_tokens += self._min_text_tokens(self._trimmed(pieces, i), enough - num_tokens)
+                if num_tokens >= enough:
                     break
-        return least
+        return num_tokens
+
+    def _min_text_tokens(self, text: str, enough: int) -> int:
+        num_chars = len(text)
+        is_composing = not text.isascii() and self._tokenizer.normalizer is not None
+        if is_composing and not unicodedata.is_normalized("NFC", text):
+            num_chars = -(-num_chars // _MAX_COMPOSED)
+        num_tokens = -(-num_chars // self._max_token_chars)
+        if num_tokens < enough and text and self._words is not None:
+            num_tokens = max(num_tokens, self._words.num_words(text, enough))
+        return num_tokens
+
+    @cached_property
+    def _max_token_chars(self) -> int:
+        return _max_token_chars(self._tokenizer)
 
     def ends(self, pieces: Sequence[Piece], i: int, num: int) -> tuple[list[int], int] | None:
-        """The first and the last ids of a long piece's text, ``num`` and perhaps some more, and how many lie between.
+        """Return ``num`` or more first and last ids of a long piece's text, and how many ids are between them.
 
         Returns:
-            None where only tokenizing the whole text tells them.
+            None where the whole text must be tokenized.
         """
         if self._words is None or not self.context_free:
             return None
         return self._words.ends(self._trimmed(pieces, i), num)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """Characters [start, end) of each token of one piece's text."""
+        """Return characters [start, end) of each token of one piece's text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).offsets)
 
     def _trimmed(self, pieces: Sequence[Piece], i: int) -> str:
-        """A piece's text, without the blanks that the control tokens around it swallow."""
+        """Return a piece's text without the blanks that the control tokens around it absorb."""
         text = pieces[i].text
         if pieces[i].control in self._vocabulary.strip_right:
             text = text.lstrip()
@@ -370,19 +342,13 @@ class PieceTokenizer:
             text = text.rstrip()
         return text
 
-    def _is_context_free(self) -> bool:
-        usable = [text for text in self._vocabulary.texts if text not in self._vocabulary.strip_right]
-        if not usable:
-            return True
-        return all(self._encode_behind(Piece(usable[0], "", probe)) == self._plain(probe) for probe in _PROBES)
-
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _encode_behind(self, piece: Piece) -> list[int]:
-        """Ids of a piece's text as they are behind its control token."""
+        """Return the ids of a piece's text as they are behind its control token."""
         if piece.control not in self._vocabulary.ids or self._vocabulary.pattern.search(piece.text):
-            # A newline stands in for the control token where reading those is switched off.
+            # A newline stands in for the control token where control tokens in text are read as text.
             newline = self._plain("\n")
             ids = self._plain("\n" + piece.text)
             return ids[len(newline) :] if piece.control and ids[: len(newline)] == newline else self._plain(piece.text)

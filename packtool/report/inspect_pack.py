@@ -11,7 +11,7 @@ from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.media_spans import MediaTokens, placed_media
+from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.errors import ConfigError
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.report.inspect import all_media, medium_text, model_of_cache
@@ -97,8 +97,8 @@ def _laid_out(
 def _media_texts(sample: EncodedSample, branch: Branch, tokens: MediaTokens | None) -> list[str]:
     media = all_media(sample)
     if tokens is not None:
-        places = placed_media(sample, tokens)
-        media = [placed.medium for placed in places if branch.start <= placed.start < branch.stop]
+        places = media_spans(sample, tokens)
+        media = [span.medium for span in places if branch.start <= span.start < branch.stop]
     return [medium_text(medium) for medium in media]
 
 

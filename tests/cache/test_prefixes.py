@@ -257,7 +257,7 @@ def test_a_file_of_an_older_packtool_does_not_tell_of_targets(ask: Export, tmp_p
 def test_a_file_of_a_packtool_that_knew_media_by_their_paths_is_repaired(
     ask: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_module, "prefix_hashes", partial(prefix_hashes, told=by_address))
+    monkeypatch.setattr(task_module, "prefix_hashes", partial(prefix_hashes, medium_key=by_address))
     ask()
     monkeypatch.setattr(task_module, "prefix_hashes", prefix_hashes)
     ask("new")

@@ -321,10 +321,10 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
 
 
 def test_families_without_a_form_are_told(encoder_of: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
 
     encoder = encoder_of("qwen3_5")
-    monkeypatch.setattr(encoder, "_boxes", replace(encoder._boxes, form=None, model_type="seer"))
+    monkeypatch.setattr(encoder._boxes, "_form", None)
+    monkeypatch.setattr(encoder._boxes, "_model_type", "seer")
     problem = problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox>", picture(9, 9)))
     assert problem.reason == "objects_unsupported"
     assert problem.detail.startswith(

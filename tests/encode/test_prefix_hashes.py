@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packtool.constants import IGNORE_INDEX
 from packtool.encode import prefix_hashes as module
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.media_spans import MediaTokens, placed_media
+from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.encode.prefix_hashes import by_address, changed_files, prefix_hashes
 
 PADS = {"image": 90, "video": 91, "audio": 92}
@@ -37,7 +37,7 @@ def sample(ids: list[int], turns: tuple[int, ...] = (), **changes: Any) -> Encod
     return dataclasses.replace(made, **changes)
 
 
-def told(made: EncodedSample, **options: Any) -> dict[int, int]:
+def prefixes(made: EncodedSample, **options: Any) -> dict[int, int]:
     counts, found = prefix_hashes([made], TOKENS, **options)
     assert counts.tolist() == [len(found.lengths)]
     assert found.lengths.dtype == np.int32
@@ -50,12 +50,12 @@ PICTURE = [1, SEES, 90, 90, 82]
 
 def test_prefixes_end_behind_media_and_at_turns() -> None:
     made = sample([*PICTURE, 2, 3, 4, 5, 6, 7], (7, 9), images=(image(),))
-    assert list(told(made)) == [5, 7, 9]
-    assert list(told(made, longer_than=5)) == [7, 9]
-    assert told(made, longer_than=5)[7] == told(made)[7]
-    assert list(told(sample([*PICTURE, 2], (3, 4, 6), images=(image(),)))) == [5, 6], "and not inside of one"
-    assert not told(sample([1, 2, 3]))
-    assert list(told(sample([1, 2, 3], (1, 3)))) == [1, 3]
+    assert list(prefixes(made)) == [5, 7, 9]
+    assert list(prefixes(made, longer_than=5)) == [7, 9]
+    assert prefixes(made, longer_than=5)[7] == prefixes(made)[7]
+    assert list(prefixes(sample([*PICTURE, 2], (3, 4, 6), images=(image(),)))) == [5, 6], "and not inside of one"
+    assert not prefixes(sample([1, 2, 3]))
+    assert list(prefixes(sample([1, 2, 3], (1, 3)))) == [1, 3]
 
 
 def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
@@ -64,21 +64,25 @@ def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
     monkeypatch.setattr(module, "LEAST_PROMPT", 4)
     end = 9
     prompt, asked = [1, 2, 3, end], [5, 6, end, 7]
-    found = told(sample([*prompt, *asked, 8, 8, end, 5, end, 7, 8, end], (8, 11, 14, 16)))
+    found = prefixes(sample([*prompt, *asked, 8, 8, end, 5, end, 7, 8, end], (8, 11, 14, 16)))
     assert list(found) == [4, 8, 11, 14, 16]
-    assert told(sample([*prompt, 5, 5, end, 7, 4, end], (8, 10)))[4] == found[4]
-    assert list(told(sample([*prompt[1:], *asked, 8, end], (7, 9)))) == [7, 9], "too short"
-    assert list(told(sample([1, 1, *asked, 8, end], (6, 8)))) == [6, 8], "none"
-    assert list(told(sample([*prompt, *asked, end, 8, end], (8, 11)))) == [8, 11], "cut, and does not end"
+    assert prefixes(sample([*prompt, 5, 5, end, 7, 4, end], (8, 10)))[4] == found[4]
+    assert list(prefixes(sample([*prompt[1:], *asked, 8, end], (7, 9)))) == [7, 9], "too short"
+    assert list(prefixes(sample([1, 1, *asked, 8, end], (6, 8)))) == [6, 8], "none"
+    assert list(prefixes(sample([*prompt, *asked, end, 8, end], (8, 11)))) == [8, 11], "cut, and does not end"
     pictured = [1, end, *PICTURE, end, *asked, 8, end]
-    assert list(told(sample(pictured, (12, 14), images=(image(),)))) == [7, 8, 12, 14]
-    assert list(told(sample([1, 2, SEES, 90, end, 90, 82, *asked, 8, end], (11, 13), images=(image(),)))) == [7, 11, 13]
+    assert list(prefixes(sample(pictured, (12, 14), images=(image(),)))) == [7, 8, 12, 14]
+    assert list(prefixes(sample([1, 2, SEES, 90, end, 90, 82, *asked, 8, end], (11, 13), images=(image(),)))) == [
+        7,
+        11,
+        13,
+    ]
 
 
 def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
-    first = told(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
-    assert told(sample([*PICTURE, 9, 3, 4], (6, 8), images=(image(),)))[5] == first[5]
-    assert told(sample(PICTURE, images=(image(),), channel="other")) == {5: first[5]}
+    first = prefixes(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
+    assert prefixes(sample([*PICTURE, 9, 3, 4], (6, 8), images=(image(),)))[5] == first[5]
+    assert prefixes(sample(PICTURE, images=(image(),), channel="other")) == {5: first[5]}
     for other in (
         sample([7, *PICTURE[1:], 2, 3], images=(image(),)),
         sample([*PICTURE[:-1], 83, 2, 3], images=(image(),)),
@@ -87,16 +91,16 @@ def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
         sample(PICTURE, images=(image(grid=(1, 4, 2)),)),
         sample([1, SEES, 91, 91, 82], videos=(video(),)),
     ):
-        assert told(other)[5] != first[5]
+        assert prefixes(other)[5] != first[5]
 
 
 def test_bytes_are_compared_and_not_where_they_lie() -> None:
     made = [sample(PICTURE, images=(image(path=None, data=data),)) for data in (b"12", b"12", b"13")]
-    one, same, other = (told(each)[5] for each in made)
+    one, same, other = (prefixes(each)[5] for each in made)
     assert one == same != other
     frames = [((None, b"1"), ("b", None)), ((None, b"1"), ("b", None)), ((None, b"2"), ("b", None))]
     ids = [SEES, 91, 91, 82]
-    one, same, other = (told(sample(ids, videos=(video(path=None, frames=each),)))[4] for each in frames)
+    one, same, other = (prefixes(sample(ids, videos=(video(path=None, frames=each),)))[4] for each in frames)
     assert one == same != other
 
 
@@ -105,12 +109,12 @@ def test_a_video_ends_with_its_sound_track() -> None:
     ids = [1, SEES, SOUNDS, 91, 91, 92, 92, 91, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
     sound = EncodedAudio("a.wav", None, 50, 4, 1)
     made = sample(ids, videos=(video(3, audio=track),), audios=(sound,))
-    placed = placed_media(made, TOKENS)
+    placed = media_spans(made, TOKENS)
     assert [(each.start, each.stop) for each in placed] == [(3, 9), (13, 14)]
-    assert list(told(made)) == [10, 15]
+    assert list(prefixes(made)) == [10, 15]
     longer = dataclasses.replace(track, num_samples=101)
-    assert told(dataclasses.replace(made, videos=(video(3, audio=longer),)))[10] != told(made)[10]
-    assert told(dataclasses.replace(made, audios=(dataclasses.replace(sound, path="b"),)))[10] == told(made)[10]
+    assert prefixes(dataclasses.replace(made, videos=(video(3, audio=longer),)))[10] != prefixes(made)[10]
+    assert prefixes(dataclasses.replace(made, audios=(dataclasses.replace(sound, path="b"),)))[10] == prefixes(made)[10]
 
 
 def test_what_media_cost_is_told_of_each_prefix() -> None:
@@ -144,7 +148,7 @@ def test_hashes_are_equal_exactly_where_prefixes_are(one: list[int], other: list
     found = []
     for ids in (one, other):
         ends = sorted(data.draw(st.sets(st.integers(1, len(ids)))))
-        found.append(told(sample(ids, borders=np.array(ends, np.int32))))
+        found.append(prefixes(sample(ids, borders=np.array(ends, np.int32))))
         assert list(found[-1]) == ends
     for end, value in found[0].items():
         if end in found[1]:
@@ -175,7 +179,7 @@ def test_a_file_that_was_replaced_is_found(tmp_path_factory: pytest.TempPathFact
     """By its first, middle or last bytes or its size, whichever medium it is of."""
     made, files = media_files(tmp_path_factory.mktemp("files"))
     least = data.draw(st.integers(0, made.length))
-    hashes = told(made, longer_than=least)
+    hashes = prefixes(made, longer_than=least)
     assert changed_files(made, TOKENS, hashes) == []
     kind = data.draw(st.sampled_from(sorted(files)))
     file = data.draw(st.sampled_from(files[kind]))
@@ -222,16 +226,16 @@ def test_unchanged_files_are_never_reported(
     ends = st.lists(st.integers(0, len(ids)), max_size=6).map(sorted)
     turns, borders = (tuple(data.draw(ends)) for _ in range(2))
     made = sample(ids, turns[: len(turns) // 2 * 2], borders=np.array(borders, np.int32), **media)
-    assert changed_files(made, TOKENS, told(made, longer_than=longer_than)) == []
+    assert changed_files(made, TOKENS, prefixes(made, longer_than=longer_than)) == []
 
 
-@pytest.mark.parametrize("options", [{"told": by_address}, {"_BEGINNING": b"'c'"}])
+@pytest.mark.parametrize("options", [{"medium_key": by_address}, {"_BEGINNING": b"'c'"}])
 def test_hashes_of_older_caches_are_not_taken_for_changes(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = media_files(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(module, "_BEGINNING", options.pop("_BEGINNING", module._BEGINNING))
-        hashes = told(made, **options)
-    assert hashes != told(made)
+        hashes = prefixes(made, **options)
+    assert hashes != prefixes(made)
     assert changed_files(made, TOKENS, hashes) == []

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from packtool.encode import encoder as encoder_module
-from packtool.encode.tokenize import LeastTokens, WordTokenizer
+from packtool.encode.control import ControlVocabulary, Piece
+from packtool.encode.tokenize import PieceTokenizer, WordTokenizer
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped
 from tests.encode.conftest import encoder_for
@@ -37,11 +38,13 @@ def byte_level(normalizer: Any = None, cut: bool = True) -> Tokenizer:
 
 
 @cache
-def bound_of(kind: str) -> tuple[LeastTokens, Tokenizer]:
-    """With its tokenizer."""
+def tokenizer_of(kind: str) -> Tokenizer:
     normalizer = normalizers.NFC() if kind.endswith("NFC") else None
-    tokenizer = byte_level(normalizer, cut=kind.startswith("words"))
-    return LeastTokens(tokenizer, WordTokenizer.of(tokenizer)), tokenizer
+    return byte_level(normalizer, cut=kind.startswith("words"))
+
+
+def min_tokens(tokenizer: Tokenizer, text: str, enough: int) -> int:
+    return PieceTokenizer(tokenizer, ControlVocabulary(tokenizer)).min_tokens([Piece("", "", text)], enough)
 
 
 TEXTS = st.text(st.sampled_from("ab  \n1.,é\u0301\u1f82\u0313\u0342\u0345你\U0001f600\u1100\u1161\u11a8"), max_size=60)
@@ -51,8 +54,8 @@ TEXTS = st.text(st.sampled_from("ab  \n1.,é\u0301\u1f82\u0313\u0342\u0345你\U0
 @settings(max_examples=150)
 @given(text=TEXTS | st.text(max_size=40), times=st.integers(1, 5), enough=st.integers(1, 100))
 def test_a_text_never_has_fewer(kind: str, text: str, times: int, enough: int) -> None:
-    bound, tokenizer = bound_of(kind)
-    least = bound.of(text * times, enough)
+    tokenizer = tokenizer_of(kind)
+    least = min_tokens(tokenizer, text * times, enough)
     num_tokens = len(tokenizer.encode(text * times, add_special_tokens=False).ids)
     assert least <= num_tokens
     assert least > 0 or not text
@@ -65,7 +68,7 @@ def test_nothing_is_promised_where_text_is_lost() -> None:
         Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
         Tokenizer(models.BPE({"a": 0, "u": 1}, [], unk_token="u", fuse_unk=True)),
     ):
-        assert LeastTokens(lossy, None).of("a b c" * 1000, 10) == 0
+        assert min_tokens(lossy, "a b c" * 1000, 10) == 0
 
 
 @pytest.mark.parametrize("strategy", ["delete", "raise", "left", "right"])
@@ -105,8 +108,7 @@ def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.
 @settings(max_examples=60)
 @given(text=TEXTS, times=st.integers(1, 9), num=st.integers(1, 50))
 def test_the_ends_of_a_text_are_those_of_its_tokens(text: str, times: int, num: int) -> None:
-    _, tokenizer = bound_of("words")
-    words = WordTokenizer.of(tokenizer)
+    words = WordTokenizer.of(tokenizer_of("words"))
     assert words is not None
     whole, found = words.encode(text * times), words.ends(text * times, num)
     if whole is None:
