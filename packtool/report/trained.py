@@ -16,9 +16,8 @@ from packtool.planning.ledger import SourceLedger
 from packtool.report.drawing import plural
 from packtool.report.tables import aligned
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
-from packtool.train.prepare.history import has_history
-from packtool.train.prepare.record import read_ledger
-from packtool.train.prepare.replan import Replay, replay_segment, segments_of
+from packtool.train.prepare.history import has_history, read_ledger
+from packtool.train.prepare.replay import Replay, replay_segment, segments_of
 from packtool.visible import visible_line
 
 _COMPANIONS = 20

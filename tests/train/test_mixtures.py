@@ -27,9 +27,9 @@ from packtool.progress import SilentProgress
 from packtool.report.statistics import train_lines
 from packtool.report.trained import step_figures
 from packtool.train.prepare.figures import RankStep
+from packtool.train.prepare.history import read_ledger
 from packtool.train.prepare.mixtures import recipe_of_anywhere
 from packtool.train.prepare.preview import resumed_figures
-from packtool.train.prepare.record import read_ledger
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 from packtool.train.run import train

@@ -26,7 +26,7 @@ from packtool.report.inspect import sample_view
 from packtool.report.statistics import train_lines
 from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.place import RESULT_NAME
-from packtool.train.prepare.replan import replay_segment, segments_of
+from packtool.train.prepare.replay import replay_segment, segments_of
 from packtool.train.prepare.trained import TrainedModel
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics

@@ -1,16 +1,15 @@
-"""A run goes on with other caches than it had: what is left of its epoch, and what becomes of what it had.
+"""Resuming with other caches: the samples that are left of the epoch, and the status of each cache.
 
-Caches are known by their fingerprints. In the place of one that is gone there may be another export of its rows: its
-samples are found by file and row, or, where files have changed and the old cache can still be read, by what they say.
-
-What caches take over from those of which they are other exports: how often each of their samples was trained.
+Caches are identified by their fingerprints. Another export of the rows of a removed cache may have replaced it: its
+samples are matched by file and row, or, where files have changed and the old cache can still be read, by content. The
+training counts of matched samples go to the new cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
@@ -34,20 +33,20 @@ from packtool.planning.ledger import (
     match,
 )
 from packtool.planning.pack_plan import Int64Array
+from packtool.train.prepare.history import origins_path
 
-HISTORY = "history"
-"""Folder of an output directory for what checkpoints do not hold."""
+_NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
-    """What caches take over from others.
+class MatchedCounts:
+    """Training counts of new caches, taken from removed caches with the same samples.
 
     Args:
-        before, epoch: by cache, counts (N,) of its samples.
-        num_new: by cache, samples of rows that were not there.
-        is_again: by cache, whether it has some that were.
-        is_gone: of each cache of the pool, bool (M,), samples that no cache has any more.
+        before, epoch: by cache, counts (N,) of its samples before this epoch and in it.
+        num_new: by cache, samples without a match.
+        is_again: by cache, whether any sample has a match.
+        is_gone: of each removed cache, bool (M,), samples without a match.
     """
 
     before: dict[int, Int64Array]
@@ -56,131 +55,113 @@ class Carried:
     is_again: dict[int, bool]
     is_gone: list[npt.NDArray[np.bool_]]
 
-    @classmethod
-    def nothing(cls, pool: Sequence[SourceLedger], reader: CacheReader, new: Sequence[int]) -> Carried:
-        """Where there are none to take over from, or none that take over."""
-        sizes = np.diff(reader.offsets).tolist()
-        none = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
-        gone = [np.ones(source.num, np.bool_) for source in pool]
-        return cls(none, none, {cache: sizes[cache] for cache in new}, dict.fromkeys(new, False), gone)
 
-
-def paired_caches(
+def _paired_caches(
     sources: Sequence[SourceLedger], reader: CacheReader
 ) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
-    """What was trained of each cache that there is now, None for a new one; and the caches that are not there now."""
-    unused = list(sources)
+    """Pair caches by fingerprint: the ledger of each present cache, None for a new one; and the removed caches."""
+    removed = list(sources)
     kept: list[SourceLedger | None] = []
     for manifest in reader.manifests:
-        same = next((source for source in unused if source.fingerprint == manifest.fingerprint), None)
+        same = next((source for source in removed if source.fingerprint == manifest.fingerprint), None)
         kept.append(same)
         if same is not None:
-            unused.remove(same)
-    return kept, unused
+            removed.remove(same)
+    return kept, removed
 
 
-def carried_counts(
+def _match_counts(
     pool: Sequence[SourceLedger], num_leaving: int, reader: CacheReader, new: Sequence[int], history: str
-) -> Carried:
-    """What new caches take over.
+) -> MatchedCounts:
+    """Match the samples of new caches to those of removed ones.
 
     Args:
-        pool: caches that are gone now, the first ``num_leaving`` of them since the checkpoint.
-        new: numbers of the caches that were not there.
+        pool: removed caches, the first ``num_leaving`` of them removed since the checkpoint.
+        new: numbers of the new caches.
+        history: folder of the run's history.
     """
+    if not new or not pool:
+        sizes = np.diff(reader.offsets).tolist()
+        zeros = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
+        gone = [np.ones(source.num, np.bool_) for source in pool]
+        return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, dict.fromkeys(new, False), gone)
     before, epoch = (joined_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
-    # Of those that were gone before, rows that others went on with count there.
-    counts = np.concatenate([np.ones(source.num, np.bool_) for source in pool[:num_leaving]] + [np.zeros(0, np.bool_)])
-    considered = np.append(counts, (before + epoch)[len(counts) :] > 0)
+    # Of caches removed earlier, samples that were matched then have no counts here any more.
+    is_considered = before + epoch > 0
+    is_considered[: sum(source.num for source in pool[:num_leaving])] = True
+    considered = np.flatnonzero(is_considered)
     old_origins = [_old_origins(source, history) for source in pool]
     new_origins = {cache: read_origins(reader, cache) for cache in new}
-    places = np.flatnonzero(considered)
-    old = SampleKeys.joined([_keys(origins) for origins in old_origins]).only(places)
-    matches = {cache: match(old, _keys(origins)) for cache, origins in new_origins.items()}
-    found = Carried({}, {}, {}, {}, [])
-    is_gone = np.logical_and.reduce([each.is_gone for each in matches.values()])
-    by_content = _by_contents(pool, places, is_gone, before + epoch, reader, matches)
-    _refuse_untold(pool, old_origins, new_origins, by_content is not None)
+    old = SampleKeys.joined([_row_keys(origins) for origins in old_origins]).only(considered)
+    matches = {cache: match(old, _row_keys(origins)) for cache, origins in new_origins.items()}
+    missing = considered[np.logical_and.reduce([each.is_gone for each in matches.values()])]
+    by_content = _match_contents(pool, missing, before + epoch, reader, matches)
+    if by_content is None:
+        _check_rows_unchanged(pool, old_origins, new_origins)
+    counts = MatchedCounts({}, {}, {}, {}, [])
+    is_gone = np.zeros(len(before), np.bool_)
+    is_gone[missing] = True
     for cache, each in matches.items():
-        found.before[cache], found.epoch[cache] = each.carried(before[places]), each.carried(epoch[places])
-        is_new = each.is_new
-        if by_content is not None:
-            is_old, which = by_content.of[cache]
-            found.before[cache][is_old], found.epoch[cache][is_old] = before[which], epoch[which]
-            is_new = is_new.copy()
-            is_new[is_old] = False
-        found.num_new[cache], found.is_again[cache] = int(is_new.sum()), not is_new.all()
-    gone = np.zeros(len(considered), np.bool_)
-    gone[places] = is_gone
-    if by_content is not None:
-        gone[by_content.found] = False
-    found.is_gone.extend(np.split(gone, np.cumsum([source.num for source in pool])[:-1]))
-    return found
+        samples, same = (_NOTHING, _NOTHING) if by_content is None else by_content[cache]
+        counts.before[cache], counts.epoch[cache] = each.carried(before[considered]), each.carried(epoch[considered])
+        counts.before[cache][samples], counts.epoch[cache][samples] = before[same], epoch[same]
+        is_new = each.is_new.copy()
+        is_new[samples] = False
+        counts.num_new[cache], counts.is_again[cache] = int(is_new.sum()), not is_new.all()
+        is_gone[same] = False
+    counts.is_gone.extend(np.split(is_gone, np.cumsum([source.num for source in pool])[:-1]))
+    return counts
 
 
-@dataclass(frozen=True, eq=False)
-class _ByContents:
-    """Samples that were found by what they say.
-
-    Args:
-        of: by cache, its samples that were found, and the samples of the pool that these are.
-        found: all of the latter.
-    """
-
-    of: dict[int, tuple[Int64Array, Int64Array]]
-    found: Int64Array
-
-
-def _by_contents(
+def _match_contents(
     pool: Sequence[SourceLedger],
-    places: Int64Array,
-    is_gone: npt.NDArray[np.bool_],
+    missing: Int64Array,
     counts: Int64Array,
     reader: CacheReader,
     matches: dict[int, Match],
-) -> _ByContents | None:
-    """Look for what no row tells of among what is gone; None where some of that cannot be read any more.
+) -> dict[int, tuple[Int64Array, Int64Array]] | None:
+    """Match samples by content where their rows have no match.
 
     Args:
-        places: of the samples that are considered, in the pool.
-        is_gone: which of these no cache has by its row.
-        counts: how often each of the pool was trained.
+        missing: samples of the pool without a match.
+        counts: how often each sample of the pool was trained.
+
+    Returns:
+        by cache, matched samples and those of the pool that are the same; None if a removed cache cannot be read.
     """
     starts = np.cumsum([0, *(source.num for source in pool)])
-    missing = places[is_gone]
-    nothing = np.zeros(0, np.int64)
-    wanted = {cache: np.flatnonzero(each.is_new) for cache, each in matches.items()}
-    if not len(missing) or not any(map(len, wanted.values())):
-        return _ByContents(dict.fromkeys(matches, (nothing, nothing)), nothing)
+    unmatched = {cache: np.flatnonzero(each.is_new) for cache, each in matches.items()}
+    if not len(missing) or not any(map(len, unmatched.values())):
+        return dict.fromkeys(matches, (_NOTHING, _NOTHING))
     contents = np.zeros(len(missing), np.uint64)
     for number, source in enumerate(pool):
         here = (missing >= starts[number]) & (missing < starts[number + 1])
         if here.any():
-            there = _still_there(source)
-            if there is None:
+            removed = _open_unchanged(source)
+            if removed is None:
                 return None
-            contents[here] = read_contents(there, missing[here] - starts[number])
+            contents[here] = read_contents(removed, missing[here] - starts[number])
     old = SampleKeys.of_contents(contents, counts[missing])
-    of = {}
-    for cache, rows in wanted.items():
-        found = read_contents(reader, rows + reader.offsets[cache])
-        same = match(old, SampleKeys.of_contents(found, np.zeros(len(found), np.int64))).same
-        of[cache] = rows[same >= 0], missing[same[same >= 0]]
-    return _ByContents(of, np.concatenate([which for _, which in of.values()]))
+    by_cache = {}
+    for cache, samples in unmatched.items():
+        new = read_contents(reader, samples + reader.offsets[cache])
+        same = match(old, SampleKeys.of_contents(new, np.zeros(len(new), np.int64))).same
+        by_cache[cache] = samples[same >= 0], missing[same[same >= 0]]
+    return by_cache
 
 
 def _old_origins(source: SourceLedger, history: str) -> Origins:
-    """Where the samples of a cache came from that the run no longer has.
+    """Read the rows that the samples of a removed cache came from.
 
     Raises:
-        MismatchError: if nothing tells.
+        MismatchError: if neither the history nor the cache tells.
     """
     path = origins_path(history, source.fingerprint)
     if os.path.exists(path):
         return Origins.read(path)
-    there = _still_there(source)
-    if there is not None:
-        return read_origins(there, 0)
+    removed = _open_unchanged(source)
+    if removed is not None:
+        return read_origins(removed, 0)
     raise MismatchError(
         f"{source.directory} is no longer the cache {source.fingerprint} that was trained, and nothing in {history} "
         "tells which rows its samples were: what was trained of it cannot be found in the new caches",
@@ -188,8 +169,8 @@ def _old_origins(source: SourceLedger, history: str) -> Origins:
     )
 
 
-def _still_there(source: SourceLedger) -> CacheReader | None:
-    """The cache as it was, if it can be read."""
+def _open_unchanged(source: SourceLedger) -> CacheReader | None:
+    """Open a removed cache; None if it has changed or cannot be read."""
     try:
         if Manifest.read(source.directory).fingerprint != source.fingerprint:
             return None
@@ -198,22 +179,18 @@ def _still_there(source: SourceLedger) -> CacheReader | None:
         return None
 
 
-def _refuse_untold(
-    pool: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins], knows_contents: bool
-) -> None:
-    """Where a file of rows has changed, its rows are not what they were, and only the samples can tell which is which.
+def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
+    """Raise if rows cannot be matched because their file has changed and the old cache is gone.
 
     Raises:
-        MismatchError: if they cannot, because the old cache is gone.
+        MismatchError: naming file and cache.
     """
-    if knows_contents:
-        return
     now = {
         path: digest for origins in new.values() for path, digest in zip(origins.files, origins.digests, strict=True)
     }
     for source, origins in zip(pool, old, strict=True):
         for path, digest in zip(origins.files, origins.digests, strict=True):
-            if now.get(path, digest) != digest and _still_there(source) is None:
+            if now.get(path, digest) != digest and _open_unchanged(source) is None:
                 raise MismatchError(
                     f"{path} has changed since {source.directory} was exported, so its rows are not those that were "
                     "trained; and the old cache, which could tell which is which, is gone",
@@ -221,54 +198,32 @@ def _refuse_untold(
                 )
 
 
-def _keys(origins: Origins) -> SampleKeys:
+def _row_keys(origins: Origins) -> SampleKeys:
     digests = [blake2b(digest.encode(errors="surrogatepass"), digest_size=8).digest() for digest in origins.digests]
     of_files = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
     return SampleKeys.of_rows(of_files[origins.file], origins.row, origins.part)
 
 
-def origins_path(history: str, fingerprint: str) -> str:
-    """The file in a run's history that tells where the samples of a cache came from."""
-    return os.path.join(history, f"rows-{fingerprint}.npz")
-
-
-def history_of(checkpoint: str) -> str:
-    """The folder with the history of a checkpoint's run."""
-    return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), HISTORY)
-
-
-def keep_origins(reader: CacheReader, history: str) -> None:
-    """Write down where the samples of caches on this machine came from, so that they are found when these are gone.
-
-    Those of remote caches are read when they are needed: it would copy all of their shards at once.
-    """
-    for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
-        path = origins_path(history, manifest.fingerprint)
-        if not storage.is_remote(directory) and not os.path.exists(path):
-            storage.make_directory(history)
-            read_origins(reader, cache).write(path)
-
-
-Fate = Literal["as before", "new", "back", "exported again", "replaced", "gone"]
+SourceStatus = Literal["as before", "new", "back", "exported again", "replaced", "gone"]
 
 
 @dataclass(frozen=True)
 class SourceChange:
-    """What became of one cache.
+    """The change of one cache since the checkpoint; as JSON shows it.
 
     Args:
         directory: of the cache.
-        fate: what it is to the run: a cache that is exported again has rows of one that is replaced, and one that is
-            back was gone before.
-        samples: that it has, or had.
-        trained: of them in this epoch, by this cache or those that it was exported in place of.
+        fate: its status: one that is "exported again" has rows of one that is "replaced"; one that is "back" was
+            removed earlier.
+        samples: of the cache.
+        trained: of them in this epoch, by this cache or the one that it replaces.
         left: to be trained in this epoch.
         new: samples of rows that the run did not have.
-        gone: samples that the run had and has no more; of a cache that is gone or replaced.
+        gone: samples that no cache has any more; of a cache that is gone or replaced.
     """
 
     directory: str
-    fate: Fate
+    fate: SourceStatus
     samples: int
     trained: int
     left: int = 0
@@ -277,44 +232,33 @@ class SourceChange:
 
     @property
     def sentence(self) -> str:
-        """One line of it."""
+        """One line for the log."""
         if self.fate in ("gone", "replaced"):
-            told = f"{self.fate}; {self.trained:,} of its {self.samples:,} samples were trained in this epoch"
+            trained = f"{self.fate}; {self.trained:,} of its {self.samples:,} samples were trained in this epoch"
             gone = f", and {self.gone:,} are in no cache of this run any more" if self.fate == "replaced" else ""
-            return f"{self.directory}: {told}{gone}"
-        fate = {"as before": "", "back": "back again; "}.get(self.fate, f"{self.fate}, {self.new:,} samples new; ")
-        return f"{self.directory}: {fate}{self.trained:,} of {self.samples:,} trained in this epoch, {self.left:,} left"
+            return f"{self.directory}: {trained}{gone}"
+        status = {"as before": "", "back": "back again; "}.get(self.fate, f"{self.fate}, {self.new:,} samples new; ")
+        trained = f"{self.trained:,} of {self.samples:,} trained in this epoch, {self.left:,} left"
+        return f"{self.directory}: {status}{trained}"
 
 
-@dataclass(frozen=True, eq=False)
-class ChangedData:
-    """A run with other data than its checkpoint.
+def change_lines(
+    change: DataChange, sources: Sequence[SourceChange], steps_left: int, steps_before: str
+) -> Iterator[str]:
+    """Describe a change of the data before it is trained.
 
     Args:
-        ledger: of the caches that there are now, with the change.
-        sources: what became of each cache, those that are gone last.
+        steps_left: of the rest of the epoch.
+        steps_before: steps of the whole run before and after the change, in words.
     """
-
-    ledger: Ledger
-    sources: tuple[SourceChange, ...]
-
-    def lines(self, steps_left: int, steps_before: str) -> Iterator[str]:
-        """What is to be said before it is paid for.
-
-        Args:
-            steps_left: steps that the rest of the epoch takes now.
-            steps_before: how many steps the whole run had, and has.
-        """
-        change = self.ledger.change
-        assert change is not None, "made with it"
-        yield f"the data have changed after step {change.step:,}, in epoch {change.epoch + 1:,}:"
-        for source in self.sources:
-            yield f"  {source.sentence}"
-        left = sum(source.left for source in self.sources)
-        yield (
-            f"what is left of this epoch, {left:,} samples, is planned anew in {steps_left:,} steps: none that was "
-            f"trained in it comes again; {steps_before}"
-        )
+    yield f"the data have changed after step {change.step:,}, in epoch {change.epoch + 1:,}:"
+    for source in sources:
+        yield f"  {source.sentence}"
+    left = sum(source.left for source in sources)
+    yield (
+        f"what is left of this epoch, {left:,} samples, is planned anew in {steps_left:,} steps: none that was "
+        f"trained in it comes again; {steps_before}"
+    )
 
 
 def with_changed_data(
@@ -322,108 +266,91 @@ def with_changed_data(
     reader: CacheReader,
     wanted: Callable[[Int64Array, Int64Array], Int64Array],
     history: str,
-    most: int,
+    max_length: int,
     stage: tuple[int, int] | None = None,
-) -> ChangedData:
-    """The ledger of a run that goes on with these caches, with what is left of its epoch.
+) -> tuple[Ledger, tuple[SourceChange, ...]]:
+    """Move the ledger of a checkpoint to other caches.
 
     Args:
         ledger: of the checkpoint.
-        reader: of the caches that there are now.
-        wanted: how often the epoch has each of their samples, (N,), given how often each was trained before it, and in
-            it.
-        history: folder where origins of the caches of the run are kept.
-        most: tokens of a sample; longer ones are left out.
-        stage: that the run is in, as ``Ledger`` has it.
+        reader: of the caches of the resumed run.
+        wanted: returns how often the epoch has each of their samples, (N,), given how often each was trained before
+            the epoch, and in it.
+        history: folder of the run's history.
+        max_length: tokens of the longest sample that is trained.
+        stage: of the run, as ``Ledger`` has it.
+
+    Returns:
+        the ledger of these caches, with the change; and the change of each cache, removed ones last.
 
     Raises:
-        MismatchError: if samples of a cache cannot be found again, because it is gone.
+        MismatchError: if the samples of a removed cache cannot be identified.
     """
-    kept, leaving = paired_caches(ledger.sources, reader)
+    kept, leaving = _paired_caches(ledger.sources, reader)
     new = [cache for cache, source in enumerate(kept) if source is None]
-    # Of caches that were gone before, what was trained of rows that have not come back.
+    # Of caches that were removed earlier, those with trained rows that have not come back.
     pool = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
-    found = (
-        carried_counts(pool, len(leaving), reader, new, history) if new and pool else Carried.nothing(pool, reader, new)
-    )
-    sources = tuple(
-        dataclasses.replace(source, directory=storage.absolute(reader.directories[cache]))
-        if source is not None
-        else _begun(reader, cache, found, ledger.retired)
+    matched = _match_counts(pool, len(leaving), reader, new, history)
+    removed_before = {source.fingerprint: source for source in reversed(ledger.retired)}
+    sources = [
+        dataclasses.replace(
+            source or _new_source(reader, cache, matched, removed_before),
+            directory=storage.absolute(reader.directories[cache]),
+        )
         for cache, source in enumerate(kept)
-    )
-    counts = joined_counts([source.epoch for source in sources])
-    before = joined_counts([source.before for source in sources])
-    left = np.maximum(wanted(before, counts) - counts, 0)
-    bounds = reader.offsets[1:-1]
-    known = () if stage is None else tuple(source.trained for source in sources)
-    change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, known)
-    now = {manifest.fingerprint for manifest in reader.manifests}
-    retired = [_only(source, is_gone) for source, is_gone in zip(pool, found.is_gone, strict=True)]
-    retired += [source for source in ledger.retired if not source.trained.num_rows]
-    after = dataclasses.replace(
-        ledger,
-        sources=sources,
-        retired=tuple(source for source in retired if source.fingerprint not in now),
-        change=change,
-        stage=stage,
-    )
-    is_left = np.split(np.where(reader.index.length <= most, left, 0), bounds)
-    back = {source.fingerprint for source in ledger.retired}
-    fates = [
-        _what_became(source, kept[n], source.fingerprint in back, found, n, is_left[n])
-        for n, source in enumerate(sources)
     ]
-    fates += [_what_is_gone(source, is_gone) for source, is_gone in zip(leaving, found.is_gone, strict=False)]
-    return ChangedData(after, tuple(fates))
+    counts = joined_counts([source.epoch for source in sources])
+    before_epoch = joined_counts([source.before for source in sources])
+    left = np.maximum(wanted(before_epoch, counts) - counts, 0)
+    bounds = reader.offsets[1:-1]
+    trained = () if stage is None else tuple(source.trained for source in sources)
+    change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, trained)
+    retired = [_only(source, is_gone) for source, is_gone in zip(pool, matched.is_gone, strict=True)]
+    retired += [source for source in ledger.retired if not source.trained.num_rows]
+    now = {manifest.fingerprint for manifest in reader.manifests}
+    retired = [source for source in retired if source.fingerprint not in now]
+    after = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
+    num_left = [int(each.sum()) for each in np.split(np.where(reader.index.length <= max_length, left, 0), bounds)]
+    changes = []
+    for cache, source in enumerate(sources):
+        num_trained = source.epoch.num_rows
+        if kept[cache] is not None or source.fingerprint in removed_before:
+            status: SourceStatus = "back" if kept[cache] is None else "as before"
+            changes.append(SourceChange(source.directory, status, source.num, num_trained, num_left[cache]))
+        else:
+            status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
+            changes.append(SourceChange(source.directory, status, source.num, num_trained, num_left[cache], num_new))
+    for source, is_gone in zip(leaving, matched.is_gone, strict=False):
+        status, num_gone = "gone" if is_gone.all() else "replaced", int(is_gone.sum())
+        changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
+    return after, tuple(changes)
 
 
-def _what_became(
-    source: SourceLedger, before: SourceLedger | None, is_back: bool, found: Carried, cache: int, left: Int64Array
-) -> SourceChange:
-    """What a cache is that the run has now."""
-    trained, num_left = source.epoch.num_rows, int(left.sum())
-    if before is not None:
-        return SourceChange(source.directory, "as before", source.num, trained, num_left)
-    if is_back:
-        return SourceChange(source.directory, "back", source.num, trained, num_left)
-    fate: Fate = "exported again" if found.is_again[cache] else "new"
-    return SourceChange(source.directory, fate, source.num, trained, num_left, found.num_new[cache])
+def _new_source(
+    reader: CacheReader, cache: int, matched: MatchedCounts, removed_before: Mapping[str, SourceLedger]
+) -> SourceLedger:
+    """The ledger of a cache that the checkpoint did not have, with matched counts."""
+    fingerprint, num = reader.manifests[cache].fingerprint, int(reader.offsets[cache + 1] - reader.offsets[cache])
+    source = removed_before.get(fingerprint) or SourceLedger.begin("", fingerprint, num)
+    before, epoch = RowCounts.of(matched.before[cache]), RowCounts.of(matched.epoch[cache])
+    return dataclasses.replace(source, before=before, epoch=epoch)
 
 
-def _what_is_gone(source: SourceLedger, is_gone: npt.NDArray[np.bool_]) -> SourceChange:
-    """What a cache was that the run had."""
-    fate: Fate = "gone" if is_gone.all() else "replaced"
-    return SourceChange(source.directory, fate, source.num, source.epoch.num_rows, gone=int(is_gone.sum()))
+def _only(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedger:
+    """The ledger with the counts of the chosen samples; its totals stay, for the others are trained from elsewhere."""
+    before, epoch = (RowCounts.of(np.where(is_chosen, each.counts(), 0)) for each in (source.before, source.epoch))
+    return dataclasses.replace(source, before=before, epoch=epoch)
 
 
 def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
-    """Which caches a run had and has not, or has anew, a line for each."""
-    kept, leaving = paired_caches(sources, reader)
+    """Describe the differences between the caches of a checkpoint and those of this run, a line for each."""
+    kept, leaving = _paired_caches(sources, reader)
     places = {source.directory for source in leaving}
     directories = [storage.absolute(directory) for directory in reader.directories]
-    found = []
-    for cache, source in enumerate(kept):
-        directory = directories[cache]
-        if source is None:
-            found.append(f"{directory}: {'is another export now' if directory in places else 'was not there'}")
-    found += [f"{each.directory}: is not there now" for each in leaving if each.directory not in directories]
-    return found or ["the caches are in another order"]
-
-
-def _begun(reader: CacheReader, cache: int, found: Carried, retired: Sequence[SourceLedger]) -> SourceLedger:
-    """The ledger of a cache that was not there before the change, or not just before it."""
-    fingerprint = reader.manifests[cache].fingerprint
-    num = int(reader.offsets[cache + 1] - reader.offsets[cache])
-    source = SourceLedger.begin(storage.absolute(reader.directories[cache]), fingerprint, num)
-    back = next((each for each in retired if each.fingerprint == fingerprint), None)
-    if back is not None:
-        source = dataclasses.replace(back, directory=source.directory)
-    before, epoch = RowCounts.of(found.before[cache]), RowCounts.of(found.epoch[cache])
-    return dataclasses.replace(source, before=before, epoch=epoch)
-
-
-def _only(source: SourceLedger, chosen: npt.NDArray[np.bool_]) -> SourceLedger:
-    """The ledger with the counts of some samples, because others go on elsewhere; its totals stay."""
-    before, epoch = (RowCounts.of(np.where(chosen, each.counts(), 0)) for each in (source.before, source.epoch))
-    return dataclasses.replace(source, before=before, epoch=epoch)
+    lines = [
+        f"{directory}: {'is another export now' if directory in places else 'was not there'}"
+        for directory, source in zip(directories, kept, strict=True)
+        if source is None
+    ]
+    lines += [f"{each.directory}: is not there now" for each in leaving if each.directory not in directories]
+    return lines or ["the caches are in another order"]

@@ -1,15 +1,22 @@
-"""What a run was made of, each time that it began or went on: enough to plan any of its steps anew.
+"""Files that record what a run has trained: its history, and the ledger of each checkpoint.
 
 OUTPUT_DIR/history/
     run.json                    a segment for each time: options, caches, assignment of packs, fingerprints
     mix-120.yaml                the recipe of --mix as it was then, with absolute paths, of the segment behind step 120
     ledger-120.npz              what was trained before step 121, where the data changed there
     rows-<fingerprint>.npz      which file and row each sample of a cache was made of
+
+The history is enough to plan any step again. ``packtool_ledger.npz`` in a checkpoint, and ``ledger-120.npz``, are
+archives of numpy arrays, megabytes for 100M samples: ``told`` is JSON with names, totals and the last change of the
+data; ``0.before.0``, ``0.epoch.0``, ... are planes of bits (``planning.ledger``) of the first cache, ``0.skipped`` its
+rows that could not be loaded. Caches that the run no longer has come last.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import itertools
 import json
 import os
 import shutil
@@ -18,18 +25,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from packtool import storage
 from packtool.cache.evaluation_file import plain_json
+from packtool.cache.origins import read_origins
+from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
 from packtool.constants import VERSION
 from packtool.errors import ConfigError, MismatchError
+from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.checkpoint import finished_checkpoints
-from packtool.train.prepare.data_change import HISTORY
 from packtool.train.prepare.mixtures import recipe_of_anywhere
+from packtool.train.prepare.place import HISTORY
 from packtool.train.prepare.result import options_given
 
 _RUN = "run.json"
+LEDGER_NAME = "packtool_ledger.npz"
+_TOTALS = ("num_samples", "tokens", "target_tokens")
+_Arrays = dict[str, npt.NDArray[Any]]
 # Where and how a run goes on says nothing about what its steps hold.
 _NOT_KEPT = ("resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run")
 _PATHS = ("model", "plan", "hardware", "mix")
@@ -142,10 +158,130 @@ def begin_segment(output_dir: str, segment: Segment, checkpoint: str | None) -> 
         name = f"mix-{segment.first}.yaml"
         storage.publish(os.path.join(folder, name), recipe_of_anywhere(mix))
         segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
-    told = {"segments": [dataclasses.asdict(each) for each in (*before, segment)]}
-    storage.publish(os.path.join(folder, _RUN), (json.dumps(told, indent=1) + "\n").encode())
+    segments = {"segments": [dataclasses.asdict(each) for each in (*before, segment)]}
+    storage.publish(os.path.join(folder, _RUN), (json.dumps(segments, indent=1) + "\n").encode())
 
 
 def has_history(output_dir: str) -> bool:
     """Whether a directory is that of a run which keeps a history."""
     return os.path.exists(os.path.join(output_dir, HISTORY, _RUN))
+
+
+def history_of(checkpoint: str) -> str:
+    """The folder with the history of a checkpoint's run."""
+    return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), HISTORY)
+
+
+def origins_path(history: str, fingerprint: str) -> str:
+    """The file of a history that records the rows of the samples of a cache."""
+    return os.path.join(history, f"rows-{fingerprint}.npz")
+
+
+def ledger_name(step: int) -> str:
+    """The file of a history that has the ledger of a change of the data after so many steps."""
+    return f"ledger-{step}.npz"
+
+
+def keep_origins(reader: CacheReader, history: str) -> None:
+    """Record the rows of the samples of local caches, so that samples can be matched when these are gone.
+
+    Those of remote caches are read when they are needed: it would copy all of their shards at once.
+    """
+    for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
+        path = origins_path(history, manifest.fingerprint)
+        if not storage.is_remote(directory) and not os.path.exists(path):
+            storage.make_directory(history)
+            read_origins(reader, cache).write(path)
+
+
+def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
+    """Write a ledger into a checkpoint, or another directory.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    arrays: _Arrays = {}
+    header = {
+        "step": ledger.step,
+        "epoch": ledger.epoch,
+        "sources": [_put(arrays, number, source) for number, source in enumerate(ledger.sources)],
+        "retired": [_put(arrays, len(ledger.sources) + n, source) for n, source in enumerate(ledger.retired)],
+        "change": None,
+    }
+    if ledger.stage is not None:
+        header["stage"] = ledger.stage
+    if (change := ledger.change) is not None:
+        header["change"] = [change.step, change.epoch, *(() if change.stage is None else (change.stage,))]
+        for kind, counts in (("left", change.left), ("trained", change.trained)):
+            for number, each in enumerate(counts):
+                arrays |= _planes(f"{number}.{kind}", each)
+    arrays["told"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    sink = io.BytesIO()
+    np.savez_compressed(sink, **arrays)  # type: ignore[arg-type]
+    storage.publish(os.path.join(directory, name), sink.getvalue())
+
+
+def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
+    """The ledger of a checkpoint; None if it has none.
+
+    Raises:
+        MismatchError: if it is damaged.
+    """
+    path = os.path.join(directory, name)
+    if not os.path.exists(path):
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            header = load_json(arrays["told"].tobytes())
+            listed = [*header["sources"], *header["retired"]]
+            sources = tuple(_take(arrays, number, source) for number, source in enumerate(listed))
+            num = len(header["sources"])
+            change = None
+            if header["change"] is not None:
+                sizes = [source.num for source in sources[:num]]
+                left, trained = (
+                    tuple(RowCounts(size, _read_planes(arrays, f"{n}.{what}")) for n, size in enumerate(sizes))
+                    for what in ("left", "trained")
+                )
+                step, epoch, *stage = header["change"]
+                change = DataChange(step, epoch, left, _stage(*stage), trained if stage else ())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MismatchError(f"{path} cannot be read: {error}", "Give another checkpoint.") from error
+    return Ledger(
+        step=header["step"],
+        epoch=header["epoch"],
+        sources=sources[:num],
+        retired=sources[num:],
+        change=change,
+        stage=_stage(header.get("stage")),
+    )
+
+
+def _stage(stage: list[int] | None = None) -> tuple[int, int] | None:
+    return None if stage is None else (stage[0], stage[1])
+
+
+def _put(arrays: _Arrays, number: int, source: SourceLedger) -> dict[str, Any]:
+    arrays |= _planes(f"{number}.before", source.before) | _planes(f"{number}.epoch", source.epoch)
+    arrays[f"{number}.skipped"] = source.skipped
+    totals = {name: getattr(source, name) for name in _TOTALS}
+    return {"directory": source.directory, "fingerprint": source.fingerprint, "num": source.num, **totals}
+
+
+def _take(arrays: Any, number: int, fields: dict[str, Any]) -> SourceLedger:
+    num = fields.pop("num")
+    return SourceLedger(
+        before=RowCounts(num, _read_planes(arrays, f"{number}.before")),
+        epoch=RowCounts(num, _read_planes(arrays, f"{number}.epoch")),
+        skipped=arrays[f"{number}.skipped"],
+        **fields,
+    )
+
+
+def _planes(name: str, counts: RowCounts) -> _Arrays:
+    return {f"{name}.{bit}": plane for bit, plane in enumerate(counts.planes)}
+
+
+def _read_planes(arrays: Any, name: str) -> tuple[npt.NDArray[np.uint8], ...]:
+    bits = itertools.takewhile(lambda bit: f"{name}.{bit}" in arrays, itertools.count())
+    return tuple(arrays[f"{name}.{bit}"] for bit in bits)

@@ -42,10 +42,11 @@ from packtool.train.prepare.checkpoint import (
     finished_checkpoints,
     read_run_state,
 )
-from packtool.train.prepare.data_change import HISTORY
 from packtool.train.prepare.mixtures import named_sources
 
 LAST, BEST = "last", "best"
+HISTORY = "history"
+"""Folder of an output directory for what checkpoints do not hold."""
 
 # A copy is for loading, not for going on from.
 _OF_THE_RUN = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "trainer_state*", "training_args*")

@@ -342,7 +342,7 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
         "steps_before": steps_planned(checkpoint),
         "world_size": run.world.data.size,
         "samples_left_in_epoch": len(stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)),
-        "data_changed": run.changed is not None,
-        "sources": [] if run.changed is None else [dataclasses.asdict(source) for source in run.changed.sources],
+        "data_changed": bool(run.changes),
+        "sources": [dataclasses.asdict(source) for source in run.changes],
         "stages": timeline.figures() or None,
     }

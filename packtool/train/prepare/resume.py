@@ -14,11 +14,11 @@ from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.planning.ledger import Ledger
 from packtool.train.prepare.checkpoint import ONLY_MODEL, RunState, read_options
-from packtool.train.prepare.data_change import ChangedData, cache_differences, history_of, with_changed_data
-from packtool.train.prepare.history import options_kept
+from packtool.train.prepare.data_change import SourceChange, cache_differences, change_lines, with_changed_data
+from packtool.train.prepare.history import history_of, options_kept, read_ledger
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.place import ResumePoint
-from packtool.train.prepare.record import begin_ledger, ledger_of_plan, read_ledger
+from packtool.train.prepare.record import begin_ledger, ledger_of_plan
 from packtool.train.prepare.timeline import Timeline
 
 _FIXED_PANELS = ("Optimizer", "Parameters")
@@ -29,62 +29,52 @@ _NOT_COMPARED = ("output_dir", "dataloader_num_workers", "data_change")
 
 @dataclass(frozen=True, eq=False)
 class ResumedState:
-    """A run from its resume point on.
+    """The timeline, state and ledger of a run from its resume point.
 
     Args:
         timeline: of all steps from there.
         state: with each time that packs were assigned.
         ledger: of what was trained before.
-        changed: differences of the data; None where they are the same.
+        changes: of each cache; empty if the data are the same.
         notes: for the user.
     """
 
     timeline: Timeline
     state: RunState
     ledger: Ledger
-    changed: ChangedData | None = None
+    changes: tuple[SourceChange, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inputs) -> ResumedState:
-    """Resume from a checkpoint, or begin a run.
+    """Resume from a checkpoint, or start a run.
 
     Args:
-        state: of a run that begins with these options and caches.
+        state: of a run that starts with these options and caches.
 
     Raises:
-        MismatchError: if the run does not fit the checkpoint, or what was trained cannot be found in other caches.
+        MismatchError: if the run does not fit the checkpoint, or samples cannot be matched in other caches.
     """
     before, checkpoint, (config, _, reader) = resume_point.before, resume_point.checkpoint, inputs.of_run
     if before is None:
         return ResumedState(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
-    if checkpoint is None:  # as packtool.Batches goes on, whose user keeps the checkpoints, and no ledger
-        return _assigned_anew("this state", before, state, inputs, begin_ledger(reader))
-    ledger = read_ledger(checkpoint)
-    had = () if ledger is None else ledger.sources
-    resume_point.check(
-        state,
-        world,
-        data_may_change=config.data_change == "allow",
-        other_data=lambda: cache_differences(had, reader) if had else [],
-    )
-    if state.has_other_data(before):
-        return _with_other_data(checkpoint, before, state, inputs, ledger)
-    return _assigned_anew(checkpoint, before, state, inputs, ledger)
-
-
-def _assigned_anew(
-    checkpoint: str,
-    before: RunState,
-    state: RunState,
-    inputs: Inputs,
-    ledger: Ledger | None,
-) -> ResumedState:
-    """Go on with the same data, perhaps with other processes."""
+    # packtool.Batches resumes without a checkpoint, and so without a ledger.
+    ledger = begin_ledger(reader) if checkpoint is None else read_ledger(checkpoint)
+    place = checkpoint or "this state"
+    if checkpoint is not None:
+        trained = () if ledger is None else ledger.sources
+        resume_point.check(
+            state,
+            world,
+            data_may_change=config.data_change == "allow",
+            other_data=lambda: cache_differences(trained, reader) if trained else [],
+        )
+        if state.has_other_data(before):
+            return _with_other_data(checkpoint, before, state, inputs, ledger)
     assignments, notes = before.assignments or ((0, *before.assignment),), []
     if state.is_assigned_anew_after(before):
         notes.append(
-            f"{checkpoint} was trained by {before.world_size} data-parallel ranks, and there are "
+            f"{place} was trained by {before.world_size} data-parallel ranks, and there are "
             f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
         )
         assignments = (*assignments, (before.step, *state.assignment))
@@ -92,7 +82,7 @@ def _assigned_anew(
     if ledger is None:
         ledger = ledger_of_plan(timeline, before.step)
         notes.append(
-            f"{checkpoint} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
+            f"{place} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
             "what --on-bad-media skip may have left out"
         )
     is_plain = len(assignments) == 1 and before.data_since == 0
@@ -103,10 +93,10 @@ def _assigned_anew(
 def _with_other_data(
     checkpoint: str, before: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
 ) -> ResumedState:
-    """Go on with other data: what is left of the epoch is planned anew.
+    """Resume with other data: the rest of the epoch is planned again.
 
     Raises:
-        MismatchError: if the checkpoint keeps no ledger, or samples cannot be found again.
+        MismatchError: if the checkpoint keeps no ledger, or samples cannot be matched.
     """
     if ledger is None:
         raise MismatchError(
@@ -114,35 +104,27 @@ def _with_other_data(
             "that it had were trained",
             "Go on with its own caches until the next checkpoint, and change the data there.",
         )
+    step, epoch = before.step, ledger.epoch
     wanted, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
-    changed = with_changed_data(ledger, inputs.of_run[2], wanted, history_of(checkpoint), max_length, stage)
-    assignments = ((before.step, *state.assignment),)
-    timeline = Timeline.of(inputs, assignments, changed.ledger.change)
-    state = dataclasses.replace(state, assignments=assignments, data_since=before.step)
-    notes = changed.lines(
-        _steps_left(timeline, before.step, ledger.epoch), _told_steps(checkpoint, before.step, timeline)
-    )
-    return ResumedState(timeline, state, changed.ledger, changed, tuple(notes))
-
-
-def _steps_left(timeline: Timeline, step: int, epoch: int) -> int:
-    """Steps of an epoch from a step on, none where nothing of it is left."""
-    stretch = timeline.stretch(step)
-    return stretch.stop - step if stretch.epoch == epoch else 0
-
-
-def _told_steps(checkpoint: str, step: int, timeline: Timeline) -> str:
-    """How many steps there are now, and how far the schedule of learning rates is."""
-    planned = timeline.num_steps
-    told = f"later epochs have {timeline.steps_per_epoch:,} steps each, and the run ends after step {planned:,}"
-    if timeline.stage_of(step) is not None:
-        told = f"the run ends after step {planned:,}"
-    had = steps_planned(checkpoint)
-    if had == planned:
-        return f"{told}, as before"
-    return (
-        f"{told} instead of {had:,}: of the schedule of learning rates {step / planned:.1%} is done, where it was "
-        f"{step / had:.1%}"
+    ledger, changes = with_changed_data(ledger, inputs.of_run[2], wanted, history_of(checkpoint), max_length, stage)
+    assert ledger.change is not None, "made with it"
+    assignments = ((step, *state.assignment),)
+    timeline = Timeline.of(inputs, assignments, ledger.change)
+    state = dataclasses.replace(state, assignments=assignments, data_since=step)
+    stretch, num_steps, num_before = timeline.stretch(step), timeline.num_steps, steps_planned(checkpoint)
+    steps_left = stretch.stop - step if stretch.epoch == epoch else 0
+    steps = f"the run ends after step {num_steps:,}"
+    if stage is None:
+        steps = f"later epochs have {timeline.steps_per_epoch:,} steps each, and {steps}"
+    if num_before == num_steps:
+        steps += ", as before"
+    else:
+        steps += (
+            f" instead of {num_before:,}: of the schedule of learning rates {step / num_steps:.1%} is done, where it "
+            f"was {step / num_before:.1%}"
+        )
+    return ResumedState(
+        timeline, state, ledger, changes, tuple(change_lines(ledger.change, changes, steps_left, steps))
     )
 
 

@@ -18,7 +18,7 @@ from packtool.planning.ledger import Ledger
 from packtool.stream.reading import read_stream_state
 from packtool.train.prepare.cached import CachedSource, CachedSteps, sample_figures
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.data_change import ChangedData
+from packtool.train.prepare.data_change import SourceChange
 from packtool.train.prepare.evaluation import Validation, validation_of
 from packtool.train.prepare.figures import RankTokens, Steps
 from packtool.train.prepare.heaviest import length_step, max_tokens, num_fillers
@@ -49,7 +49,7 @@ class Run:
         notes: messages for the user.
         validation: the split that is evaluated between steps; None without evaluation.
         ledger: of what was trained before; None for a stream.
-        changed: differences between the caches and those of the checkpoint; None if they are the same.
+        changes: of each cache since the checkpoint; empty if the data are the same.
     """
 
     config: TrainConfig
@@ -61,7 +61,7 @@ class Run:
     notes: tuple[str, ...] = ()
     validation: Validation | None = None
     ledger: Ledger | None = None
-    changed: ChangedData | None = None
+    changes: tuple[SourceChange, ...] = ()
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class Run:
             notes=(*unshared, *inputs.notes, *resume_point.notes, *resumed.notes),
             validation=validation_of(inputs, world, axes[world.sequence_parallel_size]),
             ledger=resumed.ledger,
-            changed=resumed.changed,
+            changes=resumed.changes,
         )
 
     @classmethod

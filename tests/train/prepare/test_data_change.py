@@ -20,9 +20,10 @@ from packtool.errors import MismatchError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.planning.options import PlanOptions
 from packtool.train.prepare import data_change
-from packtool.train.prepare.data_change import with_changed_data
+from packtool.train.prepare.data_change import change_lines, with_changed_data
+from packtool.train.prepare.history import read_ledger, write_ledger
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.record import begin_ledger, ledger_after, read_ledger, write_ledger
+from packtool.train.prepare.record import begin_ledger, ledger_after
 from packtool.train.prepare.timeline import Timeline
 
 Cache = tuple[int, tuple[int, ...]]
@@ -67,7 +68,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(data_change, "read_origins", origins)
     monkeypatch.setattr(data_change, "_old_origins", of_gone)
-    monkeypatch.setattr(data_change, "_still_there", lambda source: None)
+    monkeypatch.setattr(data_change, "_open_unchanged", lambda source: None)
 
 
 def trained(caches: Caches, timeline: Timeline, steps: range) -> Counter[tuple[int, int]]:
@@ -100,10 +101,9 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
             ledger = begin_ledger(reader)
         else:
             wanted = partial(inputs.wanted_of, 0)
-            changed = with_changed_data(ledger, reader, lambda _, found, wanted=wanted: wanted(found), "", 10)
-            left = sum(source.left for source in changed.sources)
+            ledger, changes = with_changed_data(ledger, reader, lambda _, found, wanted=wanted: wanted(found), "", 10)
+            left = sum(source.left for source in changes)
             assert left == sum(1 for sample in caches.samples if not seen[sample])
-            ledger = changed.ledger
         timeline = Timeline.of(inputs, ((step, world_size, 1, 1),), ledger.change)
         ends = next(at for at in range(step, step + 99) if timeline.locate(at)[0] == 1)
         stop = min(step + num_steps, ends - 1)  # within the epoch
@@ -127,18 +127,18 @@ def test_what_became_of_each_cache_is_told() -> None:
     timeline = Timeline.of(before.inputs(), ((0, 1, 1, 1),))
     ledger = ledger_after(begin_ledger(reader), timeline, timeline.steps_per_epoch - 1)
     seen = {sample for sample, count in zip(before.samples, ledger.in_epoch(), strict=True) if count}
-    changed = with_changed_data(ledger, after, lambda *_: np.ones(7, np.int64), "", 10)
-    first, again, new, replaced, gone = changed.sources
-    fates = [source.fate for source in changed.sources]
+    changed, changes = with_changed_data(ledger, after, lambda *_: np.ones(7, np.int64), "", 10)
+    first, again, new, replaced, gone = changes
+    fates = [source.fate for source in changes]
     assert fates == ["as before", "exported again", "new", "replaced", "gone"]
     assert (first.trained + first.left, new.new, new.left) == (3, 1, 1)
     assert (again.new, again.trained, again.left) == (2, int((1, 1) in seen), 3 - ((1, 1) in seen))
     assert (replaced.samples, replaced.gone, gone.gone) == (2, 1, 1)
-    told = list(changed.lines(3, "and that is all"))
+    told = list(change_lines(changed.change, changes, 3, "and that is all"))
     assert told[0] == f"the data have changed after step {ledger.step}, in epoch 1:"
     assert told[2].startswith("  /1: exported again, 2 samples new; ")
     assert told[-1].endswith("planned anew in 3 steps: none that was trained in it comes again; and that is all")
-    back = with_changed_data(changed.ledger, reader, lambda *_: np.ones(6, np.int64), "", 10).sources
+    _, back = with_changed_data(changed, reader, lambda *_: np.ones(6, np.int64), "", 10)
     assert [source.fate for source in back][:3] == ["as before", "back", "back"]
     assert [source.new for source in back[1:3]] == [0, 0]
     assert back[2].sentence == f"/2: back again; {gone.trained} of 1 trained in this epoch, {1 - gone.trained} left"

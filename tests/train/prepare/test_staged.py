@@ -245,8 +245,8 @@ def test_the_data_change_in_any_stage(
     other = inputs(of, more, **length)
     mine: BatchShape = (world_size, 1, 1)
     wanted_of, max_length, stage = other.epoch_to_resume(ledger, mine)
-    changed = with_changed_data(ledger, of, wanted_of, "", max_length, stage)
-    change = changed.ledger.change
+    changed, _ = with_changed_data(ledger, of, wanted_of, "", max_length, stage)
+    change = changed.change
     assert change is not None
     after = Timeline.of(other, ((step, *mine),), change)
     assert after.stage_of(step)[0] == ledger.stage[0] or after.stage(step).first == step
@@ -258,7 +258,7 @@ def test_the_data_change_in_any_stage(
         assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     whole = samples_of(after, step, after.num_steps)
-    later = ledger_after(changed.ledger, after, min(step + 3, after.num_steps))
+    later = ledger_after(changed, after, min(step + 3, after.num_steps))
     again = Timeline.of(inputs(of, more, **length), ((step, *mine),), later.change)
     assert np.array_equal(samples_of(again, step, again.num_steps), whole)
     assert [part.stop for part in again.stages] == [part.stop for part in after.stages]

@@ -15,11 +15,9 @@ from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
 from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
-from packtool.train.prepare.data_change import HISTORY
-from packtool.train.prepare.history import Segment, read_history
+from packtool.train.prepare.history import Segment, ledger_name, read_history, read_ledger
 from packtool.train.prepare.opening import open_to_train
-from packtool.train.prepare.place import METRICS_NAME
-from packtool.train.prepare.record import ledger_name, read_ledger
+from packtool.train.prepare.place import HISTORY, METRICS_NAME
 from packtool.train.prepare.timeline import Timeline
 
 
