@@ -311,19 +311,28 @@ def with_changed_data(
     retired = [source for source in retired if source.fingerprint not in now]
     after = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
     num_left = [int(each.sum()) for each in np.split(np.where(reader.index.length <= max_length, left, 0), bounds)]
-    changes = []
-    for cache, source in enumerate(sources):
-        num_trained = source.epoch.num_rows
-        if kept[cache] is not None or source.fingerprint in removed_before:
-            status: SourceStatus = "back" if kept[cache] is None else "as before"
-            changes.append(SourceChange(source.directory, status, source.num, num_trained, num_left[cache]))
-        else:
-            status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
-            changes.append(SourceChange(source.directory, status, source.num, num_trained, num_left[cache], num_new))
+    changes = [
+        _change_of(
+            source, kept[cache] is not None, source.fingerprint in removed_before, matched, cache, num_left[cache]
+        )
+        for cache, source in enumerate(sources)
+    ]
     for source, is_gone in zip(leaving, matched.is_gone, strict=False):
-        status, num_gone = "gone" if is_gone.all() else "replaced", int(is_gone.sum())
+        status: SourceStatus = "gone" if is_gone.all() else "replaced"
+        num_gone = int(is_gone.sum())
         changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
     return after, tuple(changes)
+
+
+def _change_of(
+    source: SourceLedger, is_kept: bool, was_removed: bool, matched: MatchedCounts, cache: int, num_left: int
+) -> SourceChange:
+    """The change of a cache of the resumed run."""
+    status: SourceStatus = "as before" if is_kept else "back"
+    num_new = 0
+    if not is_kept and not was_removed:
+        status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
+    return SourceChange(source.directory, status, source.num, source.epoch.num_rows, num_left, num_new)
 
 
 def _new_source(
