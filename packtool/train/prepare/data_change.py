@@ -272,12 +272,11 @@ def with_changed_data(
     """Move the ledger of a checkpoint to other caches.
 
     Args:
-        ledger: of the checkpoint.
         reader: of the caches of the resumed run.
         wanted: returns how often the epoch has each of their samples, (N,), given how often each was trained before
             the epoch, and in it.
         history: folder of the run's history.
-        max_length: tokens of the longest sample that is trained.
+        max_length: maximum tokens of a sample.
         stage: of the run, as ``Ledger`` has it.
 
     Returns:
@@ -312,9 +311,7 @@ def with_changed_data(
     after = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
     num_left = [int(each.sum()) for each in np.split(np.where(reader.index.length <= max_length, left, 0), bounds)]
     changes = [
-        _change_of(
-            source, kept[cache] is not None, source.fingerprint in removed_before, matched, cache, num_left[cache]
-        )
+        _change_of(source, kept[cache], removed_before, matched, cache, num_left[cache])
         for cache, source in enumerate(sources)
     ]
     for source, is_gone in zip(leaving, matched.is_gone, strict=False):
@@ -325,12 +322,17 @@ def with_changed_data(
 
 
 def _change_of(
-    source: SourceLedger, is_kept: bool, was_removed: bool, matched: MatchedCounts, cache: int, num_left: int
+    source: SourceLedger,
+    before: SourceLedger | None,
+    removed_before: Mapping[str, SourceLedger],
+    matched: MatchedCounts,
+    cache: int,
+    num_left: int,
 ) -> SourceChange:
-    """The change of a cache of the resumed run."""
-    status: SourceStatus = "as before" if is_kept else "back"
+    """The change of a cache of the resumed run, from its ledger in the checkpoint, if that has one."""
+    status: SourceStatus = "back" if before is None else "as before"
     num_new = 0
-    if not is_kept and not was_removed:
+    if before is None and source.fingerprint not in removed_before:
         status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
     return SourceChange(source.directory, status, source.num, source.epoch.num_rows, num_left, num_new)
 
