@@ -50,7 +50,7 @@ from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
 from packtool.progress import Progress
-from packtool.rows.opened import close_readers
+from packtool.rows.open_files import close_readers
 from packtool.rows.prepared_notes import prepared_notes
 from packtool.rows.read import scan_sources
 from packtool.rows.sample import unforeseen_note
@@ -108,7 +108,9 @@ def _export(config: ExportConfig, progress: Progress, executor: Executor, collec
         progress.note(remark)
     scanned = _scanned(specs, config.seed, progress, executor)
     sources = tuple(
-        SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
+        SourceInfo(
+            storage.absolute(s.source.label), s.source.size, s.source.modified, s.digest, s.num_rows, s.spec.settings
+        )
         for s in scanned
     )
     for note in (*splits_left_out(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
@@ -170,14 +172,14 @@ def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executo
     progress.start("look through files", len(specs))
     scanned = scan_sources(specs, seed, found_one)
     progress.finish()
-    rows, size = sum(found.num_rows for found in scanned), sum(max(found.size, 0) for found in scanned)
+    rows, size = sum(found.num_rows for found in scanned), sum(max(found.source.size, 0) for found in scanned)
     progress.note(f"{len(scanned):,} files: {rows:,} rows, {size / 1e6:,.1f} MB")
     return scanned
 
 
 def _described(found: ScannedSource) -> str:
     form = "" if found.source.form in (None, "messages") else f", {found.source.form}"
-    return f"{found.source.label}: {found.num_rows:,} rows, {found.size / 1e6:,.1f} MB{form}"
+    return f"{found.source.label}: {found.num_rows:,} rows, {found.source.size / 1e6:,.1f} MB{form}"
 
 
 @dataclass(frozen=True)

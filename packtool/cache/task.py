@@ -257,7 +257,7 @@ class _Outputs:
         if self._strict:
             raise item.as_error()
         if item.part is None:
-            self.result.first_dropped.setdefault(item.reason, item.shown)
+            self.result.first_dropped.setdefault(item.reason, item.summary)
         self.result.counts += InputCounts.of_dropped(item)
         self._drops.append(item.to_json())
 

@@ -14,7 +14,7 @@ from packtool.media.opening import MediaProblem, check_allowed
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.media_policy import NOT_ALLOWED
 from packtool.rows.read import read_block
-from packtool.rows.sample import Dropped, MediaRef, Sample, held, unexpected
+from packtool.rows.sample import Dropped, MediaRef, Sample, guard_row, unexpected_drop
 from packtool.rows.source import RowBlock, Source
 
 
@@ -33,10 +33,10 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
             if isinstance(row, Dropped):
                 yield row
                 continue
-            try:  # as ``held`` does, without the price of a call
+            try:  # as ``guard_row`` does, without the price of a call
                 sample = _sample(row, source, number, may_hold_secrets)
             except BaseException as error:
-                sample = unexpected(source.label, number, error)
+                sample = unexpected_drop(source.label, number, error)
             yield sample
 
 
@@ -67,7 +67,7 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
     the row at fault is found and only that one is dropped.
     """
     samples = [item for item in group if isinstance(item, Sample)]
-    together = held("", 0, encoder.encode, samples)
+    together = guard_row("", 0, encoder.encode, samples)
     encoded = (_alone(sample, encoder) for sample in samples) if isinstance(together, Dropped) else iter(together)
     for item in group:
         yield next(encoded) if isinstance(item, Sample) else item
@@ -98,7 +98,7 @@ def _refusal(ref: MediaRef) -> str | None:
 
 
 def _alone(sample: Sample, encoder: Encoder) -> list[EncodedSample] | Dropped:
-    found = held(sample.source, sample.row, encoder.encode, [sample])
+    found = guard_row(sample.source, sample.row, encoder.encode, [sample])
     return found if isinstance(found, Dropped) else found[0]
 
 

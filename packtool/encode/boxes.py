@@ -149,7 +149,7 @@ class _SampleWriter:
         return replace(sample, turns=turns, responses=responses)
 
     def _turn(self, turn: Turn) -> Turn:
-        return turn.with_texts(lambda text: _MARKS.sub(self._at_mark, self._rescaled(text, turn.role)))
+        return turn.map_texts(lambda text: _MARKS.sub(self._at_mark, self._rescaled(text, turn.role)))
 
     def _at_mark(self, mark: re.Match[str]) -> str:
         if mark[0] != BOX_MARK:

@@ -1,4 +1,4 @@
-"""Where the elements of a JSON array lie, found without holding more of it than one of them."""
+"""Positions of the elements of a JSON array, found with at most one element in memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from collections.abc import Iterator
 from packtool.config.data import MAX_ROW_BYTES
 from packtool.errors import DataError
 from packtool.rows.lines import CHUNK_BYTES
-from packtool.rows.opened import Hashed, changed, check_encoding
+from packtool.rows.open_files import HashedFile, changed_error, check_encoding
 from packtool.rows.source import BLOCK_ROWS, RowBlock, Source
 
 _BLOCK_BYTES = 1 << 23
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
-# A literal or an escape is at most so long: an error further from the window's end is no effect of its ending there.
-_LONGEST_TOKEN = 32
-# Where an element ends that is passed over without parsing it.
-_BRACKETS, _OF_STRINGS, _BEHIND = re.compile(r'[\[\]{}"]'), re.compile(r'["\\]'), re.compile(r"[,\]]")
+# Longest literal or escape: an error further from the window's end is not caused by that end.
+_MAX_TOKEN = 32
+# To skip an element without parsing it.
+_BRACKETS, _IN_STRINGS, _AFTER_ELEMENT = re.compile(r'[\[\]{}"]'), re.compile(r'["\\]'), re.compile(r"[,\]]")
 
 
-def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[RowBlock]:
-    """Blocks of up to 64 elements and, but for larger elements, 8 MiB.
+def find_elements(path: str, file: HashedFile, max_bytes: int = MAX_ROW_BYTES) -> Iterator[RowBlock]:
+    """Yield blocks of up to 64 elements and, except for larger elements, 8 MiB.
 
     Args:
-        longest: bytes of the longest element that is held in memory; a longer one is a block alone.
+        max_bytes: a larger element is not kept in memory and becomes a block of its own.
 
     Raises:
-        DataError: if the array is broken, naming the row; or if the file holds something else.
+        DataError: if the file is no array, or the array is broken, with the row.
     """
-    text = _JsonText(path, file, longest)
+    text = _JsonText(path, file, max_bytes)
     text.skip_space()
     if text.take() != "[":
         raise DataError(
@@ -49,10 +49,10 @@ def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iter
     while True:
         begin = text.bytes_read
         text.skip_element(row)
-        if rows and text.bytes_read - begin > longest:
+        if rows and text.bytes_read - begin > max_bytes:
             yield RowBlock(start, stop, first, rows)
             start, first, rows = begin, row, 0
-        is_long = text.bytes_read - begin > longest
+        is_long = text.bytes_read - begin > max_bytes
         row, rows = row + 1, rows + 1
         stop, mark = text.separator()
         if mark not in (",", "]"):
@@ -66,12 +66,14 @@ def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iter
 
 
 def elements_of(source: Source, data: bytes) -> Iterator[bytes | None]:
-    """The text of each element of a block; None for one that is larger than ``--max-row-bytes``.
+    """Yield the text of each element of a block; None for one that is larger than ``--max-row-bytes``.
 
     Raises:
-        DataError: if the file is no longer what was scanned.
+        DataError: if the file has changed since it was scanned.
     """
-    text = _JsonText(source.label, Hashed(io.BytesIO(data + b"]"), source.label), source.max_row_bytes, is_part=True)
+    text = _JsonText(
+        source.label, HashedFile(io.BytesIO(data + b"]"), source.label), source.max_row_bytes, is_part=True
+    )
     mark = ","
     while mark == ",":
         text.skip_space()
@@ -79,23 +81,26 @@ def elements_of(source: Source, data: bytes) -> Iterator[bytes | None]:
         try:
             text.skip_element(0)
         except DataError as error:
-            raise changed(source, error.message) from error
+            raise changed_error(source, error.message) from error
         num_bytes = text.bytes_read - begin
         yield data[begin : begin + num_bytes] if num_bytes <= source.max_row_bytes else None
         _, mark = text.separator()
     if mark != "]":
-        raise changed(source, "elements of the array lie elsewhere")
+        raise changed_error(source, "elements of the array lie elsewhere")
 
 
 class _JsonText:
-    """A window on the text of a JSON file that moves forward and never holds more than it must.
+    """A window on the text of a JSON file that moves forward and is as small as possible.
 
-    It holds bytes as characters of the same number (latin-1): JSON's own marks are ASCII, so it parses alike, and
-    places in it are places in the file.
+    Bytes are characters of the same number (latin-1): JSON's own marks are ASCII, so it parses alike, and positions in
+    the text are positions in the file.
+
+    Args:
+        is_part: the file is a part of an array whose encoding was checked.
     """
 
-    def __init__(self, path: str, file: Hashed, longest: int, is_part: bool = False) -> None:
-        self._path, self._file, self._longest, self._is_part = path, file, longest, is_part
+    def __init__(self, path: str, file: HashedFile, max_bytes: int, is_part: bool = False) -> None:
+        self._path, self._file, self._max_bytes, self._is_part = path, file, max_bytes, is_part
         self._json = json.JSONDecoder()
         self._text, self._at, self._ended = "", 0, False
         self._before = 0  # bytes of the file before the window
@@ -125,7 +130,7 @@ class _JsonText:
         return char
 
     def separator(self) -> tuple[int, str]:
-        """Where the mark behind an element lies, and the mark; the window moves on to what follows it."""
+        """Return position and text of the mark after an element, and move behind it."""
         match = _SEPARATOR.match(self._text, self._at)
         if match is not None and match.end() < len(self._text):
             self._at = match.end()
@@ -136,42 +141,38 @@ class _JsonText:
         return stop, mark
 
     def skip_element(self, row: int) -> None:
-        """Pass over one element, also one that is too deep, too large or too many digits for the parser.
-
-        Raises:
-            DataError: if it is broken.
-        """
-        want = CHUNK_BYTES
+        """Move behind one element, even if it is too deep, too large or has too many digits for the parser."""
+        num_bytes = CHUNK_BYTES
         while True:
             try:
                 _, end = self._json.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # Either broken, or the window ends inside it: read on, twice as much each time.
-                if not self._may_be_cut(error):
+                # Either broken, or the window ends inside it: read more, twice as much each time.
+                if not self._may_be_incomplete(error):
                     raise self.broken(row, str(error)) from error
-                if len(self._text) - self._at > self._longest:
-                    self._pass_over(row)
+                if len(self._text) - self._at > self._max_bytes:
+                    self._skip_unparsed(row)
                     return
-                if not self._read(want):
+                if not self._read(num_bytes):
                     raise self.broken(row, str(error)) from error
-                want *= 2
+                num_bytes *= 2
                 continue
             except (ValueError, RecursionError):
-                self._pass_over(row)
+                self._skip_unparsed(row)
                 return
-            if end == len(self._text) and self._read(want):
-                continue  # a number may go on
+            if end == len(self._text) and self._read(num_bytes):
+                continue  # a number may continue
             self._at = end
             return
 
-    def _pass_over(self, row: int) -> None:
-        """Move behind an element by its brackets and quotes alone, holding none of it."""
+    def _skip_unparsed(self, row: int) -> None:
+        """Move behind an element by its brackets and quotes alone, without keeping it in memory."""
         if self.peek() not in ("[", "{", '"'):
-            self._find(_BEHIND, row)
+            self._find(_AFTER_ELEMENT, row)
             return
         depth, in_string = 0, False
         while True:
-            mark = self._find(_OF_STRINGS if in_string else _BRACKETS, row)
+            mark = self._find(_IN_STRINGS if in_string else _BRACKETS, row)
             self.take()
             if mark == "\\":
                 if not self.peek() and not self._read(CHUNK_BYTES):
@@ -185,7 +186,7 @@ class _JsonText:
                 return
 
     def _find(self, marks: re.Pattern[str], row: int) -> str:
-        """Move to the next of some characters, and tell which it is."""
+        """Move to the next match of a pattern, and return it."""
         while (match := marks.search(self._text, self._at)) is None:
             self._at = len(self._text)
             if not self._read(CHUNK_BYTES):
@@ -193,12 +194,12 @@ class _JsonText:
         self._at = match.start()
         return match.group()
 
-    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether the text that is yet to come may mend the error; only a string's is told at its beginning."""
-        return error.msg.startswith("Unterminated string") or error.pos + _LONGEST_TOKEN > len(self._text)
+    def _may_be_incomplete(self, error: json.JSONDecodeError) -> bool:
+        """Return whether more text may remove the error; only a string's error is reported at its beginning."""
+        return error.msg.startswith("Unterminated string") or error.pos + _MAX_TOKEN > len(self._text)
 
     def end(self) -> None:
-        """Nothing may follow but blanks."""
+        """Raise DataError if anything but blanks follows."""
         self.skip_space()
         if self.peek():
             raise DataError(

@@ -1,8 +1,7 @@
-"""JSON of rows: parsed so that nothing of it changes silently.
+"""Strict JSON of rows: nothing of it changes silently.
 
-Python's parser takes more than a row may hold: of a key that comes twice it keeps the last value, and it reads half of
-a surrogate pair as a character. All JSON text of rows goes through here, the lines of a file as well as the text in a
-cell.
+Python's parser accepts too much: of a duplicate key it keeps the last value, and it reads half of a surrogate pair as a
+character. All JSON text of rows is parsed here: lines of files as well as text in cells.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 _OPENING, _BLANKS = ("{", "["), " \t\r\n"
-MOST_DEEP = 100
-"""Lists and objects in each other: far from where Python's own limit, which counts the caller's calls too, begins."""
+MAX_DEPTH = 100
+"""Maximum nesting of lists and objects, far below Python's own limit, which includes the caller's depth."""
 
-_TOO_DEEP = f"lists and objects nest more than {MOST_DEEP} deep"
-# JSON can spell half of a character that needs two halves; real files hold such, cut through an emoji.
+_TOO_DEEP = f"lists and objects nest more than {MAX_DEPTH} deep"
+# JSON can write half of a surrogate pair; real files do, where an emoji was cut in two.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonProblem(ValueError):
-    """A text that is no JSON, or that JSON readers would not understand alike.
+    """A text that is not JSON, or that JSON readers would read differently.
 
     Args:
         reason: ``invalid_json``, ``invalid_text`` or ``duplicate_keys``, as in ``dropped.jsonl``.
@@ -36,10 +35,10 @@ class JsonProblem(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text stands for.
+    """Parse a JSON text.
 
     Raises:
-        JsonProblem: if it is none or is not UTF-8, nests more than 100 deep, holds a key twice in one object, or half
+        JsonProblem: if it is not JSON or not UTF-8, nests more than 100 deep, has a key twice in one object, or half
             of a surrogate pair.
     """
     if isinstance(text, bytes):
@@ -50,26 +49,25 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value, end = _scan(text, 0) if text[:1] in _OPENING else (None, -1)
         if end != len(text) and (end < 0 or text[end:].strip(_BLANKS)):
-            value = _decoder.decode(text)  # which begins behind blanks, and names what is wrong at the end
+            value = _decoder.decode(text)  # accepts leading blanks, and describes what is wrong at the end
     except JsonProblem:
         raise
     except RecursionError as error:
         raise JsonProblem("invalid_json", _TOO_DEEP) from error
-    except StopIteration as error:  # what the parser within the parser says for "expecting value"
+    except StopIteration as error:  # the scanner's form of "expecting value"
         raise JsonProblem("invalid_json", f"a value is missing or broken at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
-    if text.count("[") + text.count("{") > MOST_DEEP and _is_deep(value):
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise JsonProblem("invalid_json", _TOO_DEEP)
-    if _SURROGATE.search(text) and not is_text(value):
+    if _SURROGATE.search(text) and not is_utf8_text(value):
         raise JsonProblem("invalid_text", "half of a surrogate pair (\\ud800 to \\udfff alone) is no character")
     return value
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether lists and objects nest more than ``MOST_DEEP`` deep."""
+def _is_too_deep(value: Any) -> bool:
     level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(MOST_DEEP):
+    for _ in range(MAX_DEPTH):
         level = [
             child
             for item in level
@@ -81,8 +79,8 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def is_text(value: Any) -> bool:
-    """Whether all strings of nested lists and objects can be written as UTF-8."""
+def is_utf8_text(value: Any) -> bool:
+    """Return whether all strings in nested lists and objects can be encoded as UTF-8."""
     waiting = [value]
     try:
         while waiting:
@@ -99,15 +97,15 @@ def is_text(value: Any) -> bool:
     return True
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise JsonProblem("duplicate_keys", f"the key {twice[:80]!r} comes twice in one object: which one counts?")
-    return found
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise JsonProblem("duplicate_keys", f"the key {duplicate[:80]!r} comes twice in one object: which one counts?")
+    return value
 
 
 # Made once: ``json.loads`` with a hook makes a parser for every call.
-_decoder = json.JSONDecoder(object_pairs_hook=_object)
-_scan: Callable[[str, int], tuple[Any, int]] = vars(_decoder)["scan_once"]  # which its type stubs leave out
+_decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
+_scan: Callable[[str, int], tuple[Any, int]] = vars(_decoder)["scan_once"]  # missing in its type stubs

@@ -1,16 +1,16 @@
-"""What is said of rows that another tool has tokenized: what they look like, what is taken over, what nobody knows."""
+"""Notes on rows that another tool has tokenized: their likely origin, the columns that are used, and open questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
-from typing import Any
 
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.forms.columns import NAMES, TOKEN_COLUMNS
 from packtool.rows.forms.prepared import PREPARED
 from packtool.rows.read import read_block
-from packtool.rows.sample import Sample, held
+from packtool.rows.sample import Sample, unexpected_drop
 from packtool.rows.source import RowBlock, ScannedSource, Source
 
 _LLAMA_FACTORY = {"input_ids", "attention_mask", "labels", "images", "videos", "audios"}
@@ -24,57 +24,56 @@ _NOT_VOUCHED = (
 
 
 def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list[str]:
-    """What is to be said of sources before the work begins, a line each; sources of which the same is said share one.
+    """Return notes on sources, a line each; sources with the same note share a line.
 
     Args:
-        takes_tokens: rows without tokens are spoken of, too: who imports expects none.
+        takes_tokens: add a note on rows without tokens, which ``packtool import`` does not expect.
     """
-    found: dict[str, list[str]] = {}
-    for source in scanned:
-        if source.source.form == PREPARED.name:
-            found.setdefault(_of_tokens(source.source, source.blocks), []).append(source.source.label)
-        elif takes_tokens and source.source.form is not None:
+    labels: dict[str, list[str]] = {}
+    for item in scanned:
+        source = item.source
+        if source.form == PREPARED.name:
+            labels.setdefault(_description(source, item.blocks), []).append(source.label)
+        elif takes_tokens and source.form is not None:
             text = (
-                f"rows ({source.source.form}) without tokens, as ms-swift's cached datasets are; they are tokenized "
+                f"rows ({source.form}) without tokens, as ms-swift's cached datasets are; they are tokenized "
                 "now, as packtool export does"
             )
-            found.setdefault(text, []).append(source.source.label)
-    notes = [f"{_named(labels)}: {text}" for text, labels in found.items()]
-    has_tokens = any(source.source.form == PREPARED.name for source in scanned)
+            labels.setdefault(text, []).append(source.label)
+    notes = [
+        f"{first}: {text}" if not others else f"{first} and {len(others):,} more: {text}"
+        for text, (first, *others) in labels.items()
+    ]
+    has_tokens = any(item.source.form == PREPARED.name for item in scanned)
     return [*notes, _NOT_VOUCHED] if has_tokens else notes
 
 
-def _named(labels: Sequence[str]) -> str:
-    return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1:,} more"
-
-
-def _of_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
+def _description(source: Source, blocks: Iterable[RowBlock]) -> str:
     rows = [row for block in islice(blocks, 1) for _, row in read_block(source, block) if isinstance(row, dict)]
-    samples = [item for row in rows if isinstance(item := held("", 0, _sample, row, source), Sample)]
+    samples: list[Sample] = []
+    for row in rows:
+        try:
+            with suppress(RowProblem):
+                samples.append(to_sample(row, source, 0))
+        except BaseException as error:
+            unexpected_drop("", 0, error)  # raises errors that are not the row's
     keys = {key for row in rows for key in row}
-    given = dict(source.columns)
-    names = {name: (given[name],) if name in given else NAMES[name] for name in TOKEN_COLUMNS}
-    taken = [name for name in TOKEN_COLUMNS if keys.intersection(names[name])]
-    taken += [kind for kind in ("images", "videos", "audios") if any(getattr(sample, kind) for sample in samples)]
-    parts = [f"tokens{_look(source, keys)}", f"taken over: {', '.join(taken) or 'nothing'}"]
+    columns = dict(source.columns)
+    names = {name: (columns[name],) if name in columns else NAMES[name] for name in TOKEN_COLUMNS}
+    used = [name for name in TOKEN_COLUMNS if keys.intersection(names[name])]
+    used += [kind for kind in ("images", "videos", "audios") if any(getattr(sample, kind) for sample in samples)]
+    parts = [f"tokens{_origin(source, keys)}", f"taken over: {', '.join(used) or 'nothing'}"]
     if samples and all(sample.is_text for sample in samples):
         parts.append("no labels, so every token is a target, as in pretraining")
-    most = max((len(sample.tokens.starts) for sample in samples if sample.tokens is not None), default=1)
-    if most > 1:
-        parts.append(f"packs are taken apart (up to {most:,} samples a row)")
-    elif source.kind != "megatron" and not _BOUNDARIES & set(taken):
+    max_samples = max((len(sample.tokens.starts) for sample in samples if sample.tokens is not None), default=1)
+    if max_samples > 1:
+        parts.append(f"packs are taken apart (up to {max_samples:,} samples a row)")
+    elif source.kind != "megatron" and not _BOUNDARIES & set(used):
         parts.append("each row is one sample, for nothing says otherwise")
     return "; ".join(parts)
 
 
-def _sample(row: Mapping[str, Any], source: Source) -> Sample | None:
-    try:
-        return to_sample(row, source, 0)
-    except RowProblem:
-        return None
-
-
-def _look(source: Source, keys: set[str]) -> str:
+def _origin(source: Source, keys: set[str]) -> str:
     if source.kind == "megatron":
         return " of Megatron's indexed datasets, a document each"
     if {"sample", "cu_seqlens", "position_ids"} <= keys:

@@ -1,8 +1,6 @@
-"""The rows of one block.
+"""Scan sources for the positions of their rows, and read the rows of one block.
 
-One pass over each source that finds where its rows lie, so that any stretch of them can be read alone.
-
-Nothing is kept of the rows but one entry for each block of them; a source of any size needs a few bytes a block.
+Scanning reads each file once and keeps one entry for each block: a few bytes a block for a source of any size.
 """
 
 from __future__ import annotations
@@ -12,28 +10,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby, islice, repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, cast
 
 from packtool import storage
 from packtool.config.mixture import Amount, check_drawn
 from packtool.errors import ConfigError, DataError
-from packtool.rows.forms import check_first_rows
-from packtool.rows.forms.known import detect
+from packtool.rows.forms import check_first_rows, detect
 from packtool.rows.forms.media import could_hold_media
 from packtool.rows.json_array import elements_of, find_elements
 from packtool.rows.lines import (
     CHUNK_BYTES,
     block_text,
+    checked_row,
     find_lines,
     find_records,
     numbered_lines,
+    parse_row,
     read_records,
     read_texts,
     too_large,
 )
-from packtool.rows.opened import Hashed, close_readers, open_text
+from packtool.rows.open_files import HashedFile, close_readers, open_text, opened
 from packtool.rows.parsing import JsonProblem, parse_json
-from packtool.rows.sample import Dropped, held, unexpected
+from packtool.rows.sample import guard_row, unexpected_drop
 from packtool.rows.source import (
     FileFormat,
     NumberedRow,
@@ -46,30 +45,27 @@ from packtool.rows.source import (
 )
 from packtool.rows.sources import KNOWN_FORMATS, format_of
 
+if TYPE_CHECKING:
+    from packtool.rows.megatron import MegatronReader
+    from packtool.rows.tables import TableReader
+    from packtool.rows.tars import TarReader
+
+    BinaryReader = MegatronReader | TarReader | TableReader
+
 
 def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
-    """(row number, parsed row) of each row, in order; a row that cannot be parsed comes as ``Dropped``.
+    """Yield (row number, parsed row) in order, or a ``Dropped`` for a row that cannot be parsed.
 
-    A row that was picked several times comes several times.
+    A row that was drawn several times is repeated.
 
     Raises:
-        DataError: if the file is no longer what was scanned.
+        DataError: if the file has changed since it was scanned.
         StorageError: if it cannot be read.
     """
-    if source.kind in _PARSE:
+    if source.kind in _PARSERS:
         rows = parse_block(source, block, block_text(source, block))
-    elif source.kind == "megatron":
-        from packtool.rows.megatron import read_documents
-
-        rows = read_documents(source, block)
-    elif source.kind == "tar":
-        from packtool.rows.tars import read_packs
-
-        rows = read_packs(source, block)
     else:
-        from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
-
-        rows = read_table_rows(source, block)
+        rows = cast("BinaryReader", opened(source, _reader_class(source.kind))).rows(block)
     if block.picks is None:
         yield from rows
         return
@@ -81,181 +77,211 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
 
 
 def parse_block(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
-    """All rows of a block of text, as ``read_block``.
+    """Parse all rows of a block of text; yields the same as ``read_block`` without picks.
 
     Args:
-        data: its bytes; None for one row that is too large to be held.
+        data: bytes of the block; None for one row that is too large to be kept in memory.
     """
-    return _PARSE[source.kind](source, block, data)
+    return _PARSERS[source.kind](source, block, data)
 
 
-def _array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
+def _reader_class(kind: FileFormat) -> type[BinaryReader]:
+    # Imported here, because text needs neither pyarrow nor tarfile.
+    if kind == "megatron":
+        from packtool.rows.megatron import MegatronReader
+
+        return MegatronReader
+    if kind == "tar":
+        from packtool.rows.tars import TarReader
+
+        return TarReader
+    from packtool.rows.tables import ArrowReader, ParquetReader
+
+    return ParquetReader if kind == "parquet" else ArrowReader
+
+
+def _parse_array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     if data is None:
         yield block.first_row, too_large(source, block.first_row)
         return
     try:
         values = parse_json(b"[" + data.strip() + b"]")
-    except JsonProblem:  # of one of them; which one shows when each is read alone
+    except JsonProblem:  # of one element, which parsing each alone will show
         values = ()
     if len(values) == block.num_rows and len(data) <= source.max_row_bytes:
         for number, value in enumerate(values, block.first_row):
-            yield number, _object(source, number, value)
+            yield number, checked_row(source, number, value)
         return
     for number, text in enumerate(elements_of(source, data), block.first_row):
-        yield number, held(source.label, number, _parsed, source, number, text)
+        yield number, guard_row(source.label, number, parse_row, source, number, text)
 
 
-def _lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
+def _parse_lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     for number, line in numbered_lines(source, block, data):
-        try:  # as ``held`` does, without the price of a call
-            row = _parsed(source, number, line)
+        try:  # like ``guard_row``, without the cost of a call
+            row = parse_row(source, number, line)
         except BaseException as error:
-            row = unexpected(source.label, number, error)
+            row = unexpected_drop(source.label, number, error)
         yield number, row
 
 
-def _parsed(source: Source, number: int, text: bytes | None) -> dict[str, Any] | Dropped:
-    if text is None:
-        return too_large(source, number)
-    try:
-        return _object(source, number, parse_json(text))
-    except JsonProblem as problem:
-        return Dropped(source.label, number, problem.reason, problem.detail)
-
-
-def _object(source: Source, row: int, value: Any) -> dict[str, Any] | Dropped:
-    if isinstance(value, dict):
-        return value
-    return Dropped(source.label, row, "invalid_row", f"a {type(value).__name__}, not an object")
-
-
-_PARSE: dict[FileFormat, Callable[[Source, RowBlock, bytes | None], Iterator[NumberedRow]]] = {
-    "json": _array,
-    "jsonl": _lines,
+_PARSERS: dict[FileFormat, Callable[[Source, RowBlock, bytes | None], Iterator[NumberedRow]]] = {
+    "json": _parse_array,
+    "jsonl": _parse_lines,
     "csv": read_records,
     "tsv": read_records,
     "txt": read_texts,
 }
 
 
-_FIRST_BYTES = 4096
+_HEAD_BYTES = 4096
 _FIRST_BLOCKS = 4
-# Of a text in which a mark of a medium (<image>) may stand, as it is or as JSON may spell it.
-_OF_MARKS = (b"<", b"u003")
+# Parts of a text that may have a mark of a medium (<image>), as it is or as JSON may escape it.
+_PARTS_OF_MARKS = (b"<", b"u003")
 
 
 def scan_sources(
-    specs: Sequence[SourceSpec], seed: int, found_one: Callable[[ScannedSource], None] = lambda found: None
+    specs: Sequence[SourceSpec], seed: int, report: Callable[[ScannedSource], None] = lambda scanned: None
 ) -> list[ScannedSource]:
-    """Scan all sources, and draw the samples that were asked for.
+    """Scan all sources, and draw the requested samples of their rows.
 
     Args:
         seed: of the samples.
-        found_one: told of each source as it is found, before samples are drawn.
+        report: called with each source after its scan, before rows are drawn.
 
     Raises:
-        DataError: if one is missing, broken or of no known kind or form.
+        DataError: if a source is missing, broken (a broken line of a .jsonl costs only that row) or of unknown kind or
+            form.
         StorageError: if one cannot be read.
     """
     scanned = []
     for spec in specs:
         scanned.append(_scan(spec))
-        found_one(scanned[-1])
+        report(scanned[-1])
     sampled: list[ScannedSource] = []
-    for _, members in groupby(scanned, key=lambda found: found.spec.group):
+    for _, members in groupby(scanned, key=lambda source: source.spec.group):
         sampled += _sampled(list(members), seed)
     return sampled
 
 
 def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
-    """Find the rows of one source, and draw its sample if one was asked for.
-
-    Raises:
-        DataError: if it is missing, broken (a broken line of a .jsonl costs that row only) or of no known kind or form.
-        StorageError: if it cannot be read.
-    """
+    """Scan one source, and draw a sample of its rows if requested; raises as ``scan_sources``."""
     return scan_sources([spec], seed)[0]
 
 
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
-    """A source and its blocks as they are found, front to back, with only the first of them read at once.
+    """Return a source and its blocks in order, reading only the first of them at once.
 
     Raises:
-        ConfigError: if a sample of it is asked for, which needs to know all rows.
-        DataError, StorageError: as ``scan``; while blocks are taken, too.
+        ConfigError: if a sample is requested, which needs the number of rows.
+        DataError, StorageError: as ``scan_sources``, also while the blocks are iterated.
     """
     if spec.is_sampled:
         raise ConfigError(
             f"--dataset {spec.name}: a sample can only be drawn of rows that were counted",
             "Leave out --streaming true, or the number behind #.",
         )
-    finder = _Finder.of(_source(spec))
-    source = finder.source
+    scanner = _Scanner(_found_source(spec))
     try:
-        first = list(islice(finder.blocks, _FIRST_BLOCKS))
-        source = _with_form(spec, source, first, finder.take_head())
+        first = list(islice(scanner.blocks, _FIRST_BLOCKS))
+        source = _with_form(spec, scanner.source, first, scanner.take_head())
     except BaseException:
-        finder.close()
+        scanner.close()
         raise
-    return source, finder.then_close(first)
+
+    def blocks() -> Iterator[RowBlock]:
+        with closing(scanner):
+            yield from first
+            yield from scanner.blocks
+
+    return source, blocks()
 
 
 def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
-    """Sources of one argument, with its sample drawn from all of them together."""
+    """Draw the sample of one argument from all of its sources together."""
     spec = members[0].spec
     if not spec.is_sampled:
         return members
-    num_there = sum(found.num_rows for found in members)
+    total = sum(source.num_rows for source in members)
     num_rows = spec.num_sampled
     if num_rows is None:
-        assert spec.times_sampled is not None, "one of them says how many"
-        num_rows = Amount(spec.times_sampled, "epochs").of(num_there)
-    check_drawn(num_rows, num_there, f"--dataset {storage.masked(spec.name)}")
-    drawn = draw_rows([found.blocks for found in members], num_rows, (seed, spec.group))
-    return [replace(found, blocks=blocks) for found, blocks in zip(members, drawn, strict=True)]
+        assert spec.times_sampled is not None, "is_sampled means that one of them is set"
+        num_rows = Amount(spec.times_sampled, "epochs").of(total)
+    check_drawn(num_rows, total, f"--dataset {storage.masked(spec.name)}")
+    drawn = draw_rows([source.blocks for source in members], num_rows, (seed, spec.group))
+    return [replace(source, blocks=blocks) for source, blocks in zip(members, drawn, strict=True)]
 
 
 def _scan(spec: SourceSpec) -> ScannedSource:
-    source = _source(spec)
-    finder = _Finder.of(source)
-    with closing(finder):
-        blocks, source = RowBlocks.of(finder.blocks), finder.source
-        digest = finder.digest()
-    source = _with_form(spec, source, blocks, finder.take_head())
-    return ScannedSource(spec, source, source.size, source.modified, digest, blocks)
+    with closing(_Scanner(_found_source(spec))) as scanner:
+        blocks = RowBlocks.of(scanner.blocks)
+        digest = scanner.digest()
+    source = _with_form(spec, scanner.source, blocks, scanner.take_head())
+    return ScannedSource(spec, source, digest, blocks)
 
 
-def _source(spec: SourceSpec) -> Source:
-    state = storage.find(spec.path)
-    found = format_of(spec.path)
-    if state is None or found is None:
+def _found_source(spec: SourceSpec) -> Source:
+    """Return the source of a file that must exist, without the form of its rows."""
+    state, file_format = storage.find(spec.path), format_of(spec.path)
+    if state is None or file_format is None:
         shown = storage.masked(spec.path)
-        if found is None and state is not None:
+        if file_format is None and state is not None:
             raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN_FORMATS}.")
         if storage.is_directory(spec.path):
             raise DataError(f"--dataset {shown} is a directory", "Give the files in it.")
         raise DataError(f"--dataset {shown}: there is no such file", "Check the path.")
-    kind, compression = found
-    return Source(
-        path=spec.path,
-        kind=kind,
-        compression=compression,
-        size=state.size,
-        modified=state.modified,
-        split=spec.split,
-        tags=spec.tags,
-        media_root=spec.media_root,
-        system=spec.system,
-        loss_scale=spec.loss_scale,
-        media_access=spec.media_access,
-        max_media_bytes=spec.max_media_bytes,
-        max_media_failures=spec.max_media_failures,
-        max_row_bytes=spec.max_row_bytes,
-    )
+    kind, compression = file_format
+    known = {**vars(spec), "columns": ()}  # found with the form of its rows
+    return Source(**known, kind=kind, compression=compression, size=state.size, modified=state.modified)
 
 
-def _holds_lines(source: Source, head: bytes) -> bool:
-    start = head[:_FIRST_BYTES].removeprefix(codecs.BOM_UTF8).lstrip()
+class _Scanner:
+    """A file that is scanned for blocks of rows.
+
+    Attributes:
+        source: with what the file's head shows.
+        blocks: found while they are iterated.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._file: HashedFile | None = None
+        if source.kind not in _PARSERS:
+            with closing(_reader_class(source.kind)(source)) as reader:
+                self.blocks = iter(RowBlocks.of(reader.blocks()))
+                self._digest = reader.digest()
+            return
+        self._text = open_text(source.path, source.compression)
+        file = self._file = HashedFile(self._text, source.label)
+        try:
+            # Many tools write one object per line and call it .json.
+            if source.kind == "json" and _has_lines(source, file.peek(CHUNK_BYTES)):
+                self.source = source = source.replaced(kind="jsonl")
+            if source.kind in ("csv", "tsv"):
+                header, self.blocks = find_records(source.label, file, source.kind, source.max_row_bytes)
+                self.source = source.replaced(header=header)
+            else:
+                find_blocks = find_elements if source.kind == "json" else find_lines
+                self.blocks = find_blocks(source.label, file, source.max_row_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def digest(self) -> str:
+        """Return the digest of the content, after all blocks have been iterated."""
+        return self._digest if self._file is None else self._file.digest
+
+    def take_head(self) -> bytes:
+        """Return the first bytes of a text that are in memory, once."""
+        return b"" if self._file is None else self._file.take_head()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._text.close()
+
+
+def _has_lines(source: Source, head: bytes) -> bool:
+    start = head[:_HEAD_BYTES].removeprefix(codecs.BOM_UTF8).lstrip()
     if start.partition(b"\n")[0].strip() == b"{":
         raise DataError(
             f"{source.label}: a .json file must hold one array of rows, or one object a line, and this is one object",
@@ -264,90 +290,30 @@ def _holds_lines(source: Source, head: bytes) -> bool:
     return start.startswith(b"{")
 
 
-class _Finder(NamedTuple):
-    """A file whose rows are being found.
-
-    Args:
-        source: with what the file's head says.
-        blocks: as they are found.
-        digest: of the content, once all blocks are.
-        take_head: the text that it begins with, as far as that is at hand; once.
-        close: lets go of the file.
-    """
-
-    source: Source
-    blocks: Iterator[RowBlock]
-    digest: Callable[[], str]
-    take_head: Callable[[], bytes]
-    close: Callable[[], None]
-
-    @classmethod
-    def of(cls, source: Source) -> _Finder:
-        if source.kind == "megatron":
-            from packtool.rows.megatron import find_documents  # here, because text needs no numbers
-
-            digest, rows = find_documents(source)
-            return cls(source, rows, lambda: digest, bytes, lambda: None)
-        if source.kind == "tar":
-            from packtool.rows.tars import find_packs
-
-            digest, rows = find_packs(source)
-            return cls(source, rows, lambda: digest, bytes, lambda: None)
-        if source.kind in ("parquet", "arrow"):
-            from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
-
-            digest, rows = find_table_rows(source)
-            return cls(source, rows, lambda: digest, bytes, lambda: None)
-        file = open_text(source.path, source.compression)
-        hashed = Hashed(file, source.label)
-        try:
-            # Many tools write one object a line and call it .json.
-            if source.kind == "json" and _holds_lines(source, hashed.peek(CHUNK_BYTES)):
-                source = source.read_as(kind="jsonl")
-            if source.kind in ("csv", "tsv"):
-                header, found = find_records(source.label, hashed, source.kind, source.max_row_bytes)
-                source = source.read_as(header=header)
-            else:
-                find = find_elements if source.kind == "json" else find_lines
-                found = find(source.label, hashed, source.max_row_bytes)
-        except BaseException:
-            file.close()
-            raise
-        return cls(source, found, lambda: hashed.digest, hashed.take_head, file.close)
-
-    def then_close(self, first: list[RowBlock]) -> Iterator[RowBlock]:
-        """The first blocks, which were taken already, and all others."""
-        try:
-            yield from first
-            yield from self.blocks
-        finally:
-            self.close()
-
-
 def _with_form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: bytes) -> Source:
-    """The source with what its first rows that can be parsed tell; as it is if none can.
+    """Return the source with the form of its first block that has rows; unchanged if there is none.
 
     Args:
-        head: the text that the file begins with: what lies in it is not read again.
+        head: first bytes of the file, which are not read again.
     """
     if source.kind == "txt":
-        form = detect([{"text": ""}], (), None, source.label)
-        return source.read_as(form=form.form, columns=form.columns)
+        form, columns = detect([{"text": ""}], (), None, source.label)
+        return source.replaced(form=form, columns=columns)
     for block in blocks:
         text = head[block.start : block.stop] if block.stop <= len(head) else None
-        found = _read_apart(source, block) if text is None else parse_block(source, block, text)
-        rows = [row for _, row in found if isinstance(row, dict)]
+        numbered = _read_and_close(source, block) if text is None else parse_block(source, block, text)
+        rows = [row for _, row in numbered if isinstance(row, dict)]
         if rows:
-            form = detect(rows, spec.columns, spec.formatting, source.label)
-            holds_media = any(could_hold_media(row, form.columns) for row in rows)
-            source = source.read_as(form=form.form, columns=form.columns, holds_media=holds_media)
-            if text is None or any(part in text for part in _OF_MARKS):
+            form, columns = detect(rows, spec.columns, spec.formatting, source.label)
+            holds_media = any(could_hold_media(row, columns) for row in rows)
+            source = source.replaced(form=form, columns=columns, holds_media=holds_media)
+            if text is None or any(part in text for part in _PARTS_OF_MARKS):
                 check_first_rows(rows, source)
             return source
     return source
 
 
-def _read_apart(source: Source, block: RowBlock) -> list[NumberedRow]:
+def _read_and_close(source: Source, block: RowBlock) -> list[NumberedRow]:
     try:
         return list(read_block(source, block))
     finally:

@@ -1,10 +1,7 @@
-"""What a row of any form becomes before it is encoded.
+"""Samples: what rows of any form become before encoding, and what becomes of rows that cannot be used.
 
-The boundary between one row and all the others: whatever a row holds, it costs that row only.
-
-What is wrong with a row is usually foreseen and has a reason of its own. This is for the rest: an exception that
-nobody thought of becomes a ``Dropped`` with the reason ``unexpected``, which names the exception and the place in
-packtool's code, so that it can be counted, looked at and reported.
+``guard_row`` confines errors to one row. Known problems have a drop reason of their own; any other exception becomes a
+``Dropped`` with the reason ``unexpected``, which names the exception and its place in packtool's code for a report.
 """
 
 from __future__ import annotations
@@ -32,10 +29,10 @@ class Turn:
 
     Args:
         role: one of ``constants.ROLES``.
-        content: its text; ``<image>``, ``<video>`` and ``<audio>`` stand where a medium goes.
+        content: text with ``<image>``, ``<video>`` and ``<audio>`` where media go.
         extra: further keys that chat templates read (``tool_calls``, ``reasoning_content``, ``name``, ...).
-        loss: the row's own word on whether an assistant turn is trained; None leaves it to the loss scale.
-        loss_scale: the row's own weight for an assistant turn's tokens; None leaves it to the loss scale.
+        loss: whether the row trains this assistant turn; None leaves it to the loss scale.
+        loss_scale: the row's weight for this assistant turn's tokens; None leaves it to the loss scale.
     """
 
     role: str
@@ -46,42 +43,42 @@ class Turn:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What templates may write of it: its thoughts, its content, then what its calls say."""
+        """Texts that templates may write: its reasoning, its content, then those in its tool calls."""
         if not self.extra:
             return (self.content,)
-        found: list[str] = []
+        texts: list[str] = []
 
-        def note(text: str) -> str:
-            found.append(text)
+        def collect(text: str) -> str:
+            texts.append(text)
             return text
 
-        self.with_texts(note)
-        return tuple(found)
+        self.map_texts(collect)
+        return tuple(texts)
 
-    def with_texts(self, change: Callable[[str], str]) -> Turn:
-        """The turn with what ``change`` makes of each of ``texts``, which it is given in their order."""
-        told = {key: change(value) for key, value in self.extra.items() if isinstance(value, str)}
+    def map_texts(self, change: Callable[[str], str]) -> Turn:
+        """Return the turn with ``change`` applied to each of ``texts``, in their order."""
+        changed = {key: change(value) for key, value in self.extra.items() if isinstance(value, str)}
         content = change(self.content)
-        told |= {key: _with_texts(value, change) for key, value in self.extra.items() if key not in told}
-        return replace(self, content=content, extra={key: told[key] for key in self.extra})
+        changed |= {key: _map_texts(value, change) for key, value in self.extra.items() if key not in changed}
+        return replace(self, content=content, extra={key: changed[key] for key in self.extra})
 
 
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of lists and mappings with what ``change`` makes of each text in them, but for keys."""
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply ``change`` to each text in nested lists and mappings, except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _with_texts(item, change) for key, item in value.items()}
-    return [_with_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True)
 class Response:
-    """One of several accepted answers to what a row asks.
+    """One of several accepted answers to a row's prompt.
 
     Args:
         turns: of the assistant, and of tools between them.
-        weight: that the loss scale of its tokens is multiplied by, above 0.
+        weight: factor on the loss scale of its tokens, above 0.
     """
 
     turns: tuple[Turn, ...]
@@ -90,13 +87,13 @@ class Response:
 
 @dataclass(frozen=True)
 class RowPart:
-    """Which part of its row a sample is, where a row becomes several samples.
+    """Position of a sample in its row, if a row becomes several samples.
 
     Args:
-        turn: number, from 1 on, of the row's last assistant turn that it has; 0 where turns are no samples.
+        turn: 1-based number of its last assistant turn; 0 if turns are not samples.
         num_turns: assistant turns of the row.
-        response: number, from 1 on, of its response; 0 for a row with one answer.
-        num_responses: of the row.
+        response: 1-based number of its response; 0 for a row with one answer.
+        num_responses: responses of the row.
     """
 
     turn: int = 0
@@ -112,17 +109,16 @@ class RowPart:
 
 @dataclass(frozen=True)
 class MediaRef:
-    """Where one picture, video or sound lies.
+    """One picture, video or sound: where its file is, or its bytes.
 
     Args:
         path: absolute path or URL, or None.
         data: the encoded file's bytes, or None.
-        frames: a video given as its pictures, in order; ``path`` and ``data`` are None then.
-        fps: pictures a second of such a video, when the row says it.
-        clip: (start, end) in seconds of the part of a video that is meant, None for its beginning or its end; None for
-            the whole video.
-        limits: (name, number) of limits on the size that the row gives this medium, as Qwen's rows have them.
-        policy: what the path may be; whoever makes one of a path that stands in a row gives the row's.
+        frames: pictures of a video that is given so, in order; ``path`` and ``data`` are None then.
+        fps: frames per second of such a video, if the row has it.
+        clip: (start, end) in seconds of the part of a video that is used; None for its beginning or its end.
+        limits: (name, number) of limits on the size that the row gives this medium, as in Qwen's rows.
+        policy: media access policy of the row that names the path.
     """
 
     path: str | None
@@ -135,7 +131,7 @@ class MediaRef:
 
     @property
     def name(self) -> str:
-        """What messages call the medium."""
+        """Name of the medium in messages."""
         if self.frames:
             return f"<{len(self.frames)} frames>"
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
@@ -146,9 +142,9 @@ class Region:
     """A box, a point or a polygon in a picture.
 
     Args:
-        corners: x and y of each corner, from the left and the top: one of a point, two of a box, more of a polygon.
-        image: number of the picture among the row's, from 0 on.
-        unit: pixels of the picture as it is shown (``real``), shares of its sides, or thousandths of them.
+        corners: x and y of each corner from the top left: one corner for a point, two for a box, more for a polygon.
+        image: 0-based number of the picture in the row.
+        unit: pixels of the picture after rotation (``real``), fractions of its sides, or thousandths of them.
     """
 
     corners: tuple[float, ...]
@@ -158,13 +154,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Objects:
-    """Places in a row's pictures, and names, which its texts have marks of.
+    """Names and regions for the marks in a row's texts.
 
     Args:
-        names: what stands at each ``<ref-object>``, in order.
-        boxes: what stands at each ``<bbox>``, in order; mostly one box.
-        unit: of coordinates that the texts have as JSON; None if the row does not say.
-        images: for each box of that JSON, in order, its picture; empty if the row does not say.
+        names: for each ``<ref-object>``, in order.
+        boxes: for each ``<bbox>``, in order; mostly one region each.
+        unit: of coordinates that are JSON in the texts; None if the row has none.
+        images: picture of each box in that JSON, in order; empty if the row has none.
     """
 
     names: tuple[str, ...] = ()
@@ -175,15 +171,15 @@ class Objects:
 
 @dataclass(frozen=True, eq=False)
 class PreparedTokens:
-    """The tokens of a row that another tool has made, without padding.
+    """Tokens of a row that another tool has tokenized, without padding.
 
     Args:
         ids: int64 (L,).
-        trained: bool (L,), which of them are targets; None where nothing says it, and all are.
-        weights: float32 (L,), of the targets; None where all weigh 1.
-        starts: int64 (D,), ascending from 0: where the D samples begin that the row is packed of.
-        channels: of each of these samples; None where the row has one for all.
-        measured: what the row says of its media's sizes, by kind; an object without keys where it says nothing.
+        trained: bool (L,), true for targets; None if the row has no labels, so that all tokens are targets.
+        weights: float32 (L,), of the targets; None if all are 1.
+        starts: int64 (D,), ascending from 0: first tokens of the D samples in the row.
+        channels: of each of these samples; None if the row has one channel.
+        measured: sizes of media in the row, by kind; an empty object for a medium without.
     """
 
     ids: npt.NDArray[np.int64]
@@ -196,7 +192,7 @@ class PreparedTokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation, its media in the order of their marks, and where it came from.
+    """A conversation with its media in the order of their marks, and its origin.
 
     Args:
         source: the dataset as the user named it.
@@ -204,12 +200,12 @@ class Sample:
         num_marks_added: media marks that the row lacked.
         is_text: a text for pretraining: one assistant turn, encoded without a chat template, every token a target.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
-        lone_mark: kind of medium that a question has a mark of and the row has none of; "" for none.
-        responses: accepted answers to what the turns ask; none where the turns have the answer.
-        part: of the row, where it becomes several samples and this is to be one of them.
-        tokens: of a row that another tool has tokenized, which has no turns; None for all others.
-        objects: boxes and names that its texts have marks of; None if it has none, or they are written.
-        control: control tokens that its texts may hold as such; all others in them are text.
+        lone_mark: kind of medium whose mark is in a question although the row has no such medium; "" for none.
+        responses: accepted answers to the turns; empty if the turns include the answer.
+        part: the part of the row that this sample is, if the row becomes several samples.
+        tokens: of a row that another tool has tokenized, which has no turns; else None.
+        objects: boxes and names for the marks in its texts; None if there are none, or they are already written.
+        control: control tokens that its texts may use as such; all others are plain text.
     """
 
     turns: tuple[Turn, ...]
@@ -231,16 +227,16 @@ class Sample:
     control: frozenset[str] = frozenset()
 
 
-_LONGEST_DETAIL, _MOST_SHOWN = 1000, 300
+_MAX_DETAIL, _MAX_SHOWN = 1000, 300
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that was left out, and why. Every row that goes in comes out encoded or as one of these.
+    """A row that was left out, and why. Every input row is either encoded or dropped.
 
     Args:
-        part: what was left out of a row of which other parts are kept; None for a whole row.
-        detail: explanation for the user; what it quotes of the row ends after 1,000 characters, and can be written.
+        part: the part that was left out of a row whose other parts are kept; None for a whole row.
+        detail: explanation for the user, at most 1,000 characters, encodable as UTF-8.
     """
 
     source: str
@@ -250,32 +246,30 @@ class Dropped:
     part: RowPart | None = None
 
     def __post_init__(self) -> None:
-        detail = self.detail
-        if len(detail) > _LONGEST_DETAIL:
-            detail = f"{detail[:_LONGEST_DETAIL]}..."
+        detail = self.detail if len(self.detail) <= _MAX_DETAIL else f"{self.detail[:_MAX_DETAIL]}..."
         object.__setattr__(self, "detail", detail.encode(errors="backslashreplace").decode())
 
     @property
-    def shown(self) -> str:
-        """Which row, and what is wrong with it, in a line or so."""
+    def summary(self) -> str:
+        """The row and what is wrong with it, in about a line."""
         part = "" if self.part is None else f", {self.part}"
-        return f"{self.source}, row {self.row}{part}: {self.detail[:_MOST_SHOWN]}"
+        return f"{self.source}, row {self.row}{part}: {self.detail[:_MAX_SHOWN]}"
 
     def as_error(self) -> RowError:
-        """What ``--strict`` raises."""
+        """Return the error that ``--strict`` raises."""
         part = "" if self.part is None else f"{self.part}: "
         return RowError(self.source, self.row, self.reason, part + self.detail)
 
     def to_json(self) -> str:
-        """A line of ``dropped.jsonl``."""
-        told = {name: getattr(self, name) for name in ("source", "row", "reason", "detail")}
+        """Return a line of ``dropped.jsonl``."""
+        values = {"source": self.source, "row": self.row, "reason": self.reason, "detail": self.detail}
         if self.part is not None:
-            told["part"] = str(self.part)
-        return json.dumps(told, ensure_ascii=False) + "\n"
+            values["part"] = str(self.part)
+        return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 UNEXPECTED = "unexpected"
-"""The reason of rows that met something unforeseen."""
+"""Reason of rows that met an unexpected exception."""
 
 DROP_REASONS = {
     NOT_ALLOWED: f"{ALLOWED_BY[0].upper()}{ALLOWED_BY[1:]}.",
@@ -345,16 +339,16 @@ DROP_REASONS = {
         for kind, mark in MEDIA_MARKS.items()
     },
 }
-"""All reasons in ``dropped.jsonl``, each with its remedy; ``unexpected`` has a note of its own, ``unforeseen_note``."""
+"""All reasons in ``dropped.jsonl`` with their remedies; ``unforeseen_note`` describes ``unexpected``."""
 _MAX_SHARE, _MAX_REMEDIES = 0.25, 3
 
 
 def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[str]:
-    """Lines about dropped rows: a warning if they are many, and remedies for the most common reasons.
+    """Return lines about dropped rows: a warning if they are many, and remedies for the most common reasons.
 
     Args:
-        dropped: rows by reason.
-        num_rows: rows that were read, None if it is not known.
+        dropped: number of rows by reason.
+        num_rows: rows that were read, None if unknown.
     """
     num_dropped = sum(dropped.values())
     notes = []
@@ -365,66 +359,65 @@ def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[
 
 
 def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str], where: str) -> DataError:
-    """The error of whoever reads rows and keeps none.
+    """Return the error for sources of which no row is left.
 
     Args:
-        what: happened, in a few words.
-        dropped: rows by reason.
-        firsts: the first row of each reason, and what is wrong with it; that of the commonest stands for all.
-        where: says where each row's reason is kept.
+        what: short description of the failure.
+        dropped: number of rows by reason.
+        firsts: summary of the first row of each reason; that of the most common reason is shown.
+        where: where each row's reason is kept.
     """
     common = sorted(dropped.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{count:,} {reason}" for reason, count in common)
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in common)
     reason = common[0][0] if common else ""
     remedy = DROP_REASONS.get(reason, "")
     first = f"\nThe first: {firsts[reason]}" if reason in firsts else ""
-    return DataError(f"{what}: {told or 'there were none'}{first}", f"{remedy} {where}".strip())
+    return DataError(f"{what}: {counts or 'there were none'}{first}", f"{remedy} {where}".strip())
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# The machine's trouble, which the next row would meet too.
-_OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
-# What a panic in a library written in Rust (tokenizers) arrives as: no Exception, and its class cannot be imported.
+# Errors of the machine, which the next row would meet too.
+_MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+# A panic in a library written in Rust (tokenizers) is no Exception, and its class cannot be imported.
 _PANIC = "PanicException"
 
 
-def held(source: str, row: int, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Dropped:
-    """Do something with one row; what nobody foresaw becomes ``Dropped``.
-
-    Raises:
-        PacktoolError: what was raised on purpose: a row that may not be dropped, an output that cannot be written.
-        MemoryError, OSError: where the machine and not the row is at fault: no memory, no free file handle, a full
-            disk.
-        BaseException: Ctrl-C and its like.
-    """
+def guard_row(source: str, row: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Dropped:
+    """Return ``function(*args, **kwargs)`` for one row, or a ``Dropped`` if it raises; see ``unexpected_drop``."""
     try:
-        return act(*args, **kwargs)
+        return function(*args, **kwargs)
     except BaseException as error:
-        return unexpected(source, row, error)
+        return unexpected_drop(source, row, error)
 
 
-def unexpected(source: str, row: int, error: BaseException) -> Dropped:
-    """The ``Dropped`` that an exception becomes.
+def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
+    """Return the ``Dropped`` for an unexpected exception.
 
     Raises:
-        the error: if it says nothing about the row; see ``held``.
+        the error: if the row is not its cause: an error raised on purpose (PacktoolError), Ctrl-C and its like, or an
+            error of the machine: no memory, no free file handle, a full disk.
     """
     is_ordinary = isinstance(error, Exception) or type(error).__name__ == _PANIC
     if not is_ordinary or isinstance(error, (PacktoolError, MemoryError)):
         raise error
-    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
         raise error
-    return Dropped(source, row, UNEXPECTED, f"{type(error).__name__} at {_place(error)}: {error}")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(_PACKAGE + os.sep)]
+    place = "an unknown place"
+    if own:
+        place = f"{os.path.relpath(own[-1].filename, _PACKAGE).replace(os.sep, '/')}:{own[-1].lineno}"
+    return Dropped(source, row, UNEXPECTED, f"{type(error).__name__} at {place}: {error}")
 
 
 def unforeseen_note(dropped: Mapping[str, int], where: str) -> str:
-    """What to tell at the end about rows that met something unforeseen; "" if none did.
+    """Return a note on rows that met an unexpected exception; "" if none did.
 
     Args:
-        dropped: rows by reason.
-        where: what lists them.
+        dropped: number of rows by reason.
+        where: the file that lists them.
     """
     if not (count := dropped.get(UNEXPECTED, 0)):
         return ""
@@ -433,12 +426,3 @@ def unforeseen_note(dropped: Mapping[str, int], where: str) -> str:
         f"{rows} left out for something that packtool did not foresee: see the lines with "
         f'"{UNEXPECTED}" in {where}. Please report one of them; --strict stops at the first'
     )
-
-
-def _place(error: BaseException) -> str:
-    """File and line of packtool's code that the exception came through last."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(_PACKAGE + os.sep)]
-    if not own:
-        return "an unknown place"
-    return f"{os.path.relpath(own[-1].filename, _PACKAGE).replace(os.sep, '/')}:{own[-1].lineno}"

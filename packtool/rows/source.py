@@ -1,18 +1,18 @@
-"""Sources of rows: as they were asked for, as they were found, and where their rows lie.
+"""Sources of rows: files as requested, files as scanned, and where their rows are.
 
-``path#1000``: a seeded choice among the rows of one or several sources, in the rows' own order.
+``path#1000`` draws a seeded sample of the rows of one or several sources, in the order of the rows.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import starmap
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
@@ -26,32 +26,32 @@ FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow", "
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
 NumberedRow = tuple[int, dict[str, Any] | Dropped]
-"""Number of a row and what was parsed of it."""
+"""Number of a row, and the parsed row."""
 
-_SAY_NOTHING = ("path", "name", "max_media_failures")
+_WITHOUT_EFFECT = ("path", "name", "max_media_failures")
 BLOCK_ROWS = 64
-"""Most rows of a block, before sampling."""
+"""Maximum rows of a block, before sampling."""
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One file of rows that was asked for, and how it is to be read.
+    """One requested file of rows, and how to read it.
 
     Args:
-        path: file or URL, with folders, globs and names already looked up.
+        path: file or URL; folders, globs and names are already resolved.
         name: the argument of ``--dataset`` or ``--val-dataset`` that led to it.
         split: ``train`` or ``val``.
         group: position of that argument among all; its files are sampled together.
         num_sampled: rows to draw from the group's files, None for all of them.
-        times_sampled: the same as a multiple of the rows that there are, 0.2 or 2.5.
+        times_sampled: the same as a multiple of the existing rows, 0.2 or 2.5.
         columns: (this project's name, the file's name) of columns that the user named.
         tags: (name in ``dataset_info.json``, value) of roles and keys of messages that the user named.
-        formatting: ``alpaca`` or ``sharegpt`` where ``dataset_info.json`` says it; ``tokens`` for ``packtool import``.
-        media_root: folder in which relative paths of media are looked for first.
+        formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` for ``packtool import``.
+        media_root: folder in which relative paths of media are looked up first.
         system: system prompt of conversations that have none.
         loss_scale: the dataset's own, None for the export's.
-        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.media_policy``.
-        max_row_bytes: a larger row is left out before it is parsed.
+        media_access, max_media_bytes, max_media_failures: the media access policy (``rows.media_policy``).
+        max_row_bytes: a larger row is dropped before it is parsed.
     """
 
     path: str
@@ -71,89 +71,66 @@ class SourceSpec:
     max_media_failures: int = 100
     max_row_bytes: int = MAX_ROW_BYTES
 
-    def at(self, path: str) -> SourceSpec:
-        """The same of another file: as ``dataclasses.replace``, but sooner, for there may be many thousand files."""
-        spec = object.__new__(SourceSpec)
-        vars(spec).update(vars(self), path=path)
-        return spec
+    def replaced(self, **changes: Any) -> Self:
+        """Return a copy with other values, faster than ``dataclasses.replace``: there may be many thousand files."""
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **changes)
+        return copy
 
     @property
     def is_sampled(self) -> bool:
-        """Whether some rows are drawn, and perhaps some more than once."""
+        """Whether rows are drawn, possibly more than once each."""
         return self.num_sampled is not None or self.times_sampled is not None
 
     @property
     def settings(self) -> str:
-        """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
-        if (values := _settings(self)) == _USUAL:
+        """All values that affect the samples, except the file, as one line of JSON; "" if all are the defaults."""
+        if (values := _settings(self)) == _DEFAULTS:
             return ""
-        told = {name: value for name, value, usual in zip(_SETTINGS, values, _USUAL, strict=True) if value != usual}
+        settings = zip(_SETTINGS, values, _DEFAULTS, strict=True)
+        changed = {name: value for name, value, default in settings if value != default}
         if not self.is_sampled:
-            told.pop("group", None)
-        return json.dumps(told, sort_keys=True) if told else ""
+            changed.pop("group", None)
+        return json.dumps(changed, sort_keys=True) if changed else ""
 
 
-# Looked up once: there may be many thousand sources.
-_SETTINGS = tuple(field.name for field in fields(SourceSpec) if field.name not in _SAY_NOTHING)
-_USUAL = tuple(field.default for field in fields(SourceSpec) if field.name in _SETTINGS)
+# Computed once, because there may be many thousand sources.
+_SETTINGS = tuple(field.name for field in fields(SourceSpec) if field.name not in _WITHOUT_EFFECT)
+_DEFAULTS = tuple(field.default for field in fields(SourceSpec) if field.name in _SETTINGS)
 _settings = attrgetter(*_SETTINGS)
 
 
 @dataclass(frozen=True)
-class Source:
-    """The little that reading a scanned file needs to know; it travels to worker processes.
+class Source(SourceSpec):
+    """A scanned file of rows, with all that worker processes need to read it.
 
     Args:
-        path: file or URL.
-        kind: of the file, without its compression.
+        columns: (this project's name, the file's name) of columns that do not have their usual names.
+        kind: format of the file, without its compression.
         size, modified: of the file when it was scanned; -1 and "" if unknown.
-        form: of its rows (``packtool.rows.forms``); None tells it from each row alone.
-        columns: (this project's name, the file's name) of columns that are not found by their usual names.
-        tags: as in ``SourceSpec``.
+        form: form of its rows (``packtool.rows.forms``); None detects it from each row.
         holds_media: a column of its first rows could hold media; if none could, marks of media in questions are text.
         header: column names of a csv file.
-        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.media_policy``.
-        max_row_bytes: as in ``SourceSpec``.
     """
 
-    path: str
     kind: FileFormat = "jsonl"
     compression: Compression | None = None
     size: int = -1
     modified: str = ""
-    split: str = TRAIN_SPLIT
     form: str | None = None
-    columns: Pairs = ()
     holds_media: bool = True
-    tags: Pairs = ()
     header: tuple[str, ...] = ()
-    media_root: str | None = None
-    system: str | None = None
-    loss_scale: str | None = None
-    media_access: MediaAccess = "root"
-    max_media_bytes: int | None = None
-    max_media_failures: int = 100
-    max_row_bytes: int = MAX_ROW_BYTES
-
-    def read_as(self, **found: Any) -> Source:
-        """The same source with what was found out of how to read it: ``kind``, ``header``, ``form``, ``columns``.
-
-        As ``dataclasses.replace`` does it, but sooner: there may be many thousand sources.
-        """
-        source = object.__new__(Source)
-        vars(source).update(vars(self), **found)
-        return source
 
     @cached_property
     def media_policy(self) -> MediaPolicy:
-        """What its rows may reach."""
+        """Media that its rows may name."""
         return policy_for_rows(
             self.path, self.media_root, self.media_access, self.max_media_bytes, self.max_media_failures
         )
 
     @cached_property
     def label(self) -> str:
-        """The path as it may be shown and kept: without the secrets that a URL can carry."""
+        """The path without the secrets that a URL can carry, for messages and files."""
         return storage.masked(self.path).encode(errors="backslashreplace").decode()
 
 
@@ -163,10 +140,11 @@ class RowBlock(NamedTuple):
     Args:
         start, stop: [start, stop) in bytes of the (decompressed) text or of a tar file, or in rows of a parquet, Arrow
             or Megatron file.
-        first_row: number of the first row, 0-based: the line of a .jsonl or .txt file, the element of a .json array,
-            the record behind a .csv file's header.
-        num_rows: rows that come out of it; blank lines are none.
-        picks: positions in the block of the rows to take, ascending, as often as they are to be taken; None takes all.
+        first_row: 0-based number of the first row: the line of a .jsonl or .txt file, the element of a .json array, the
+            record after a .csv file's header.
+        num_rows: rows of the block without blank lines.
+        picks: ascending positions in the block of the rows to take, repeated to take a row more than once; None takes
+            all.
     """
 
     start: int
@@ -176,15 +154,23 @@ class RowBlock(NamedTuple):
     picks: tuple[int, ...] | None = None
 
 
+def equal_blocks(num_rows: int) -> Iterator[RowBlock]:
+    """Return blocks of 64 rows of a file whose rows are found by their number."""
+    return (
+        RowBlock(start, min(start + BLOCK_ROWS, num_rows), start, min(BLOCK_ROWS, num_rows - start))
+        for start in range(0, num_rows, BLOCK_ROWS)
+    )
+
+
 class RowBlocks(Sequence[RowBlock]):
     """RowBlocks of one source in a few bytes each.
 
     Args:
         columns: int64 (number of blocks, 4): start, stop, first_row, num_rows.
-        picks: int16, those of all blocks in a row, or None if all rows are taken; ``num_rows`` says how many are whose.
+        picks: int16, the picks of all blocks one after the other, ``num_rows`` of each; None if all rows are taken.
 
     Attributes:
-        num_rows: that come out of all of them.
+        num_rows: rows of all blocks.
     """
 
     def __init__(self, columns: np.ndarray, picks: np.ndarray | None = None, num_rows: int | None = None) -> None:
@@ -193,8 +179,8 @@ class RowBlocks(Sequence[RowBlock]):
         self._ends = np.cumsum(columns[:, 3]) if picks is not None else None
 
     @classmethod
-    def of(cls, blocks: Iterator[RowBlock]) -> RowBlocks:
-        """Take blocks as they are found; they have no picks yet."""
+    def of(cls, blocks: Iterable[RowBlock]) -> RowBlocks:
+        """Collect blocks without picks."""
         flat, num_rows = array("q"), 0
         for block in blocks:
             flat.extend(block[:4])
@@ -204,15 +190,15 @@ class RowBlocks(Sequence[RowBlock]):
 
     @property
     def rows_of_each(self) -> np.ndarray:
-        """Rows that come out of each block, int64."""
+        """Number of rows of each block, int64 (number of blocks,)."""
         return self._columns[:, 3]
 
     def picked(self, counts: np.ndarray, picks: np.ndarray) -> RowBlocks:
-        """The same blocks with a choice of their rows; blocks of which nothing is taken are left out.
+        """Return the blocks with a selection of their rows; blocks without selected rows are left out.
 
         Args:
-            counts: int64, rows to take of each block.
-            picks: int16, their positions, those of all blocks in a row.
+            counts: int64, selected rows of each block.
+            picks: int16, their positions, of all blocks one after the other.
         """
         columns = self._columns.copy()
         columns[:, 3] = counts
@@ -253,65 +239,58 @@ class RowBlocks(Sequence[RowBlock]):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes: pickling a small array costs more than all the rest of a small source.
-        return _blocks_of, (self._columns.tobytes(), self._picks, self.num_rows)
+        # As bytes: pickling a small array costs more than the rest of a small source.
+        return _restored_blocks, (self._columns.tobytes(), self._picks, self.num_rows)
 
 
-def _blocks_of(columns: bytes, picks: np.ndarray | None, num_rows: int) -> RowBlocks:
+def _restored_blocks(columns: bytes, picks: np.ndarray | None, num_rows: int) -> RowBlocks:
     return RowBlocks(np.frombuffer(columns, np.int64).reshape(-1, 4), picks, num_rows)
 
 
 @dataclass(frozen=True)
 class ScannedSource:
-    """A source and where its rows lie.
+    """A source and where its rows are.
 
     Args:
-        spec: what was asked for.
+        spec: the request.
         source: what reading needs.
-        size: bytes of the file, -1 if nobody knows.
-        modified: what the file system says of the last change, to notice an unchanged file at once.
         digest: of the content; of a remote parquet or Arrow file: of its footer or schema, its size and entity tag.
     """
 
     spec: SourceSpec
     source: Source
-    size: int
-    modified: str
     digest: str
     blocks: RowBlocks
 
     @property
-    def path(self) -> str:
-        """The file or URL that the rows are read from."""
-        return self.spec.path
-
-    @property
     def num_rows(self) -> int:
-        """Rows that come out of the source."""
+        """Rows of the source, after sampling."""
         return self.blocks.num_rows
 
 
 _CHUNK_BLOCKS = 4096
-# numpy's hypergeometric draws know no more.
-_MOST_ROWS = 10**9
+# numpy's limit for hypergeometric draws.
+_MAX_HYPERGEOMETRIC = 10**9
 
 
 def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
-    """Take ``num_rows`` rows of all sources together, each alike likely and without replacement.
+    """Draw ``num_rows`` rows of all sources together, uniformly and without replacement.
 
-    More rows than there are: each is taken ``num_rows // rows`` times, and the rest is drawn. The choice is first how
-    many rows of each block, then which: a few bytes a block and two a picked row, however many rows there are.
-
-    Args:
-        seed: the choice is a function of it and of the blocks.
+    If ``num_rows`` exceeds the existing rows, each is taken ``num_rows // rows`` times and the remainder is drawn. The
+    draw first decides the number of rows of each block, then their positions: it needs a few bytes a block and two a
+    drawn row, for any number of rows. It depends only on the seed and the blocks.
     """
     rng = np.random.default_rng(seed)
     rows = np.concatenate([blocks.rows_of_each for blocks in sources])
     total = int(rows.sum())
     if not total:
         return list(sources)
-    times, rest = divmod(num_rows, total)
-    counts = _counts(rows, rest, rng)
+    times, remainder = divmod(num_rows, total)
+    if total >= _MAX_HYPERGEOMETRIC:
+        drawn_rows = rng.choice(total, remainder, replace=False, shuffle=False)
+        counts = np.bincount(np.searchsorted(np.cumsum(rows), drawn_rows, side="right"), minlength=len(rows))
+    else:
+        counts = rng.multivariate_hypergeometric(rows, remainder, method="marginals")
     parts = [
         _positions(rows[low : low + _CHUNK_BLOCKS], counts[low : low + _CHUNK_BLOCKS], times, rng)
         for low in range(0, len(rows), _CHUNK_BLOCKS)
@@ -326,19 +305,11 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
     return drawn
 
 
-def _counts(rows: np.ndarray, num_rows: int, rng: np.random.Generator) -> np.ndarray:
-    """How many of ``num_rows`` rows, drawn without replacement, lie in each block; int64."""
-    if rows.sum() >= _MOST_ROWS:
-        chosen = rng.choice(int(rows.sum()), num_rows, replace=False, shuffle=False)
-        return np.bincount(np.searchsorted(np.cumsum(rows), chosen, side="right"), minlength=len(rows))
-    return rng.multivariate_hypergeometric(rows, num_rows, method="marginals")
-
-
 def _positions(rows: np.ndarray, counts: np.ndarray, times: int, rng: np.random.Generator) -> np.ndarray:
-    """Positions in each block, ascending: all of them ``times`` times, and ``counts`` drawn ones once more; int16."""
+    """Return ascending positions in each block, int16: all of them ``times`` times and ``counts`` drawn ones more."""
     width = int(rows.max())
     keys = rng.random((len(rows), width))
-    keys[np.arange(width) >= rows[:, None]] = 2.0  # no row
+    keys[np.arange(width) >= rows[:, None]] = 2.0  # not a row
     ranks = keys.argsort(axis=1).argsort(axis=1)
     repeats = (ranks < counts[:, None]) + times * (np.arange(width) < rows[:, None])
     positions = np.broadcast_to(np.arange(width, dtype=np.int16), repeats.shape)

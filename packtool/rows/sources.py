@@ -219,7 +219,8 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         if not config.per_dataset_loss_scale:
             own["loss_scale"] = None
         paths = _outside(paths, config.output_dir)
-        specs += map(replace(plain, name=name, split=split, group=group, **own).at, paths)
+        spec = replace(plain, name=name, split=split, group=group, **own)
+        specs += [spec.replaced(path=path) for path in paths]
     return specs
 
 

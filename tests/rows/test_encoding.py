@@ -8,7 +8,7 @@ from typing import BinaryIO
 import pytest
 
 from packtool.errors import DataError
-from packtool.rows.opened import open_text
+from packtool.rows.open_files import open_text
 from packtool.rows.read import follow, scan
 from packtool.rows.sample import Dropped
 from packtool.rows.source import Compression, SourceSpec

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from packtool.errors import DataError
 from packtool.rows import lines
 from packtool.rows.forms import to_sample
-from packtool.rows.opened import close_readers, opened
+from packtool.rows.open_files import TextReader, close_readers, opened
 from packtool.rows.read import read_block, scan
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
-from packtool.rows.tables import TableReader
+from packtool.rows.tables import ParquetReader
 from tests.rows.conftest import COMPRESSIONS, KINDS, compress, rows_of, write_rows
 
 ROWS = [{"text": f'line {i} "é", 你好\u2028 {"x" * (i % 7)}', "channel": str(i % 3)} for i in range(333)]
@@ -82,7 +82,7 @@ def test_a_reader_of_tables_goes_on_where_it_is(tmp_path: Path) -> None:
     table = pa.table({"text": [str(i) for i in range(5000)]})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=1000)
     source = scan(SourceSpec(str(tmp_path / "rows.parquet"))).source
-    reader = TableReader(source)
+    reader = ParquetReader(source)
 
     def rows(start: int, stop: int) -> list[str]:
         return [row for batch in reader.read(start, stop) for row in batch.column("text").to_pylist()]
@@ -199,12 +199,12 @@ def test_readers_belong_to_a_thread(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     assert seen[0] == seen[1] == rows_of(found)
-    assert opened(found.source, TableReader) is not None  # the one that reading made
+    assert opened(found.source, TextReader) is not None  # the one that reading made
     close_readers()
 
 
 def test_compressed_rows_are_decompressed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packtool.rows import opened as module
+    from packtool.rows import open_files as module
 
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = compress(tmp_path / "rows.jsonl", ".zst")

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from packtool import constants
 from packtool.errors import DataError
-from packtool.rows.forms import RowProblem, to_sample
+from packtool.rows.forms import FORMS, RowProblem, detect, to_sample
 from packtool.rows.forms.columns import NAMES
-from packtool.rows.forms.known import KNOWN, RowLayout, detect
 from packtool.rows.sample import Sample, Turn
 from packtool.rows.source import Source
 
@@ -351,20 +350,20 @@ def test_marks_of_places_without_objects_are_text() -> None:
 @pytest.mark.parametrize(
     ("rows", "layout"),
     [
-        ([{"messages": None, "text": "t"}, {"messages": []}], RowLayout("messages", (("messages", "messages"),))),
-        ([{"messages": None, "text": "t"}], RowLayout("text", (("text", "text"),))),
-        ([{"Conversations": []}], RowLayout("messages", (("messages", "Conversations"),))),
+        ([{"messages": None, "text": "t"}, {"messages": []}], ("messages", (("messages", "messages"),))),
+        ([{"messages": None, "text": "t"}], ("text", (("text", "text"),))),
+        ([{"Conversations": []}], ("messages", (("messages", "Conversations"),))),
         (
             [{"instruction": "i", "output": "o"}],
-            RowLayout("alpaca", (("instruction", "instruction"), ("output", "output"))),
+            ("alpaca", (("instruction", "instruction"), ("output", "output"))),
         ),
         (
             [{"problem": "p", "Image": "i"}, {"answer": 1}],
-            RowLayout("query", (("images", "Image"), ("query", "problem"), ("response", "answer"))),
+            ("query", (("images", "Image"), ("query", "problem"), ("response", "answer"))),
         ),
     ],
 )
-def test_a_form_is_told_from_the_first_rows(rows: list[dict[str, Any]], layout: RowLayout) -> None:
+def test_a_form_is_told_from_the_first_rows(rows: list[dict[str, Any]], layout: tuple[str, Any]) -> None:
     assert detect(rows, (), None, "f") == layout
 
 
@@ -373,7 +372,7 @@ def test_a_form_is_told_from_the_first_rows(rows: list[dict[str, Any]], layout: 
 )
 def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None:
     rows = [{"title": "q", "body": "a", "text": "t"}]
-    assert detect(rows, named, None, "f") == RowLayout("query", (("query", "title"), ("response", "body")))
+    assert detect(rows, named, None, "f") == ("query", (("query", "title"), ("response", "body")))
 
 
 @pytest.mark.parametrize(
@@ -436,7 +435,7 @@ ANY_ROWS = st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5) | st.fi
 )
 
 
-@given(ANY_ROWS, st.sampled_from([None, *KNOWN]))
+@given(ANY_ROWS, st.sampled_from([None, *FORMS]))
 @settings(max_examples=200)
 def test_no_row_does_more_harm_than_to_be_dropped(row: dict[str, Any], form: str | None) -> None:
     try:

@@ -11,7 +11,7 @@ from packtool import storage
 from packtool.config.data import ExportConfig
 from packtool.errors import DataError, StorageError
 from packtool.rows.forms import to_sample
-from packtool.rows.opened import close_readers
+from packtool.rows.open_files import close_readers
 from packtool.rows.read import scan, scan_sources
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of

@@ -35,7 +35,7 @@ def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int
     sources = [blocks_of(own) for own in sizes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "_CHUNK_BLOCKS", chunk)
-        patch.setattr(source, "_MOST_ROWS", most)
+        patch.setattr(source, "_MAX_HYPERGEOMETRIC", most)
         drawn = draw_rows(sources, count, (seed, 0))
         again = draw_rows(sources, count, (seed, 0))
     assert drawn == again
@@ -115,4 +115,4 @@ def test_files_of_one_argument_are_sampled_together(tmp_path: Path) -> None:
     assert sum(counts[:3]) == 50
     assert counts[3] == 100
     assert all(0 < count < 50 for count in counts[:3])
-    assert [(found.path, found.num_rows) for found in told] == [(spec.path, 100) for spec in specs]
+    assert [(found.source.path, found.num_rows) for found in told] == [(spec.path, 100) for spec in specs]

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import DataError, PacktoolError
-from packtool.rows.opened import close_readers
+from packtool.rows.open_files import close_readers
 from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec

@@ -1,27 +1,103 @@
-"""Forms of a row: whatever a file's rows look like, they become ``Sample``.
+"""Forms of rows: detect the form of a file's rows, and read its rows as samples.
 
-A form is told once for a file (``known.detect``). What a row has beside its conversation is read alike in all forms:
-``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and ``responses`` where the conversation has no
-answer. Columns of preference data (``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are no matter
-of supervised training: the conversation that is to be preferred is trained, as ms-swift's ``sft`` does with such rows.
+The form is detected once per file (``detect``). Everything beside the conversation is read alike in all forms:
+``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and ``responses`` if the conversation has no
+answer. Columns of preference data (``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are ignored:
+the preferred conversation is trained, as ms-swift's ``sft`` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from packtool.errors import DataError
-from packtool.rows.forms.columns import Fields, RowProblem
-from packtool.rows.forms.known import KNOWN, detect
-from packtool.rows.forms.media import Found, LoneMark, check_marks, lone_mark, media_of, with_marks
+from packtool.errors import DataError, did_you_mean
+from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, listed
+from packtool.rows.forms.form import RowForm
+from packtool.rows.forms.media import InlineMedia, LoneMark, check_marks, lone_mark, media_of, with_marks
+from packtool.rows.forms.messages import MESSAGES
 from packtool.rows.forms.objects import objects_of
-from packtool.rows.forms.queries import TEXT
+from packtool.rows.forms.prepared import PREPARED, TOKENS
+from packtool.rows.forms.queries import ALPACA, QUERY, TEXT
 from packtool.rows.forms.responses import responses_of
-from packtool.rows.sample import PreparedTokens, Sample, Turn, held
+from packtool.rows.sample import PreparedTokens, Sample, Turn, unexpected_drop
 from packtool.rows.source import Pairs, Source
 
-__all__ = ["RowProblem", "check_first_rows", "to_sample"]
+__all__ = ["FORMS", "RowProblem", "check_first_rows", "detect", "to_sample"]
+
+_Keys = tuple[str, ...]
+
+FORMS: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, QUERY, TEXT, PREPARED)}
+"""All forms by name; the first that fits a file is used."""
+
+
+def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
+    """Detect the form of a file from its first rows.
+
+    Args:
+        named: columns that the user named, as (this project's name, the file's), or reversed as in ms-swift's
+            ``--columns``; "" as the file's name ignores a column.
+        formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` prefers tokens if rows have both
+            tokens and their text.
+        where: the file, for messages.
+
+    Returns:
+        the form, a key of ``FORMS``, and (this project's name, the file's) of every column that was found or named.
+
+    Raises:
+        DataError: if no form fits, if several columns may be meant, or if a named one is missing.
+    """
+    keys = tuple({key: None for row in rows for key in row})
+    filled = {key for row in rows for key, value in row.items() if value is not None}
+    used = tuple([key for key in keys if key in filled])
+    return _cached_detect(keys, used, named, formatting) or _detect(keys, used, named, formatting, where)
+
+
+@lru_cache(maxsize=256)
+def _cached_detect(keys: _Keys, used: _Keys, named: Pairs, formatting: str | None) -> tuple[str, Pairs] | None:
+    """Detect the form once for all files with the same keys; None if there is none."""
+    try:
+        return _detect(keys, used, named, formatting, "")
+    except DataError:  # raised again, with the file's name
+        return None
+
+
+def _detect(keys: _Keys, used: _Keys, named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
+    columns = Columns(used, _named_columns(named, keys, where), where)
+    if formatting == TOKENS:
+        if PREPARED.fits(columns, formatting):
+            return PREPARED.name, tuple(sorted(columns.columns.items()))
+        formatting = None
+    form = next((form for form in FORMS.values() if form.fits(columns, formatting)), None)
+    if form is None:
+        known = "\n".join(f"  - {form.shown}" for form in FORMS.values())
+        raise DataError(
+            f"{where}: the form of its rows is not recognised; their keys are: {listed(keys)}\nKnown forms:\n{known}",
+            "Say which column is which, as in --columns query=title response=body",
+        )
+    return form.name, tuple(sorted(columns.columns.items()))
+
+
+def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
+    columns = {}
+    for name, column in named:
+        if not (name in NAMES and column in keys) and column in NAMES and name in keys:
+            name, column = column, name
+        if name not in NAMES and column not in NAMES:
+            raise DataError(
+                f"--columns {name}={column}: neither is a name of this project{did_you_mean(name, NAMES)}",
+                f"Known are {', '.join(NAMES)}.",
+            )
+        if column and column not in keys:
+            raise DataError(
+                f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
+                f"{did_you_mean(column, keys)}; its columns are: {listed(keys)}",
+                "Name a column that is there (rows may have null in it); where sets differ, name each set's columns in "
+                "a --dataset-info file.",
+            )
+        columns[name] = column
+    return columns
 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
@@ -29,30 +105,33 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
 
     Args:
         row: the parsed object.
-        source: the file it came from, and the form of its rows.
+        source: its file, with the form of its rows.
         number: 0-based row.
 
     Raises:
         RowProblem: if the row cannot be used.
     """
-    form, columns = source.form, source.columns
-    if form is None:
-        form, columns = _form_of(row, source)
-    fields, found = Fields(row, columns), Found(source)
-    if (tokens_of := KNOWN[form].tokens) is not None:
-        return _prepared(tokens_of(fields), fields, found, number)
-    turns = KNOWN[form].read(fields, found)
+    name, columns = source.form, source.columns
+    if name is None:
+        try:
+            name, columns = detect([row], source.columns, None, "the row")
+        except DataError as error:
+            raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
+    form, fields, inline = FORMS[name], Fields(row, columns), InlineMedia(source)
+    if form.tokens is not None:
+        return _tokenized_sample(form.tokens(fields), fields, inline, number)
+    turns = form.read(fields, inline)
     tools = _tools(fields)
-    is_text = form == TEXT.name or (_is_text(turns) and tools is None and fields.get("system") is None)
+    is_text = form is TEXT or (_is_text(turns) and tools is None and fields.get("system") is None)
     if not is_text:
         _check_order(turns)
         turns = _with_system(turns, fields, source)
     responses = () if is_text else responses_of(fields, turns, source)
-    media = media_of(fields, found)
+    media = media_of(fields, inline)
     turns, num_added = with_marks(turns, media)
-    asked = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
-    said = [*turns, *(turn for response in responses for turn in response.turns)]
-    objects = objects_of(fields, said, len(media["image"]))
+    mark = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
+    all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
+    objects = objects_of(fields, all_turns, len(media["image"]))
     return Sample(
         turns=tuple(turns),
         images=media["image"],
@@ -65,68 +144,62 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         audios=media["audio"],
         is_text=is_text,
         loss_scale=source.loss_scale,
-        lone_mark=asked,
+        lone_mark=mark,
         responses=responses,
         objects=objects,
     )
 
 
-def _prepared(tokens: PreparedTokens, fields: Fields, found: Found, number: int) -> Sample:
-    """The sample of a row that another tool has tokenized."""
-    media = media_of(fields, found)
+def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedia, number: int) -> Sample:
+    media = media_of(fields, inline)
     return Sample(
         turns=(),
         images=media["image"],
-        source=found.source.label,
+        source=inline.source.label,
         row=number,
         channel=_channel(fields) if tokens.channels is None else None,
         videos=media["video"],
         audios=media["audio"],
         is_text=tokens.trained is None,
-        loss_scale=found.source.loss_scale,
+        loss_scale=inline.source.loss_scale,
         tokens=tokens,
     )
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Look for what is wrong with all of the first rows of a file in the same way, so that it is told once.
+    """Report a problem with media marks once if all first rows of a file have it.
 
     Raises:
-        DataError: naming it, and the option that mends it.
+        DataError: with the option that solves it.
     """
     problems: list[LoneMark] = []
     for number, row in enumerate(rows):
-        found = held(source.label, number, _sample_or_problem, row, source, number)
-        if isinstance(found, Sample):
-            return  # one that can be used, most often the first
-        if isinstance(found, LoneMark):
-            problems.append(found)
+        try:
+            to_sample(row, source, number)
+            return  # a usable row, mostly the first
+        except LoneMark as problem:
+            problems.append(problem)
+        except RowProblem:
+            pass
+        except BaseException as error:
+            unexpected_drop(source.label, number, error)  # raises errors that are not the row's
     check_marks(problems, source.label)
 
 
-def _sample_or_problem(row: Mapping[str, Any], source: Source, number: int) -> Sample | RowProblem:
-    try:
-        return to_sample(row, source, number)
-    except RowProblem as problem:
-        return problem
-
-
-def _form_of(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:
-    try:
-        layout = detect([row], source.columns, None, "the row")
-    except DataError as error:
-        raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
-    return layout.form, layout.columns
+def _channel(fields: Fields) -> str | None:
+    channel = fields.get("channel")
+    return None if channel is None else str(channel)
 
 
 def _is_text(turns: Sequence[Turn]) -> bool:
-    """One assistant turn alone is ms-swift's form of a text for pretraining."""
+    """Return whether a row is ms-swift's form of a text for pretraining: one assistant turn alone."""
     return len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
 
 
 def _check_order(turns: Sequence[Turn]) -> None:
-    """Somebody must ask first. Who follows whom after that is the template's matter; a last turn without an answer
-    stays, as context that is not trained.
+    """Raise RowProblem unless the first turn is the user's.
+
+    The chat template checks the order after that. A last turn without an answer stays as untrained context.
     """
     first = next((turn for turn in turns if turn.role != "system"), None)
     if first is None:
@@ -136,7 +209,7 @@ def _check_order(turns: Sequence[Turn]) -> None:
 
 
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """The row's own system prompt counts before the option's; without both the template has its own."""
+    """Add the row's own system prompt, else the option's; without both, the template may add its own."""
     if turns[0].role == "system":
         return turns
     system = fields.get("system")
@@ -153,15 +226,4 @@ def _tools(fields: Fields) -> tuple[Any, ...] | None:
         return None
     if not isinstance(tools, Sequence):
         raise RowProblem("invalid_row", f"'tools' is a {type(tools).__name__}, not a list")
-    return tuple(_tool(tool) for tool in tools)
-
-
-def _tool(tool: Any) -> Any:
-    if isinstance(tool, str):
-        return Fields({"tools": tool}, ()).parsed("tools")
-    return tool
-
-
-def _channel(fields: Fields) -> str | None:
-    channel = fields.get("channel")
-    return None if channel is None else str(channel)
+    return tuple(Fields({"tools": tool}, ()).parsed("tools") if isinstance(tool, str) else tool for tool in tools)

@@ -1,8 +1,6 @@
-"""Which column of a file is which: by its usual names, or by what the user said.
+"""Columns of rows: their usual names or the user's, their values, and how messages show values.
 
-What a form says about a row that it cannot read.
-
-Single values of rows: numbers that a float can hold, and how a value is shown in a message.
+Also ``RowProblem``, the error of a row that a form cannot read.
 """
 
 from __future__ import annotations
@@ -10,13 +8,13 @@ from __future__ import annotations
 import ast
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from packtool.errors import DataError
-from packtool.rows.parsing import JsonProblem, is_text, parse_json
+from packtool.rows.parsing import JsonProblem, is_utf8_text, parse_json
 from packtool.rows.source import Pairs
 
 
@@ -24,7 +22,7 @@ class RowProblem(ValueError):
     """A row that cannot be used.
 
     Args:
-        reason: machine-readable, as in ``dropped.jsonl``.
+        reason: drop reason, as in ``dropped.jsonl``.
         detail: explanation for the user.
     """
 
@@ -35,20 +33,20 @@ class RowProblem(ValueError):
 
 
 def json_problem(reason: str, what: str, problem: JsonProblem) -> RowProblem:
-    """What to say of a cell that is no JSON (``reason``, ``what``), or JSON that is not to be trusted (its own)."""
+    """Return the problem of a cell that is not JSON (``reason`` and ``what``), or is ambiguous JSON (its own)."""
     if problem.reason == "invalid_json":
         return RowProblem(reason, f"{what}: {problem.detail}")
     return RowProblem(problem.reason, problem.detail)
 
 
-_LONGEST_SHOWN = 80
+_MAX_SHOWN = 80
 _short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = _LONGEST_SHOWN
+_short.maxstring = _short.maxother = _short.maxlong = _MAX_SHOWN
 _short.maxlevel = 3
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for anything else, for NaN and infinity, and for what is too large for a float."""
+    """Return a number as a float; None for anything else, NaN, infinity, and numbers too large for a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -58,15 +56,20 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def is_list(value: Any) -> bool:
+    """Return whether a value is a sequence, but not text or bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def shown(value: Any) -> str:
-    """A value for a message, cut short; one of any size and depth costs nothing."""
-    return _short.repr(value)[:_LONGEST_SHOWN]
+    """Return a value for a message, truncated; fast for values of any size and depth."""
+    return _short.repr(value)[:_MAX_SHOWN]
 
 
-def listed(names: Any, most: int = 20) -> str:
-    """Names for a message, sorted, each and all of them cut short."""
-    texts = sorted(str(name)[:_LONGEST_SHOWN] for name in names)
-    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "") or "none"
+def listed(names: Iterable[Any], max_names: int = 20) -> str:
+    """Return names for a message, sorted and truncated."""
+    texts = sorted(str(name)[:_MAX_SHOWN] for name in names)
+    return ", ".join(texts[:max_names]) + (", ..." if len(texts) > max_names else "") or "none"
 
 
 TOKEN_COLUMNS = (
@@ -75,7 +78,7 @@ TOKEN_COLUMNS = (
 )
 """Columns of rows that another tool has tokenized."""
 
-# The names that other projects' rows have for the same thing, this project's own first.
+# Names that other projects use for the same column, this project's own first.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "query": ("query", "prompt", "question", "problem", "instruction", "input"),
@@ -104,88 +107,67 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "cu_seqlens": ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"),
 }
 NUMBER_COLUMNS = frozenset(column for name in TOKEN_COLUMNS for column in NAMES[name])
-"""Names of the columns of such rows in files: lists of numbers."""
-# Read under any of their names, row by row: a file's first rows may lack them.
+"""File names of these columns, which are lists of numbers."""
+# Looked up under all of their names in each row, because a file's first rows may lack them.
 _OPTIONAL = (
     *("history", "input", "system", "tools", "images", "videos", "audios"),
     *("channel", "objects", "bbox_type", "reasoning_content"),
 )
 
 # Python's parser needs some hundred times a text's size in memory.
-_LONGEST_LITERAL = 1 << 22
+_MAX_LITERAL = 1 << 22
 
 
 class Fields:
-    """A row's values by this project's names."""
+    """A row's values by this project's column names."""
 
     def __init__(self, row: Mapping[str, Any], columns: Pairs) -> None:
-        self._row, self._names = row, _names_of(columns)
-
-    @property
-    def row(self) -> Mapping[str, Any]:
-        """The row as it was read."""
-        return self._row
+        self.row, self._names = row, _names_of(columns)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The columns of the file that are looked up for one of this project's names."""
+        """Return the file's columns for one of this project's names."""
         return self._names[name]
 
     def has(self, name: str) -> bool:
-        """Whether the row has such a column, with anything or nothing in it."""
-        return any(column in self._row for column in self._names[name])
+        """Return whether the row has such a column, with or without a value."""
+        return any(column in self.row for column in self._names[name])
 
-    def is_left_out(self, name: str) -> bool:
-        """Whether the user said that there is no such column: ``--columns images=``."""
+    def is_disabled(self, name: str) -> bool:
+        """Return whether the user has disabled the column: ``--columns images=``."""
         return self._names[name] == ("",)
 
     def get(self, name: str) -> Any:
-        """A value, or None if the row has none; text in which nothing stands is none."""
+        """Return a value; None if it is missing, null or an empty text."""
         for column in self._names[name]:
-            value = self._row.get(column)
+            value = self.row.get(column)
             if value is not None and not (isinstance(value, str) and value == ""):  # arrays have no truth value
                 return value
         return None
 
     def raw(self, name: str) -> Any:
-        """A value as it is, also an empty text.
-
-        Raises:
-            RowProblem: if the row has no such column, or null in it.
-        """
+        """Return a value unchanged, even an empty text; raise RowProblem if it is missing or null."""
         for column in self._names[name]:
-            if self._row.get(column) is not None:
-                return self._row[column]
+            if self.row.get(column) is not None:
+                return self.row[column]
         columns = " or ".join(self._names[name])
-        there = any(column in self._row for column in self._names[name])
-        if there:
+        if self.has(name):
             raise RowProblem("null_field", f"{columns} is null")
-        raise RowProblem("unknown_form", f"the row has no {columns}; its keys are: {listed(self._row)}")
+        raise RowProblem("unknown_form", f"the row has no {columns}; its keys are: {listed(self.row)}")
 
     def parsed(self, name: str) -> Any:
-        """A value that may be written as JSON text, as cells of csv files are.
-
-        Raises:
-            RowProblem: if it is text and no JSON.
-        """
+        """Return a value that may be JSON text, as cells of csv files are; raise RowProblem for text that is not."""
         value = self.get(name)
-        return from_json(name, value) if isinstance(value, str) else value
-
-
-def from_json(name: str, text: str) -> Any:
-    """What a JSON text stands for.
-
-    Raises:
-        RowProblem: if it is none.
-    """
-    try:
-        return parse_json(text)
-    except JsonProblem as problem:
-        if problem.reason == "invalid_json" and len(text) <= _LONGEST_LITERAL:
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                value = ast.literal_eval(text.strip())  # pandas writes lists as Python does
-                if is_text(value):
-                    return value
-        raise json_problem("invalid_row", f"{name!r} is text and no JSON", problem) from problem
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_json(value)
+        except JsonProblem as problem:
+            if problem.reason == "invalid_json" and len(value) <= _MAX_LITERAL:
+                with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                    literal = ast.literal_eval(value.strip())  # pandas writes lists as Python does
+                    if is_utf8_text(literal):
+                        return literal
+            raise json_problem("invalid_row", f"{name!r} is text and no JSON", problem) from problem
 
 
 @lru_cache(maxsize=64)
@@ -194,11 +176,11 @@ def _names_of(columns: Pairs) -> dict[str, tuple[str, ...]]:
 
 
 class Columns:
-    """The columns of a file by this project's names, as they are found.
+    """Columns of a file by this project's names, registered as they are found.
 
     Args:
         keys: of the file's rows.
-        columns: the file's names by this project's, of those that the user named.
+        columns: file's name by this project's name, for columns that the user named.
         where: the file, for messages.
     """
 
@@ -206,34 +188,37 @@ class Columns:
         self.columns, self._where = columns, where
         self._keys = {key.lower(): key for key in reversed(keys)}
         for name in _OPTIONAL:
-            # Names in the usual spelling are looked up row by row.
-            spelled = [self._keys[usual] for usual in NAMES[name] if usual in self._keys]
-            if name not in columns and spelled and not set(spelled) & set(NAMES[name]):
-                columns[name] = spelled[0]
+            # Usual names in usual case are looked up in each row.
+            candidates = self._candidates(name)
+            if name not in columns and candidates and not set(candidates) & set(NAMES[name]):
+                columns[name] = candidates[0]
+
+    def _candidates(self, name: str) -> list[str]:
+        return [self._keys[usual] for usual in NAMES[name] if usual in self._keys]
 
     def has(self, name: str) -> bool:
-        """Whether there is a column that is called so, in whatever spelling."""
+        """Return whether there is a column of that name, in upper or lower case."""
         return name in self._keys
 
     def find(self, name: str, as_name: str | None = None) -> str | None:
-        """The file's name of the column that is meant by one of this project's; None if there is none.
+        """Return the file's column for one of this project's names, and register it; None if there is none.
 
         Args:
-            as_name: the name under which it is kept, if it is another.
+            as_name: another name under which to register it.
 
         Raises:
-            DataError: if several may be meant.
+            DataError: if several columns may be meant.
         """
         as_name = as_name or name
         if name in self.columns:
             self.columns[as_name] = self.columns[name]
         elif as_name not in self.columns:
-            usual = [self._keys[usual] for usual in NAMES[name] if usual in self._keys]
-            if name not in self._keys and len(usual) > 1:
+            candidates = self._candidates(name)
+            if name not in self._keys and len(candidates) > 1:
                 raise DataError(
-                    f"{self._where}: {' and '.join(usual)} may both be the {name}",
-                    f"Say which it is, as in --columns {name}={usual[0]}",
+                    f"{self._where}: {' and '.join(candidates)} may both be the {name}",
+                    f"Say which it is, as in --columns {name}={candidates[0]}",
                 )
-            if usual:
-                self.columns[as_name] = usual[0]
+            if candidates:
+                self.columns[as_name] = candidates[0]
         return self.columns.get(as_name)

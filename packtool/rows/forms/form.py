@@ -1,4 +1,4 @@
-"""A form of rows as one record: how it is told from others, and how its turns are read."""
+"""A form of rows as one record: how to recognise it, and how to read its turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from packtool.rows.forms.columns import Columns, Fields
-from packtool.rows.forms.media import Found
+from packtool.rows.forms.media import InlineMedia
 from packtool.rows.sample import PreparedTokens, Turn
 
 
@@ -16,15 +16,15 @@ class RowForm:
 
     Args:
         name: of the form, in log lines.
-        shown: its columns, for a message about rows of no known form.
-        fits: whether a file with these columns has it, by ``formatting`` too (``alpaca`` or ``sharegpt`` of
-            ``dataset_info.json``, ``tokens`` of ``packtool import``, or None); finds the columns that it needs.
-        read: the turns of a row.
-        tokens: what a row has instead of turns where another tool has tokenized it.
+        shown: its columns, for a message about rows of unknown form.
+        fits: whether a file with these columns has the form, also by ``formatting`` (``alpaca`` or ``sharegpt`` of
+            ``dataset_info.json``, ``tokens`` of ``packtool import``, or None); registers the columns that it needs.
+        read: returns the turns of a row.
+        tokens: returns what a row has instead of turns if another tool has tokenized it.
     """
 
     name: str
     shown: str
     fits: Callable[[Columns, str | None], bool]
-    read: Callable[[Fields, Found], list[Turn]]
+    read: Callable[[Fields, InlineMedia], list[Turn]]
     tokens: Callable[[Fields], PreparedTokens] | None = None

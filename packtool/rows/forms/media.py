@@ -1,20 +1,19 @@
-"""Pictures, videos and sounds of a row, in every way that rows name them.
+"""Pictures, videos and sounds of a row, in all ways that rows name them, and their marks in the row's texts.
 
-A path is, in this order: a URL (kept as it is), a data URI (its bytes are taken), absolute, relative to the media root
-if such a file is there, or relative to the folder of the file of rows. Whether a file is there is asked of this
-machine's file system only; with a remote media root every relative path lies in it.
+A path is, in this order: a URL (kept unchanged), a data URI (decoded), absolute, relative to the media root if such a
+file exists, or relative to the folder of the file of rows. Only this machine's files are checked for existence; with a
+remote media root every relative path is below it.
 
-Marks of media in a row's texts (``<image>``, ``<video>``, ``<audio>``), and what becomes of those without a medium.
+A mark (``<image>``, ``<video>``, ``<audio>``) without a medium is either a lost picture (an empty cell, a column of
+another name) or plain text: ``<video>`` is an HTML tag that people ask about. A lost picture must not be trained as the
+word "<image>", so:
 
-A mark without a medium is either a picture that was lost on the way (an empty cell, a column of another name) or only
-text: ``<video>`` is an HTML tag that people ask about. A lost picture must not be trained as the word "<image>", so:
-
-- a row that has a column for such media, with nothing in it, is left out;
-- so is one whose picture lies under a name that packtool does not know (``image_path``);
-- where the row has no column for it, marks in answers, in tools' results and in texts for pretraining are text. One in
-  a question is text if no column of the row or of the file's first rows could hold media (``could_hold_media``), or if
-  the model reads no such media; else the row is left out;
-- ``--columns images=`` (or ``videos=``, ``audios=``) says that there are none: then all these marks are text.
+- a row is dropped if it has an empty column for such media, or if its picture is in a column with an unknown name
+  (``image_path``);
+- if the row has no such column, marks in answers, in tools' results and in texts for pretraining are plain text. A mark
+  in a question is plain text if no column of the row or of the file's first rows could hold media
+  (``could_hold_media``), or if the model takes no such media; otherwise the row is dropped;
+- ``--columns images=`` (or ``videos=``, ``audios=``) makes all these marks plain text.
 """
 
 from __future__ import annotations
@@ -37,30 +36,30 @@ from packtool.rows.source import Pairs, Source
 
 MEDIA_KINDS = ("image", "video", "audio")
 CLIP = ("video_start", "video_end")
-"""What Qwen's tools call the seconds from which, and up to which, a video is meant."""
+"""Keys of Qwen's tools for the first and last second of a video that are used."""
 _KEYS = ("url", "path", "data")
-_LEAST_BASE64 = 1024
+_MIN_BASE64 = 1024
 LIMITS: dict[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels"),
     "video": ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
     "audio": (),
 }
-"""Limits that a row may give a medium of its own, by kind, under the names of Qwen's tools."""
+"""Limits that a row may set for a medium, by kind, under the names of Qwen's tools."""
 _MIN_FPS, _MAX_FPS = 1e-6, 1e6
 _MAX_MINIMUM = 2**53  # of min_pixels and min_frames; maximums may be any number
 FIXED = ("resized_height", "resized_width", "nframes")
-"""What Qwen's tools know besides, and is not done here."""
-_DEEPEST = 8
+"""Further keys of Qwen's tools, which are refused."""
+_MAX_NESTING = 8
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
 
 @dataclass
-class Found:
-    """Media that a row's messages hold themselves.
+class InlineMedia:
+    """Media inside a row's messages, collected while they are read.
 
     Args:
         refs: by kind, in the order of their marks.
-        num_open: places of a kind without a medium; the row's own lists fill them.
+        num_open: marks by kind without a medium, which the row's own lists provide.
     """
 
     source: Source
@@ -68,7 +67,7 @@ class Found:
     num_open: dict[str, int] = field(default_factory=dict)
 
     def add(self, kind: str, value: Any) -> str:
-        """Take a medium, or None for one that the row's list has, and give the mark that stands for it."""
+        """Add a medium, or None for one of the row's list, and return its mark."""
         if value is None or value == "":
             self.num_open[kind] = self.num_open.get(kind, 0) + 1
         else:
@@ -76,34 +75,34 @@ class Found:
         return MEDIA_MARKS[kind]
 
 
-def media_of(fields: Fields, found: Found) -> dict[str, tuple[MediaRef, ...]]:
-    """All media of a row by kind: those of its messages, or those of its columns ``images``, ``videos``, ``audios``.
+def media_of(fields: Fields, inline: InlineMedia) -> dict[str, tuple[MediaRef, ...]]:
+    """Return all media of a row by kind: those in its messages, or those of ``images``, ``videos`` and ``audios``.
 
     Raises:
-        RowProblem: if one is not to be understood, or messages and columns both have some.
+        RowProblem: if one cannot be read, or if messages and columns both have media of a kind.
     """
     media = {}
     for kind in MEDIA_KINDS:
-        listed = _listed(fields, kind, found.source)
-        inner = found.refs.get(kind)
+        listed = _media_of_column(fields, kind, inline.source)
+        inner = inline.refs.get(kind)
         if listed and inner:
             detail = f"messages hold {len(inner)} {kind}s and the row lists {len(listed)} more: their order is unknown"
             raise RowProblem(f"{kind}_marks", detail)
-        if not listed and (num_open := found.num_open.get(kind)):
+        if not listed and (num_open := inline.num_open.get(kind)):
             detail = f"the messages have places for {num_open} {kind}s more than the row has"
             raise RowProblem(f"{kind}_marks", detail)
         media[kind] = tuple(listed or inner or ())
     return media
 
 
-def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
+def _media_of_column(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
     name = f"{kind}s"
     value = fields.get(name)
     if value is None:
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = fields.parsed(name)
-    if isinstance(value, (str, bytes, bytearray, Mapping)) or _is_bytes(value):
+    if isinstance(value, (str, Mapping)) or _is_bytes(value):
         value = [value]
     if not isinstance(value, Sequence):
         raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
@@ -111,7 +110,7 @@ def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
 
 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
-    """One medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames.
+    """Read a medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames.
 
     Args:
         depth: objects and lists around it.
@@ -120,14 +119,17 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
         RowProblem: if it is none of these.
     """
     name = f"{kind} {position}"
-    if depth > _DEEPEST:
-        raise RowProblem("invalid_media", f"{name} lies in more than {_DEEPEST} objects and lists")
+    if depth > _MAX_NESTING:
+        raise RowProblem("invalid_media", f"{name} lies in more than {_MAX_NESTING} objects and lists")
     if isinstance(value, str) and value:
         return _of_text(name, value, source)
-    if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
+    if _is_bytes(value):
         return MediaRef(path=None, data=bytes(value))
     if isinstance(value, Mapping):
-        return _of_mapping(kind, name, value, source, depth)
+        ref = _of_mapping(kind, name, value, source, depth)
+        limits = _limits(kind, name, value, has_frames=bool(ref.frames))
+        ref = replace(ref, limits=(*limits, *ref.limits)) if limits else ref
+        return _clipped(ref, name, value) if kind == "video" else ref
     if isinstance(value, (list, tuple)) and value and kind == "video":
         frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
         return MediaRef(path=None, frames=frames)
@@ -135,57 +137,16 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
 
 
 def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
-    ref = _in_mapping(kind, name, value, source, depth)
-    limits = _limits(kind, name, value, has_frames=bool(ref.frames))
-    ref = replace(ref, limits=(*limits, *ref.limits)) if limits else ref
-    return _clipped(ref, name, value) if kind == "video" else ref
-
-
-def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
-    """The limits that an object gives its medium; the rate of a video of frames is none."""
-    fixed = FIXED if kind == "video" else (*FIXED, *CLIP)
-    if refused := [key for key in fixed if value.get(key) is not None]:
-        known = ", ".join(LIMITS[kind]) or "none"
-        raise RowProblem("media_limits", f"{name} has {refused[0]}, which is not done here; known are {known}")
-    found = []
-    for key in LIMITS[kind]:
-        # Of a video that packtool has measured, fps is the file's rate.
-        if (given := value.get(key)) is None or (key == "fps" and (has_frames or is_measured(value))):
-            continue
-        found.append((key, _limit(name, key, given)))
-    return found
-
-
-def is_measured(value: Mapping[str, Any]) -> bool:
-    """Return whether an object has the sizes that packtool's caches and packs keep of a medium."""
-    return "tokens" in value and ("grid" in value or "features" in value)
-
-
-def _limit(name: str, key: str, value: Any) -> float:
-    if key == "fps":
-        return _frame_rate(name, value, "media_limits")
-    number = finite(value)
-    if number is None or number < 1:
-        raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}, which is no number from 1 on")
-    if key.startswith("min_") and number > _MAX_MINIMUM:
-        raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}; at most {_MAX_MINIMUM:,} is possible")
-    return number
-
-
-def _frame_rate(name: str, value: Any, reason: str) -> float:
-    rate = finite(value)
-    if rate is None or not _MIN_FPS <= rate <= _MAX_FPS:
-        detail = f"{name} has {shown(value)} frames a second; it must be a number from {_MIN_FPS:g} to {_MAX_FPS:,.0f}"
-        raise RowProblem(reason, detail)
-    return rate
-
-
-def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
     data = value.get("bytes")
+    if isinstance(data, str):
+        return MediaRef(path=None, data=_decoded(name, data))
     if data is not None:
-        return MediaRef(path=None, data=_decoded(name, data) if isinstance(data, str) else _bytes(name, data))
-    if isinstance(value.get("data"), str):
-        return _of_text(name, value["data"], source) if ":" in value["data"] else _of_base64(name, value["data"])
+        if not _is_bytes(data):
+            raise RowProblem("invalid_media", f"{name} has a {type(data).__name__} as bytes")
+        return MediaRef(path=None, data=bytes(data))
+    data = value.get("data")
+    if isinstance(data, str):
+        return _of_text(name, data, source) if ":" in data else MediaRef(path=None, data=_decoded(name, data))
     inner = next((value[key] for key in (*_KEYS, kind, f"{kind}_url", "frames") if value.get(key)), None)
     if inner is None:
         raise RowProblem("invalid_media", f"{name} has neither bytes nor a path; its keys are: {listed(value)}")
@@ -196,19 +157,57 @@ def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, 
     return replace(ref, fps=_frame_rate(name, fps, "invalid_media"))
 
 
+def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
+    """Return the limits in the object of a medium; fps of a video of frames is not one."""
+    fixed = FIXED if kind == "video" else (*FIXED, *CLIP)
+    if refused := [key for key in fixed if value.get(key) is not None]:
+        known = ", ".join(LIMITS[kind]) or "none"
+        raise RowProblem("media_limits", f"{name} has {refused[0]}, which is not done here; known are {known}")
+    limits = []
+    for key in LIMITS[kind]:
+        limit = value.get(key)
+        # In a video measured by packtool, fps is the file's rate.
+        if limit is None or (key == "fps" and (has_frames or is_measured(value))):
+            continue
+        if key == "fps":
+            limits.append((key, _frame_rate(name, limit, "media_limits")))
+            continue
+        number = finite(limit)
+        if number is None or number < 1:
+            raise RowProblem("media_limits", f"{name} has {shown(limit)} as {key}, which is no number from 1 on")
+        if key.startswith("min_") and number > _MAX_MINIMUM:
+            detail = f"{name} has {shown(limit)} as {key}; at most {_MAX_MINIMUM:,} is possible"
+            raise RowProblem("media_limits", detail)
+        limits.append((key, number))
+    return limits
+
+
+def is_measured(value: Mapping[str, Any]) -> bool:
+    """Return whether an object has the sizes that packtool's caches and packs keep of a medium."""
+    return "tokens" in value and ("grid" in value or "features" in value)
+
+
+def _frame_rate(name: str, value: Any, reason: str) -> float:
+    rate = finite(value)
+    if rate is None or not _MIN_FPS <= rate <= _MAX_FPS:
+        detail = f"{name} has {shown(value)} frames a second; it must be a number from {_MIN_FPS:g} to {_MAX_FPS:,.0f}"
+        raise RowProblem(reason, detail)
+    return rate
+
+
 def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
-    """The part of a video from ``video_start`` to ``video_end``, in seconds."""
-    given = {key: value[key] for key in CLIP if value.get(key) is not None}
-    if not given:
+    """Return a video with the clip from ``video_start`` to ``video_end``, in seconds."""
+    bounds = {key: value[key] for key in CLIP if value.get(key) is not None}
+    if not bounds:
         return ref
     if ref.frames:
-        told = f"{name} is a list of frames and has {listed(given)}: list the frames that are meant"
-        raise RowProblem("invalid_media", told)
-    numbers = {key: finite(value) for key, value in given.items()}
-    for key, number in numbers.items():
+        detail = f"{name} is a list of frames and has {listed(bounds)}: list the frames that are meant"
+        raise RowProblem("invalid_media", detail)
+    seconds = {key: finite(bound) for key, bound in bounds.items()}
+    for key, number in seconds.items():
         if number is None or number < 0:
-            raise RowProblem("invalid_media", f"{name} has {shown(given[key])} as {key}, not seconds")
-    start, end = (numbers.get(key) for key in CLIP)
+            raise RowProblem("invalid_media", f"{name} has {shown(bounds[key])} as {key}, not seconds")
+    start, end = (seconds.get(key) for key in CLIP)
     if end is not None and end <= (start or 0.0):
         raise RowProblem("invalid_media", f"{name} begins at {start or 0:g} s and ends at {end:g} s")
     return replace(ref, clip=(start, end))
@@ -216,24 +215,17 @@ def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
 
 def _of_text(name: str, text: str, source: Source) -> MediaRef:
     if text.startswith("data:"):
-        return MediaRef(path=None, data=_of_data_uri(name, text))
-    if len(text) >= _LEAST_BASE64 and _BASE64.fullmatch(text):
-        return _of_base64(name, text)
+        head, comma, body = text.partition(",")
+        if not comma:
+            raise RowProblem("invalid_media", f"{name} is a data URI without a comma")
+        data = _decoded(name, body) if head.endswith(";base64") else unquote_to_bytes(body)
+        return MediaRef(path=None, data=data)
+    if len(text) >= _MIN_BASE64 and _BASE64.fullmatch(text):
+        return MediaRef(path=None, data=_decoded(name, text))
     try:
         return MediaRef(path=_path(text, source), policy=source.media_policy)
     except StorageError as error:
         raise RowProblem("invalid_media", f"{name}: {error.message}") from error
-
-
-def _of_base64(name: str, text: str) -> MediaRef:
-    return MediaRef(path=None, data=_decoded(name, text))
-
-
-def _of_data_uri(name: str, uri: str) -> bytes:
-    head, comma, body = uri.partition(",")
-    if not comma:
-        raise RowProblem("invalid_media", f"{name} is a data URI without a comma")
-    return _decoded(name, body) if head.endswith(";base64") else unquote_to_bytes(body)
 
 
 def _decoded(name: str, text: str) -> bytes:
@@ -243,14 +235,10 @@ def _decoded(name: str, text: str) -> bytes:
         raise RowProblem("invalid_media", f"{name} is no base64: {error}") from error
 
 
-def _bytes(name: str, value: Any) -> bytes:
-    if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
-        return bytes(value)
-    raise RowProblem("invalid_media", f"{name} has a {type(value).__name__} as bytes")
-
-
 def _is_bytes(value: Any) -> bool:
-    """Whether it is a file's bytes as a list of numbers, as tables of uint8 and some JSON writers have them."""
+    """Return whether a value is bytes, or their numbers in a list, as tables of uint8 and some JSON writers have it."""
+    if isinstance(value, (bytes, bytearray)):
+        return True
     return isinstance(value, list) and len(value) > 0 and all(type(item) is int and 0 <= item < 256 for item in value)
 
 
@@ -282,23 +270,19 @@ _SUFFIXES = {
     "video": (".mp4", ".mkv", ".mov", ".avi", ".webm"),
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a"),
 }
-
-
 _MEDIA_COLUMNS = frozenset(column for kind in MEDIA_MARKS for column in NAMES[f"{kind}s"])
 _MEDIA_WORDS = (*(word for words in _WORDS.values() for word in words), "media", "file", "path", "frames")
 _MEDIA_SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 _PATH = re.compile(r"[a-z][a-z0-9+.-]*://\S+|data:\S+|(~|\.{1,2})?/\S+|[A-Za-z]:\\\S+")
 _CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
-_MIN_ENCODED = 1024
-"""Characters from which on a text without blanks may be a file in base64."""
 
 
 class LoneMark(RowProblem):
-    """A row speaks of a medium that it does not have.
+    """A row has a mark of a medium that it does not have.
 
     Args:
         kind: of the medium.
-        column: of the row, that may be the medium's; "" if none looks so.
+        column: of the row, that may have the medium; "" if none does.
         detail: explanation for the user.
     """
 
@@ -308,23 +292,20 @@ class LoneMark(RowProblem):
 
 
 def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
-    """Turns with as many marks of each kind as there are media, and how many had to be added.
+    """Return turns with one mark for each medium, and the number of marks that were added.
 
-    Missing ones are put before the first user text, videos before sounds before images, as ms-swift does. Marks of a
-    kind of which the row has no media are a matter of ``lone_mark``.
+    Missing marks are put before the first user text, videos before sounds before images, as ms-swift does. Marks of
+    kinds without media are left to ``lone_mark``.
 
     Raises:
-        RowProblem: if there are more marks than media: which mark goes with which is unknown.
+        RowProblem: if there are more marks than media, so that it is unknown which belong together.
     """
-    if not any(media.values()):
-        return turns, 0
     added = ""
     for kind in ("video", "audio", "image"):
         if not media[kind]:
             continue
-        mark = MEDIA_MARKS[kind]
+        mark, num_media = MEDIA_MARKS[kind], len(media[kind])
         num_marks = sum(turn.content.count(mark) for turn in turns)
-        num_media = len(media[kind])
         if num_marks > num_media:
             detail = f"{num_marks} {mark} marks and {num_media} {kind}s: which mark goes with which is unknown"
             raise RowProblem(f"{kind}_marks", detail)
@@ -332,40 +313,41 @@ def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tu
     if not added:
         return turns, 0
     first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    turn = turns[first]
-    marked = Turn(turn.role, added + turn.content, turn.extra, turn.loss, turn.loss_scale)
+    marked = replace(turns[first], content=added + turns[first].content)
     return [*turns[:first], marked, *turns[first + 1 :]], added.count("<")
 
 
 def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:
-    """Whether a column of a row could hold media, by its name, or by values that look like paths, URLs or bytes.
+    """Return whether a column of a row could hold media, by its name or by a value like a path, URL or bytes.
 
     Args:
         columns: (this project's name, the file's name) of columns that the user named.
     """
     named = {column for name, column in columns if name[:-1] in MEDIA_MARKS}
-    return any(_could_hold(key, value, named) for key, value in row.items() if isinstance(key, str))
+    return any(_column_could_hold(key, value, named) for key, value in row.items() if isinstance(key, str))
 
 
-def _could_hold(key: str, value: Any, named: Container[str]) -> bool:
+def _column_could_hold(key: str, value: Any, named: Container[str]) -> bool:
     name = key.lower()
     if key in named or name in _MEDIA_COLUMNS:
         return True
     if name in _KNOWN:
-        return _has_parts(value)
-    return _is_named(key, _MEDIA_WORDS) or _looks_like_media(value)
+        return _has_media_parts(value)
+    return _has_word(key, _MEDIA_WORDS) or _looks_like_media(value)
 
 
-def _is_named(key: str, words: Sequence[str]) -> bool:
-    """Whether a word of a column's name begins with one of some ("topic" has no "pic"), or a kind of media is in it."""
+def _has_word(key: str, words: Sequence[str]) -> bool:
+    """Return whether a word of a column's name begins with one of ``words``, or a kind of media among them is in it.
+
+    So "topic" has no "pic".
+    """
     spaced = _CAMEL_CASE.sub("_", key).lower()
-    kinds = [kind for kind in MEDIA_KINDS if kind in words]
-    return any(kind in spaced for kind in kinds) or any(
-        part.startswith(tuple(words)) for part in re.split("[^a-z]+", spaced)
-    )
+    if any(kind in spaced for kind in MEDIA_KINDS if kind in words):
+        return True
+    return any(part.startswith(tuple(words)) for part in re.split("[^a-z]+", spaced))
 
 
-def _has_parts(value: Any) -> bool:
+def _has_media_parts(value: Any) -> bool:
     """Return whether messages, or their JSON, have parts that are not text."""
     if isinstance(value, str):
         return value.lstrip().startswith("[") and any(f'"{kind}' in value for kind in MEDIA_MARKS)
@@ -379,7 +361,7 @@ def _looks_like_media(value: Any, depth: int = 3) -> bool:
     if isinstance(value, (bytes, bytearray)):
         return True
     if isinstance(value, str):
-        is_encoded = len(value) >= _MIN_ENCODED and not any(map(str.isspace, value[:_MIN_ENCODED]))
+        is_encoded = len(value) >= _MIN_BASE64 and not any(map(str.isspace, value[:_MIN_BASE64]))
         return is_encoded or _PATH.fullmatch(value) is not None or value[-8:].lower().endswith(_MEDIA_SUFFIXES)
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -394,75 +376,57 @@ def lone_mark(
     is_text: bool,
     holds_media: bool = True,
 ) -> str:
-    """The kind of a mark without a medium that a model with such media must not be trained on; "" if there is none.
+    """Return the kind of a mark without a medium, on which a model with such media must not be trained; "" if none.
 
     Args:
         is_text: the row is a text for pretraining.
         holds_media: a column of the row's file could hold media.
 
     Raises:
-        LoneMark: if the row had a place for the medium, so that no model should be trained on it.
+        LoneMark: if the row lost its medium, so that no model should be trained on it.
     """
-    asked = ""
+    lone = ""
     if not any("<" in turn.content for turn in turns):
-        return asked
+        return lone
     for kind in MEDIA_KINDS:
         mark, name = MEDIA_MARKS[kind], f"{kind}s"
-        if media[kind] or not any(mark in turn.content for turn in turns) or fields.is_left_out(name):
-            continue
         num_marks = sum(turn.content.count(mark) for turn in turns)
+        if media[kind] or not num_marks or fields.is_disabled(name):
+            continue
         if fields.has(name):
+            column = likely_column(fields.row, kind)
             detail = f"{num_marks} {mark} marks, and the row's {name} are empty"
-            raise LoneMark(kind, likely_column(fields.row, kind), detail + _remedy(fields.row, kind))
+            raise LoneMark(kind, column, detail + _remedy(column, kind))
         if is_text or not any(turn.role == "user" and mark in turn.content for turn in turns):
             continue
         if column := likely_column(fields.row, kind):
-            raise LoneMark(kind, column, _asked(kind) + _remedy(fields.row, kind))
+            raise LoneMark(kind, column, lone_mark_detail(kind, column))
         if holds_media or could_hold_media(fields.row):
-            asked = asked or kind
-    return asked
+            lone = lone or kind
+    return lone
 
 
-def lone_mark_detail(kind: str) -> str:
-    """What is wrong with a row that asks about a medium of which it has none."""
-    return _asked(kind) + _remedy({}, kind)
+def lone_mark_detail(kind: str, column: str = "") -> str:
+    """Return what is wrong with a row that asks about a medium it does not have, and the remedy.
+
+    Args:
+        column: of the row, that may have the medium.
+    """
+    return f"{MEDIA_MARKS[kind]} stands in a question, and the row has no {kind}s{_remedy(column, kind)}"
+
+
+def _remedy(column: str, kind: str) -> str:
+    if column:
+        return f"; are they in {column[:80]!r}? Then --columns {kind}s={column[:80]} says so"
+    return f"; if {MEDIA_MARKS[kind]} is plain text here, --columns {kind}s= says that there are none"
 
 
 def likely_column(row: Mapping[str, Any], kind: str) -> str:
-    """A column of no known name that may hold media of a kind, by its own name or by what it names; "" for none."""
+    """Return a column of unknown name that may hold media of a kind, by its name or its value; "" for none."""
     unknown = [key for key, value in row.items() if isinstance(key, str) and key.lower() not in _KNOWN and value]
-    by_name = [key for key in unknown if _is_named(key, _WORDS[kind])]
+    by_name = [key for key in unknown if _has_word(key, _WORDS[kind])]
     by_value = [key for key in unknown if _names_a_file(row[key], _SUFFIXES[kind])]
     return next((key for key in by_name if key in by_value), next(iter([*by_value, *by_name]), ""))
-
-
-def check_marks(problems: Sequence[LoneMark], where: str) -> None:
-    """Tell once that the media of a file lie under a name that is not known.
-
-    Args:
-        problems: of its first rows, if no row among them can be used.
-        where: the file, for messages.
-
-    Raises:
-        DataError: if one same column of all of them looks as if it held the media.
-    """
-    if not problems or not problems[0].column or any(problem.column != problems[0].column for problem in problems):
-        return
-    kind, column = problems[0].kind, problems[0].column
-    raise DataError(
-        f"{where}: its rows speak of {MEDIA_MARKS[kind]} and have no {kind}s; the column {column!r} seems to hold them",
-        f"Say so with --columns {kind}s={column} (or --columns {kind}s= if {MEDIA_MARKS[kind]} is plain text here).",
-    )
-
-
-def _asked(kind: str) -> str:
-    return f"{MEDIA_MARKS[kind]} stands in a question, and the row has no {kind}s"
-
-
-def _remedy(row: Mapping[str, Any], kind: str) -> str:
-    if column := likely_column(row, kind):
-        return f"; are they in {column[:80]!r}? Then --columns {kind}s={column[:80]} says so"
-    return f"; if {MEDIA_MARKS[kind]} is plain text here, --columns {kind}s= says that there are none"
 
 
 def _names_a_file(value: Any, suffixes: tuple[str, ...]) -> bool:
@@ -471,3 +435,22 @@ def _names_a_file(value: Any, suffixes: tuple[str, ...]) -> bool:
     if isinstance(value, Mapping):
         return any(isinstance(item, bytes) or _names_a_file(item, suffixes) for item in list(value.values())[:4])
     return isinstance(value, str) and value[-8:].lower().endswith(suffixes)
+
+
+def check_marks(problems: Sequence[LoneMark], where: str) -> None:
+    """Report once that the media of a file are in a column with an unknown name.
+
+    Args:
+        problems: of its first rows, if none of these can be used.
+        where: the file, for messages.
+
+    Raises:
+        DataError: if all problems have the same column.
+    """
+    if not problems or not problems[0].column or any(problem.column != problems[0].column for problem in problems):
+        return
+    kind, column = problems[0].kind, problems[0].column
+    raise DataError(
+        f"{where}: its rows speak of {MEDIA_MARKS[kind]} and have no {kind}s; the column {column!r} seems to hold them",
+        f"Say so with --columns {kind}s={column} (or --columns {kind}s= if {MEDIA_MARKS[kind]} is plain text here).",
+    )

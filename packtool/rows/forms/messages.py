@@ -1,42 +1,31 @@
-"""``messages`` in their many spellings: roles, keys, ShareGPT's pairs, tool calls.
+"""``messages`` in their many spellings (roles, keys, ShareGPT's pairs, tool calls) and their contents.
 
-What a row says of ``tool_calls`` is handed to the chat template as it is; what it says as text of a message with the
-role ``function_call`` becomes such a call. Calls that follow one another, or an assistant's text, are one turn.
+A row's ``tool_calls`` are passed to the chat template unchanged. A message with the role ``function_call`` becomes such
+a call. Consecutive calls, or an assistant's text and its calls, are one turn.
 
-What stands in a message's content: text, or a list of parts as OpenAI and Anthropic write them.
-
-A list becomes one text: its media are taken out in order, and their marks stand in their places.
+A message's content is a text, or a list of parts as OpenAI and Anthropic write it. A list becomes one text, with marks
+where its media were.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from packtool.constants import ROLES
-from packtool.rows.forms.columns import Columns, Fields, RowProblem, finite, json_problem, listed, shown
+from packtool.rows.forms.columns import Columns, Fields, RowProblem, finite, is_list, json_problem, listed, shown
 from packtool.rows.forms.form import RowForm
-from packtool.rows.forms.media import CLIP, FIXED, LIMITS, Found
+from packtool.rows.forms.media import CLIP, FIXED, LIMITS, InlineMedia
 from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.sample import Turn
 from packtool.rows.source import Pairs
 
 _TEXTS = ("text", "input_text", "output_text")
-_MEDIA = {
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "video": "video",
-    "video_url": "video",
-    "input_video": "video",
-    "audio": "audio",
-    "audio_url": "audio",
-    "input_audio": "audio",
-}
-_SHOWN = {*_TEXTS, *_MEDIA}
+_MEDIA = {name: kind for kind in LIMITS for name in (kind, f"{kind}_url", f"input_{kind}")}
+_PART_TYPES = {*_TEXTS, *_MEDIA}
 _KEYS_OF_MEDIA = ("source", "url", "path", "bytes", "data", "file")
 
 
@@ -48,7 +37,7 @@ class Content:
         text: with marks where media go.
         tool_calls: of Anthropic's ``tool_use`` parts.
         reasoning: of ``thinking`` parts.
-        results: tool turns made of ``tool_result`` parts; they come before the text.
+        results: tool turns of ``tool_result`` parts; they come before the text.
     """
 
     text: str = ""
@@ -57,27 +46,28 @@ class Content:
     results: list[Turn] = field(default_factory=list)
 
 
-def content_of(who: str, value: Any, found: Found, is_tool: bool = False) -> Content:
+def content_of(who: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
     """Read a content.
 
     Args:
         who: the message, for problems.
-        found: takes the media.
-        is_tool: a tool's answer may be any JSON value; what is no text and no list of parts is written as JSON.
+        inline: collects the media.
+        is_tool: a tool's answer may be any JSON value; what is neither text nor a list of parts is written as JSON.
 
     Raises:
-        RowProblem: if it is nothing that a template could render.
+        RowProblem: if no template could render it.
     """
     if isinstance(value, str):
         return Content(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if isinstance(value, float) and finite(value) is None:
             raise RowProblem("invalid_content", f"{who} has the number {value} as content, which is no text")
-        return Content(str(value))  # one column with two types: numbers that were not quoted
-    if _is_parts(value) and (not is_tool or all(isinstance(part, str) or _kind(part) in _SHOWN for part in value)):
+        return Content(str(value))  # a column with two types: numbers without quotes
+    is_parts = isinstance(value, (list, tuple)) and all(isinstance(part, (str, Mapping)) for part in value)
+    if is_parts and (not is_tool or all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)):
         content = Content()
         for part in value:
-            _add(content, who, part, found)
+            _add(content, who, part, inline)
         return content
     if is_tool and value is not None:
         try:
@@ -88,31 +78,27 @@ def content_of(who: str, value: Any, found: Found, is_tool: bool = False) -> Con
     raise RowProblem("invalid_content", f"{who} has {shown} as content, not text")
 
 
-def _is_parts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(part, (str, Mapping)) for part in value)
-
-
-def _kind(part: Mapping[str, Any]) -> str:
-    """A part's type, which some files leave to its only telling key."""
+def _type_of(part: Mapping[str, Any]) -> str:
+    """Return a part's type, or its first key that is a type if the file leaves the type out."""
     kind = part.get("type")
     if kind is None:
         kind = next((key for key in (*_TEXTS, *_MEDIA) if key in part), "")
     return str(kind)
 
 
-def _add(content: Content, who: str, part: str | Mapping[str, Any], found: Found) -> None:
+def _add(content: Content, who: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
     if isinstance(part, str):
         content.text += part
         return
-    kind = _kind(part)
+    kind = _type_of(part)
     if kind in _TEXTS:
         content.text += _text(who, kind, part.get(kind, part.get("text")))
     elif kind in _MEDIA:
-        content.text += found.add(_MEDIA[kind], _medium(who, kind, part))
+        content.text += inline.add(_MEDIA[kind], _medium(who, kind, part))
     elif kind == "thinking":
         content.reasoning += _text(who, kind, part.get("thinking"))
     elif kind == "redacted_thinking":
-        pass  # encrypted: nothing in it can be trained on
+        pass  # encrypted: it cannot be trained
     elif kind == "tool_use":
         if not isinstance(part.get("name"), str):
             raise RowProblem("invalid_tool_call", f"{who} has a tool_use without a name")
@@ -120,10 +106,10 @@ def _add(content: Content, who: str, part: str | Mapping[str, Any], found: Found
         content.tool_calls.append({"id": part.get("id"), "type": "function", "function": function})
     elif kind == "tool_result":
         inner = part.get("content")
-        answer = content_of(f"{who}'s tool_result", "" if inner is None else inner, found, is_tool=True)
+        answer = content_of(f"{who}'s tool_result", "" if inner is None else inner, inline, is_tool=True)
         extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
         if content.text:
-            # Turns cannot be woven; an answer that follows text of its own message keeps its order by coming later.
+            # Results become turns before the text, so a result after text would change the order.
             raise RowProblem("invalid_content", f"{who} has a tool_result behind text; Anthropic puts it before")
         content.results.append(Turn("tool", answer.text, extra))
     else:
@@ -139,26 +125,20 @@ def _text(who: str, kind: str, value: Any) -> str:
     return value
 
 
-def _medium(who: str, kind: str, part: Mapping[str, Any]) -> Any:
-    """What a part names as its medium; None if it is only a place for one."""
-    plain = _MEDIA[kind]
-    value = next((part[key] for key in (kind, plain, f"{plain}_url", *_KEYS_OF_MEDIA) if part.get(key)), None)
+def _medium(who: str, part_type: str, part: Mapping[str, Any]) -> Any:
+    """Return the medium of a part with its limits and clip; None if the row's own list has it."""
+    kind = _MEDIA[part_type]
+    value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_KEYS_OF_MEDIA) if part.get(key)), None)
+    limits = {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP) if part.get(key) is not None}
     if not isinstance(value, Mapping):
-        if isinstance(value, (list, tuple)) and plain == "video" and part.get("fps"):
-            return {**_own_limits(plain, part), "frames": value, "fps": part["fps"]}
-        limits = _own_limits(plain, part)
+        if isinstance(value, (list, tuple)) and kind == "video" and part.get("fps"):
+            return {**limits, "frames": value, "fps": part["fps"]}
         return {**limits, "path" if isinstance(value, str) else "frames": value} if limits and value else value
-    if value.get("type") == "base64" or (kind == "input_audio" and "data" in value):
+    if value.get("type") == "base64" or (part_type == "input_audio" and "data" in value):
         if not isinstance(value.get("data"), str):
-            raise RowProblem("invalid_media", f"{who} has an {plain} without data")
-        limits = _own_limits(plain, part)
+            raise RowProblem("invalid_media", f"{who} has an {kind} without data")
         return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
-    return {**_own_limits(plain, part), **value}
-
-
-def _own_limits(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """What a part says of the size that its medium is to have, and of the clip of it that is meant."""
-    return {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP) if part.get(key) is not None}
+    return {**limits, **value}
 
 
 _CALL = "tool_call"
@@ -177,26 +157,11 @@ _PAIR_KEYS = (
     ("user", ("user", "human", "input", "query", "question")),
     ("assistant", ("assistant", "gpt", "bot", "output", "response", "answer")),
 )
-# Keys of a message that chat templates read; others are the user's own business.
+# Keys of a message that chat templates read; others are ignored.
 _MESSAGE_KEYS = ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
 
-MOST_LOSS_SCALE = 10_000
-"""Labels weigh 1 without it; what is far above is a mistake, and a float32 loss ends in infinity."""
-
-
-@dataclass(frozen=True)
-class Tags:
-    """How a file spells roles and keys of messages.
-
-    Args:
-        roles: role by its spelling, in lower case with underscores.
-        role_keys, content_keys: names of these keys, the first that is there counts.
-    """
-
-    roles: Mapping[str, str]
-    role_keys: tuple[str, ...]
-    content_keys: tuple[str, ...]
-
+MAX_LOSS_SCALE = 10_000
+"""The default is 1; far larger ones are mistakes and make a float32 loss infinite."""
 
 TAG_NAMES = {
     "system_tag": "system",
@@ -208,28 +173,33 @@ TAG_NAMES = {
 """Names of ``dataset_info.json``'s ``tags`` that spell a role."""
 
 
+class _Tags(NamedTuple):
+    """Spellings of roles (lower case, underscores) and names of keys (the first that exists counts) in a file."""
+
+    roles: Mapping[str, str]
+    role_keys: tuple[str, ...]
+    content_keys: tuple[str, ...]
+
+
 @lru_cache(maxsize=64)
-def tags_of(pairs: Pairs) -> Tags:
-    """Usual spellings, and those that ``dataset_info.json`` adds."""
-    given = dict(pairs)
-    own = {_plain(spelled): TAG_NAMES[name] for name, spelled in given.items() if name in TAG_NAMES}
-    return Tags(
-        roles={**_ROLES, **own},
-        role_keys=(given["role_tag"],) if "role_tag" in given else _ROLE_KEYS,
-        content_keys=(given["content_tag"],) if "content_tag" in given else _CONTENT_KEYS,
-    )
+def _tags_of(pairs: Pairs) -> _Tags:
+    """Return the usual spellings with those that ``dataset_info.json`` adds."""
+    tags = dict(pairs)
+    own = {_normalized(spelling): TAG_NAMES[name] for name, spelling in tags.items() if name in TAG_NAMES}
+    role_keys = (tags["role_tag"],) if "role_tag" in tags else _ROLE_KEYS
+    return _Tags({**_ROLES, **own}, role_keys, (tags["content_tag"],) if "content_tag" in tags else _CONTENT_KEYS)
 
 
-def turns_of(messages: Any, found: Found) -> list[Turn]:
-    """Turns of a list of messages.
+def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
+    """Return the turns of a list of messages.
 
     Raises:
         RowProblem: if a message cannot be read.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+    if not is_list(messages) or not messages:
         shown = "no turns" if not messages else f"a {type(messages).__name__}, no list of turns"
         raise RowProblem("empty_conversation", f"'messages' holds {shown}")
-    tags = tags_of(found.source.tags)
+    tags = _tags_of(inline.source.tags)
     turns: list[Turn] = []
     after_call = False
     for i, message in enumerate(messages):
@@ -237,13 +207,13 @@ def turns_of(messages: Any, found: Found) -> list[Turn]:
             turns.append(plain)
             after_call = False
             continue
-        for who, part in _parts(f"message {i}", message, tags):
+        for who, part in _single_messages(f"message {i}", message, tags):
             role = _role(who, part, tags)
             if role != _CALL:
-                turns += _turns(who, role, part, found, tags)
+                turns += _turns(who, role, part, inline, tags)
                 after_call = False
                 continue
-            turn = _call(who, part, tags)
+            turn = _call_turn(who, part, tags)
             if turns and turns[-1].role == "assistant" and (after_call or not turns[-1].extra.get("tool_calls")):
                 turn = _joined(turns.pop(), turn)
             turns.append(turn)
@@ -251,20 +221,20 @@ def turns_of(messages: Any, found: Found) -> list[Turn]:
     return turns
 
 
-def _plain_turn(message: Any, tags: Tags) -> Turn | None:
-    """The turn of a message with role and text and nothing else, as most are; None for all others."""
+def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
+    """Return the turn of a message that has only role and text, as most do; None for others."""
     if type(message) is not dict or len(message) != 2:
         return None
     for role_key, content_key in zip(tags.role_keys, tags.content_keys, strict=False):
-        content, spelled = message.get(content_key), message.get(role_key)
-        if type(content) is str and type(spelled) is str:
-            role = tags.roles.get(spelled)
+        content, spelling = message.get(content_key), message.get(role_key)
+        if type(content) is str and type(spelling) is str:
+            role = tags.roles.get(spelling)
             return Turn(role, content) if role is not None and role != _CALL else None
     return None
 
 
-def _parts(who: str, message: Any, tags: Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(name for problems, message); a pair of question and answer is taken apart."""
+def _single_messages(who: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (name for problems, message); two for a pair of question and answer."""
     if isinstance(message, str):
         message = _parsed(who, message)
     if not isinstance(message, Mapping):
@@ -277,38 +247,42 @@ def _parts(who: str, message: Any, tags: Tags) -> Iterator[tuple[str, Mapping[st
         detail = f"{who} has no {' or '.join(tags.role_keys)}; its keys are: {listed(message)}"
         raise RowProblem("unknown_role", detail)
     for role, key in pair:
-        if role != "system" or message[key]:  # each pair of a file may have the key, most of them empty
+        if role != "system" or message[key]:  # each pair of a file may have the key, mostly empty
             yield f"{who} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
 
 
-def _parsed(who: str, text: str) -> Any:
+def _parsed(who: str, text: str, reason: str = "invalid_row", what: str = "is text and no JSON") -> Any:
     try:
         return parse_json(text)
     except JsonProblem as problem:
-        raise json_problem("invalid_row", f"{who} is text and no JSON", problem) from problem
+        raise json_problem(reason, f"{who} {what}", problem) from problem
 
 
-def _role(who: str, message: Mapping[str, Any], tags: Tags) -> str:
-    spelled = next((message[key] for key in tags.role_keys if message.get(key) is not None), None)
-    role = tags.roles.get(_plain(spelled)) if isinstance(spelled, str) else None
+def _first_value(message: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    return next((message[key] for key in keys if message.get(key) is not None), None)
+
+
+def _role(who: str, message: Mapping[str, Any], tags: _Tags) -> str:
+    spelling = _first_value(message, tags.role_keys)
+    role = tags.roles.get(_normalized(spelling)) if isinstance(spelling, str) else None
     if role is None:
-        raise RowProblem("unknown_role", f"{who} has role {shown(spelled)}; known are {', '.join(tags.roles)}")
+        raise RowProblem("unknown_role", f"{who} has role {shown(spelling)}; known are {', '.join(tags.roles)}")
     return role
 
 
-def _plain(role: str) -> str:
+def _normalized(role: str) -> str:
     return role.strip().lower().replace("-", "_")
 
 
-def _turns(who: str, role: str, message: Mapping[str, Any], found: Found, tags: Tags) -> list[Turn]:
-    """The turn of a message; tool results that it holds are turns before it."""
-    value = next((message[key] for key in tags.content_keys if message.get(key) is not None), None)
+def _turns(who: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags) -> list[Turn]:
+    """Return the turn of a message, after turns for the tool results in it."""
+    value = _first_value(message, tags.content_keys)
     extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
-    if calls := _given_calls(who, message):
+    if calls := _tool_calls(who, message):
         extra["tool_calls"] = calls
     if value is None and extra.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}:
         value = ""
-    content = content_of(f"{who} ({role})", value, found, is_tool=role == "tool")
+    content = content_of(f"{who} ({role})", value, inline, is_tool=role == "tool")
     if content.tool_calls:
         extra["tool_calls"] = [*extra.get("tool_calls", ()), *content.tool_calls]
     if content.reasoning:
@@ -318,12 +292,12 @@ def _turns(who: str, role: str, message: Mapping[str, Any], found: Found, tags: 
     return [*content.results, Turn(role, content.text, extra, _loss(who, message), _loss_scale(who, message))]
 
 
-def _given_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
+def _tool_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
     calls = message.get("tool_calls")
     if isinstance(calls, str):
         calls = _parsed(f"{who}'s tool_calls", calls) if calls else None
     if not calls and message.get("function_call"):
-        return [_as_call(who, message["function_call"])]  # what OpenAI had before tool_calls
+        return [_as_call(who, message["function_call"])]  # OpenAI's predecessor of tool_calls
     if not calls:
         return []
     if not isinstance(calls, Sequence):
@@ -331,14 +305,11 @@ def _given_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
     return [_parsed(f"{who}'s tool call", call) if isinstance(call, str) else call for call in calls]
 
 
-def _call(who: str, message: Mapping[str, Any], tags: Tags) -> Turn:
-    """A message whose content is a call, or a list of them, as JSON text."""
-    value = next((message[key] for key in tags.content_keys if message.get(key) is not None), None)
+def _call_turn(who: str, message: Mapping[str, Any], tags: _Tags) -> Turn:
+    """Return the turn of a message whose content is a call or a list of calls, perhaps as JSON text."""
+    value = _first_value(message, tags.content_keys)
     if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except JsonProblem as problem:
-            raise json_problem("invalid_tool_call", f"{who} is a call and no JSON", problem) from problem
+        value = _parsed(who, value, "invalid_tool_call", "is a call and no JSON")
     calls = value if isinstance(value, list) else [value]
     extra = {"tool_calls": [_as_call(who, call) for call in calls]}
     return Turn("assistant", "", extra, _loss(who, message), _loss_scale(who, message))
@@ -354,24 +325,22 @@ def _as_call(who: str, call: Any) -> dict[str, Any]:
 
 
 def _joined(turn: Turn, call: Turn) -> Turn:
-    """An assistant's turn and a call that follows it at once."""
+    """Join an assistant's turn and the call that follows it."""
     calls = [*turn.extra.get("tool_calls", ()), *call.extra["tool_calls"]]
-    return Turn(
-        turn.role,
-        turn.content,
-        {**turn.extra, "tool_calls": calls},
-        turn.loss if call.loss is None else call.loss,
-        turn.loss_scale if call.loss_scale is None else call.loss_scale,
+    return replace(
+        turn,
+        extra={**turn.extra, "tool_calls": calls},
+        loss=turn.loss if call.loss is None else call.loss,
+        loss_scale=turn.loss_scale if call.loss_scale is None else call.loss_scale,
     )
 
 
 def _loss(who: str, message: Mapping[str, Any]) -> bool | None:
-    """``loss``, or ``weight`` as OpenAI has it for the same."""
-    value = message.get("loss")
-    value = message.get("weight") if value is None else value
+    """Return ``loss``, or ``weight``, which is OpenAI's name for it."""
+    value = _first_value(message, ("loss", "weight"))
     if value is None:
         return None
-    if value not in (0, 1):  # true and false are too
+    if value not in (0, 1):  # true and false are equal to these
         raise RowProblem("invalid_row", f"{who} has loss {shown(value)}; it must be true or false")
     return bool(value)
 
@@ -381,8 +350,8 @@ def _loss_scale(who: str, message: Mapping[str, Any]) -> float | None:
     if value is None:
         return None
     number = finite(value)
-    if number is None or not 0 <= number <= MOST_LOSS_SCALE:
-        known = f"it must be a number from 0 to {MOST_LOSS_SCALE:,}"
+    if number is None or not 0 <= number <= MAX_LOSS_SCALE:
+        known = f"it must be a number from 0 to {MAX_LOSS_SCALE:,}"
         raise RowProblem("invalid_row", f"{who} has loss_scale {shown(value)}; {known}")
     return number
 
@@ -394,9 +363,9 @@ def _fits(columns: Columns, formatting: str | None) -> bool:
     return True
 
 
-def _turns_of_row(fields: Fields, found: Found) -> list[Turn]:
+def _read(fields: Fields, inline: InlineMedia) -> list[Turn]:
     messages = fields.raw("messages")
-    return turns_of(fields.parsed("messages") if isinstance(messages, str) and messages else messages, found)
+    return turns_of(fields.parsed("messages") if isinstance(messages, str) and messages else messages, inline)
 
 
 MESSAGES = RowForm(
@@ -404,5 +373,5 @@ MESSAGES = RowForm(
     "messages (or conversations, conversation): a list of {role, content}, of {from, value}, or of pairs "
     "{human, assistant}",
     _fits,
-    _turns_of_row,
+    _read,
 )

@@ -1,8 +1,8 @@
-"""Rows that another tool has tokenized: ``input_ids``, and what these tools write beside them.
+"""Rows that another tool has tokenized: ``input_ids`` and their other columns.
 
 Labels are ``labels`` (the token itself, or -100), ``completion_mask`` and ``assistant_masks``, or the ``loss_mask`` of
-NeMo and Megatron; without any of them every token is a target, as in pretraining. Padding is where ``attention_mask``
-is 0. A row may be a pack of several samples; where each begins is told by the columns of ``_boundaries``.
+NeMo and Megatron; without any of them every token is a target, as in pretraining. ``attention_mask`` is 0 for padding.
+A row may be a pack of several samples, whose starts are in the columns of ``_boundaries``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy.typing as npt
 from packtool.constants import IGNORE_INDEX
 from packtool.rows.forms.columns import TOKEN_COLUMNS, Columns, Fields, RowProblem, shown
 from packtool.rows.forms.form import RowForm
-from packtool.rows.forms.media import MEDIA_KINDS, Found, is_measured
-from packtool.rows.forms.messages import MOST_LOSS_SCALE
+from packtool.rows.forms.media import MEDIA_KINDS, InlineMedia, is_measured
+from packtool.rows.forms.messages import MAX_LOSS_SCALE
 from packtool.rows.sample import PreparedTokens, Turn
 
 TOKENS = "tokens"
-"""The ``formatting`` that takes tokens also where a row still has what they were made of."""
+"""The ``formatting`` that prefers tokens if a row also has their text."""
 
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 _MASKS = ("completion_mask", "assistant_masks")
-# Columns by which other tools tell where the samples of a pack begin, in ways that are not read.
+# Columns of other tools for the starts of samples in a pack that are not supported.
 _UNREAD_BOUNDARIES = re.compile(
     r"cu_?seq|seq(uence)?_?len|seq_?(start|idx)|segment|boundar|packing|(doc|sequence)\w*_ids?$"
 )
@@ -39,11 +39,11 @@ def _fits(columns: Columns, formatting: str | None) -> bool:
     return formatting in (None, TOKENS) and columns.find("input_ids") is not None
 
 
-def _no_turns(fields: Fields, found: Found) -> list[Turn]:
+def _no_turns(fields: Fields, inline: InlineMedia) -> list[Turn]:
     return []
 
 
-def _tokens(fields: Fields) -> PreparedTokens:
+def _read_tokens(fields: Fields) -> PreparedTokens:
     ids = _column(fields, "input_ids", None)
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "there is no token in 'input_ids'")
@@ -57,7 +57,7 @@ def _tokens(fields: Fields) -> PreparedTokens:
         raise RowProblem("empty_tokens", "all of its tokens are padding: 'attention_mask' is 0 everywhere")
     begins, kept = _split(_boundaries(fields, mask, kept), kept)
     trained, weights = _trained(fields, ids, begins), _weights(fields, len(ids))
-    # Where padding stands before a sample, the first token behind it is the sample's first.
+    # After padding before a sample, the next token is the sample's first.
     number = np.cumsum(begins)[kept]
     starts = np.flatnonzero(np.diff(number, prepend=number[0] - 1))
     holes = np.flatnonzero(np.diff(np.flatnonzero(kept)) > 1) + 1
@@ -75,57 +75,55 @@ def _tokens(fields: Fields) -> PreparedTokens:
 
 
 def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
-    """Where the samples of a row begin, bool (L,), by each column that tells it.
+    """Return the first tokens of a row's samples, bool (L,), by each column that has them.
 
     Args:
         mask: the row's ``attention_mask``, int64 (L,).
         kept: bool (L,), False where it is 0.
     """
     length = len(kept)
-    found: dict[str, _Bools] = {}
+    boundaries: dict[str, _Bools] = {}
     for name in ("seq_lengths", "cu_seqlens", "seq_start_id"):
         values = _column(fields, name, None)
         if values is None or not len(values):
             continue
         edges = np.cumsum([0, *values]) if name == "seq_lengths" else values
         edges = np.append(edges, length) if name == "seq_start_id" else edges
-        # Sums of huge numbers wrap around.
+        # Sums of huge numbers overflow.
         if edges[0] != 0 or edges[-1] != length or edges.max() > length or (np.diff(edges) < 0).any():
             detail = f"{name!r} must lead from 0 up to the {length:,} tokens of the row"
             if name == "seq_lengths":
                 detail = f"{name!r} tells of {sum(values.tolist()):,} tokens, and the row has {length:,}"
             raise RowProblem("invalid_tokens", detail)
-        found[name] = np.isin(np.arange(length), edges)
-    places = np.flatnonzero(kept)
+        boundaries[name] = np.isin(np.arange(length), edges)
+    tokens = np.flatnonzero(kept)
     if mask is not None and mask.max() > 1:
-        found["attention_mask"] = _at(places[np.diff(mask[kept], prepend=-1) != 0], length)
-    starts = _restarts(fields, places, length)
+        boundaries["attention_mask"] = _mask_of(tokens[np.diff(mask[kept], prepend=-1) != 0], length)
+    starts = _restarts(fields, tokens, length)
     if len(starts) > 1:
-        found["position_ids"] = _at(starts, length)
-    if not found:
+        boundaries["position_ids"] = _mask_of(starts, length)
+    if not boundaries:
         _refuse_unread(fields)
-    return found
+    return boundaries
 
 
-def _restarts(fields: Fields, places: _Ints, length: int) -> _Ints:
-    """The tokens at which ``position_ids`` begin anew, int64.
+def _restarts(fields: Fields, tokens: _Ints, length: int) -> _Ints:
+    """Return the tokens at which ``position_ids`` restart, int64.
 
     They are (L,), or (axes, L) with 1 axis, 4 (text, t, h, w) or 3 (t, h, w): only a sample's first token has 0 in all.
 
     Args:
-        places: of the tokens that are no padding, ascending.
+        tokens: positions of the tokens that are not padding, ascending.
     """
     value: Any = fields.parsed("position_ids")
     if value is None:
-        return places[:1]
-    try:
-        axes = np.atleast_2d(np.squeeze(np.asarray(value)))
-    except ValueError:  # lists of different lengths in it
-        axes = np.zeros((0, 0), object)
+        return tokens[:1]
+    axes = _as_array(value)
+    axes = np.atleast_2d(np.squeeze(axes)) if axes.dtype != object else np.zeros((0, 0), object)
     if axes.dtype.kind not in "iuf" or axes.ndim != 2 or len(axes) not in (1, 3, 4) or axes.shape[1] != length:
         detail = f"'position_ids' is {shown(value)}, not a number for each of {length:,} tokens, or 3 or 4 such lists"
         raise RowProblem("invalid_tokens", detail)
-    axes = axes[:, places]
+    axes = axes[:, tokens]
     if len(axes) == 3:
         restarts = (axes == 0).all(0)
     else:
@@ -133,27 +131,27 @@ def _restarts(fields: Fields, places: _Ints, length: int) -> _Ints:
         restarts = np.append(True, axes[0, 1:] == 0)
         if len(jumps := np.flatnonzero(~restarts[1:] & (steps != 1))):
             at = int(jumps[0])
-            detail = f"'position_ids' go from {axes[0, at]:g} to {axes[0, at + 1]:g} at token {places[at + 1]:,}"
+            detail = f"'position_ids' go from {axes[0, at]:g} to {axes[0, at + 1]:g} at token {tokens[at + 1]:,}"
             raise RowProblem("unknown_boundaries", f"{detail}: samples begin at 0, and go on by 1")
     restarts[0] = True
-    return places[restarts]
+    return tokens[restarts]
 
 
-def _at(places: _Ints, length: int) -> _Bools:
-    marks = np.zeros(length, bool)
-    marks[places] = True
-    return marks
+def _mask_of(tokens: _Ints, length: int) -> _Bools:
+    mask = np.zeros(length, bool)
+    mask[tokens] = True
+    return mask
 
 
 def _split(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
-    """Where samples begin and which tokens are theirs, bool (L,) each.
+    """Return the first tokens of samples and the tokens that belong to samples, bool (L,) each.
 
     Args:
-        boundaries: as every column tells them; all must agree.
+        boundaries: by column; all must agree.
     """
     if not boundaries:
-        return _at(np.flatnonzero(kept)[:1], len(kept)), kept
-    # A sample of one token has nothing to predict: such are what some tools pad packs with.
+        return _mask_of(np.flatnonzero(kept)[:1], len(kept)), kept
+    # A sample of one token has nothing to predict; some tools pad packs with such samples.
     alone = np.any([begins & np.append(begins[1:], True) for begins in boundaries.values()], axis=0)
     kept = kept & ~alone if (kept & ~alone).any() else kept
     (first, begins), *others = boundaries.items()
@@ -167,7 +165,7 @@ def _split(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Boo
 
 
 def _refuse_unread(fields: Fields) -> None:
-    """Refuse a row that may be a pack, and says where its samples begin in a way that is not read."""
+    """Raise RowProblem for a row that may be a pack, with boundaries in a column that is not supported."""
     read = set(chain.from_iterable(map(fields.names, TOKEN_COLUMNS)))
     for key, value in fields.row.items():
         is_many = isinstance(value, Sized) and not isinstance(value, (str, bytes)) and len(value) > 1
@@ -180,10 +178,10 @@ def _refuse_unread(fields: Fields) -> None:
 
 
 def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, ...] | None:
-    """The channel of each sample of a pack that has a list of them, else None.
+    """Return the channel of each sample if a pack has a list of them, else None.
 
     Args:
-        numbers: of the samples that are kept, among all ``count`` of the pack.
+        numbers: of the kept samples, among all ``count`` of the pack.
     """
     channels = fields.get("channel")
     if not isinstance(channels, list):
@@ -194,7 +192,7 @@ def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, .
 
 
 def _measured(fields: Fields) -> dict[str, list[Mapping[str, Any]]]:
-    """What the row says of media that packtool had measured when it wrote them, by kind; empty objects for others."""
+    """Return the sizes of media that packtool wrote into the row, by kind; empty objects for other media."""
     columns = {kind: fields.get(f"{kind}s") for kind in MEDIA_KINDS}
     return {
         kind: [medium if isinstance(medium, Mapping) and is_measured(medium) else {} for medium in media]
@@ -204,7 +202,7 @@ def _measured(fields: Fields) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _trained(fields: Fields, ids: _Ints, begins: _Bools) -> _Bools | None:
-    """Which tokens are targets; None if no column says it."""
+    """Return true for targets, bool (L,); None if no column marks them."""
     labels = _column(fields, "labels", len(ids))
     masks = [mask for name in _MASKS if (mask := _mask(fields, name, len(ids))) is not None]
     if "loss_mask" not in chain.from_iterable(map(fields.names, _MASKS)):
@@ -240,8 +238,8 @@ def _check_labels(ids: _Ints, labels: _Ints, trained: npt.NDArray[np.bool_]) -> 
     wrong = np.flatnonzero(trained & (labels != ids))
     if not len(wrong):
         return
-    told = trained[:-1]
-    if told.any() and (labels[:-1][told] == ids[1:][told]).all():
+    has_label = trained[:-1]
+    if has_label.any() and (labels[:-1][has_label] == ids[1:][has_label]).all():
         raise RowProblem(
             "labels_shifted",
             "each label is the next token, so the labels are shifted already; here a label stands at its own token "
@@ -256,30 +254,20 @@ def _weights(fields: Fields, length: int) -> npt.NDArray[np.float32] | None:
     value = fields.parsed("loss_scale")
     if value is None:
         return None
-    try:
-        weights = np.asarray(value)
-    except ValueError:  # lists of different lengths in it
-        weights = np.zeros(0, object)
+    weights = _as_array(value)
     is_numbers = weights.shape == (length,) and weights.dtype.kind in "iuf" and not _has_bools(value)
-    if not is_numbers or not ((weights >= 0) & (weights <= MOST_LOSS_SCALE)).all():
-        known = f"a number from 0 to {MOST_LOSS_SCALE:,} for each of {length:,} tokens"
+    if not is_numbers or not ((weights >= 0) & (weights <= MAX_LOSS_SCALE)).all():
+        known = f"a number from 0 to {MAX_LOSS_SCALE:,} for each of {length:,} tokens"
         raise RowProblem("invalid_tokens", f"'loss_scale' must be {known}, and is {shown(value)}")
     return None if (weights == 1).all() else weights.astype(np.float32)
 
 
 def _column(fields: Fields, name: str, length: int | None, *, takes_bools: bool = False) -> _Ints | None:
-    """A column of integers, int64; None if the row has none.
-
-    Args:
-        length: that it must have.
-    """
+    """Return a column of integers, int64, of ``length`` if given; None if the row has no such column."""
     value: Any = fields.parsed(name)
     if value is None:
         return None
-    try:
-        column = np.asarray(value)
-    except ValueError:  # lists of different lengths in it
-        column = np.zeros(0, object)
+    column = _as_array(value)
     if column.ndim == 1 and not len(column):
         column = column.astype(np.int64)
     if column.ndim != 1 or column.dtype.kind not in "iub" or not (takes_bools or not _has_bools(value)):
@@ -289,8 +277,16 @@ def _column(fields: Fields, name: str, length: int | None, *, takes_bools: bool 
     return column.astype(np.int64)
 
 
+def _as_array(value: Any) -> npt.NDArray[Any]:
+    """Return nested lists as an array; one of objects without elements if lists differ in length."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.zeros(0, object)
+
+
 def _has_bools(values: Any) -> bool:
-    """Whether true or false stands among numbers, which numpy would take for 1 and 0."""
+    """Return whether true or false is among numbers: numpy would read them as 1 and 0."""
     return values.dtype.kind == "b" if isinstance(values, np.ndarray) else bool in set(map(type, values))
 
 
@@ -299,5 +295,5 @@ PREPARED = RowForm(
     "input_ids, perhaps labels, attention_mask, position_ids: tokens that another tool has made",
     _fits,
     _no_turns,
-    _tokens,
+    _read_tokens,
 )

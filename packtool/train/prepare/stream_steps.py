@@ -191,7 +191,7 @@ class DropLog:
 
     def __call__(self, item: Dropped) -> None:
         """Append a line."""
-        self.firsts.setdefault(item.reason, item.shown)
+        self.firsts.setdefault(item.reason, item.summary)
         if not self._writes:
             return
         with open(self.path, "a", encoding="utf-8") as file:

@@ -8,7 +8,7 @@ import pytest
 
 from packtool.errors import RowError, StorageError
 from packtool.rows.read import read_block, scan
-from packtool.rows.sample import Dropped, held, unforeseen_note
+from packtool.rows.sample import Dropped, guard_row, unforeseen_note
 from packtool.rows.source import SourceSpec
 
 
@@ -25,7 +25,7 @@ class PanicException(BaseException):  # as libraries in Rust name theirs
     "error", [ValueError("a\ud800"), RecursionError(), OSError(errno.EIO, "no"), AssertionError("b"), PanicException()]
 )
 def test_what_nobody_foresaw_is_a_dropped_row(error: BaseException) -> None:
-    found = held("rows.jsonl", 7, fail, error)
+    found = guard_row("rows.jsonl", 7, fail, error)
     assert isinstance(found, Dropped)
     assert (found.source, found.row, found.reason) == ("rows.jsonl", 7, "unexpected")
     assert found.detail.startswith(f"{type(error).__name__} at rows/sample.py:")
@@ -46,7 +46,7 @@ def test_what_nobody_foresaw_is_a_dropped_row(error: BaseException) -> None:
 )
 def test_what_is_no_fault_of_the_row_is_raised(error: BaseException) -> None:
     with pytest.raises(type(error)):
-        held("rows.jsonl", 7, fail, error)
+        guard_row("rows.jsonl", 7, fail, error)
 
 
 def test_the_note_counts_and_says_where_to_look() -> None:
@@ -65,9 +65,9 @@ def test_a_parser_that_breaks_costs_its_row(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
     found = scan(SourceSpec(str(path)))
-    parse = __import__("packtool.rows.read", fromlist=["parse_json"]).parse_json
+    parse = __import__("packtool.rows.lines", fromlist=["parse_json"]).parse_json
     monkeypatch.setattr(
-        "packtool.rows.read.parse_json", lambda text: fail(KeyError("odd")) if b"b" in text else parse(text)
+        "packtool.rows.lines.parse_json", lambda text: fail(KeyError("odd")) if b"b" in text else parse(text)
     )
     first, second, third = (row for _, row in read_block(found.source, found.blocks[0]))
     assert (first, third) == ({"text": "a"}, {"text": "c"})
