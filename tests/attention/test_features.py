@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from packtool.attention.features import look_once, own_features
+from packtool.attention.features import own_features, run_towers_once
 from packtool.attention.register import route_towers
 from packtool.batch.tower_inputs import tower_inputs
 from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_MODELS, VISION_START, reduced_model, reduced_spec
@@ -52,7 +52,7 @@ def test_one_call_computes_what_two_do(name: str, kinds: set[str]) -> None:
     model = reduced_model(name, packed=False)
     other = copy.deepcopy(model)
     for _ in range(2):  # once is enough, twice does no harm
-        look_once(model)
+        run_towers_once(model)
         route_towers(model)
     looks, logits, gradients = looks_and_gradients(model, name, kinds)
     _, expected, others = looks_and_gradients(other, name, kinds)
@@ -66,7 +66,7 @@ def test_one_call_computes_what_two_do(name: str, kinds: set[str]) -> None:
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_transformers_own_way_can_be_had_for_a_while(name: str) -> None:
     model = reduced_model(name, packed=False)
-    look_once(model)
+    run_towers_once(model)
     with own_features(model):
         looks, expected, _ = looks_and_gradients(model, name, {"image", "video"})
     assert looks == 2
@@ -78,7 +78,7 @@ def test_transformers_own_way_can_be_had_for_a_while(name: str) -> None:
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_a_copy_looks_with_its_own_tower(name: str) -> None:
     model = reduced_model(name, packed=False)
-    look_once(model)
+    run_towers_once(model)
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in changed.model.visual.parameters():  # type: ignore[union-attr]
@@ -93,7 +93,7 @@ def test_a_copy_looks_with_its_own_tower(name: str) -> None:
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_a_pass_that_broke_off_leaves_nothing_behind(name: str) -> None:
     model: Any = reduced_model(name, packed=False)
-    look_once(model)
+    run_towers_once(model)
     given = inputs_for(model, name, {"image", "video"})
     with torch.no_grad():
         expected = model(**inputs_for(model, name, set())).logits

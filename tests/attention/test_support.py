@@ -59,7 +59,7 @@ def test_models_that_can_be_isolated_pass(name: str) -> None:
 )
 def test_so_do_they_in_full_size(config_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the trial, which takes half a second each."""
-    monkeypatch.setattr("packtool.attention.support.refuse_after_trial", lambda *args: None)
+    monkeypatch.setattr("packtool.attention.support._try_two_documents", lambda *args: None)
     refuse_unsupported(config_class())
     for hybrid in (Qwen3NextConfig(), Qwen3_5Config()):
         refuse_unsupported(hybrid)
@@ -118,7 +118,7 @@ def test_the_trial_finds_what_no_setting_tells(forward: Any, reason: str, monkey
 def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(support, "_PASSED", set())
-    monkeypatch.setattr(support, "refuse_after_trial", lambda config, _: tried.append(config.hidden_size))
+    monkeypatch.setattr(support, "_try_two_documents", lambda config, _: tried.append(config.hidden_size))
     for hidden_size in (32, 32, 64):
         refuse_unsupported(LlamaConfig(**SMALL | {"hidden_size": hidden_size}))
     assert tried == [32, 64]

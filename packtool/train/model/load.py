@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
-from packtool.attention.features import look_once
+from packtool.attention.features import run_towers_once
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import route_towers, set_attention
 from packtool.attention.support import refuse_unsupported
@@ -185,7 +185,7 @@ def route_attention(
     model: PreTrainedModel, *, packing: bool, attn_impl: str = "auto", parallel: SequenceParallel | None = None
 ) -> None:
     """Route a loaded model's towers through one call, and with ``packing`` its text through packed attention."""
-    look_once(model)
+    run_towers_once(model)
     route_towers(model)
     if packing:
         set_attention(model, attn_impl, parallel)

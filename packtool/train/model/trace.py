@@ -151,7 +151,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     cut = Cut(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
     if cut.size > 1:
         whole = (count * cut.size,)
-        looked = {"image": (tokens.num_seen, tokens.vision), "audio": (tokens.num_heard, tokens.audio)}
+        looked = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
         routes = {kind: _route(*numbers, cut.size) for kind, numbers in looked.items() if any(numbers)}
         shard = SequenceShard(cut, (), whole, routes)
         return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=whole)
@@ -178,16 +178,16 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
             seen, media = pictures_processed(spec, tokens.vision, tokens.computed)
             input_ids[:seen] = spec.pad_ids["image"]
         return media
-    if spec.sees and max(tokens.vision, tokens.num_seen):
+    if spec.sees and max(tokens.vision, tokens.local_vision):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs
         # A rank without a picture of its own looks at a blank one.
-        seen = max(tokens.num_seen, 1)
+        seen = max(tokens.local_vision, 1)
         media[pixels] = torch.empty(seen * side**2, spec.patch_dim, device="meta")
         media[grids] = torch.tensor([[1, side, side * seen]])
         input_ids[: tokens.vision] = spec.pad_ids["image"]
-    if spec.hears and max(tokens.audio, tokens.num_heard):
-        frames = spec.family.mel_frames_of(max(tokens.num_heard, 1))
+    if spec.hears and max(tokens.audio, tokens.local_audio):
+        frames = spec.family.mel_frames_of(max(tokens.local_audio, 1))
         media["input_features"] = torch.empty(1, spec.num_mel_bins, frames, device="meta")
         media["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)
         input_ids[tokens.vision : tokens.vision + tokens.audio] = spec.pad_ids["audio"]

@@ -195,27 +195,28 @@ class RankTokens:
         computed: by the language model.
         vision: of them, those that stand for pictures and videos.
         audio: of them, those that stand for sounds.
-        looked_at: of pictures and videos that this rank looks at, where ranks share a sequence; None for ``vision``.
-        heard: of sounds that it listens to; None for ``audio``.
+        num_local_vision_tokens: of pictures and videos that this rank encodes, where ranks share a sequence; None:
+            ``vision``.
+        num_local_audio_tokens: of sounds that it encodes; None: ``audio``.
         keys: that documents see, those of shared prefixes once for each; 0 where nothing is shared.
     """
 
     computed: int
     vision: int = 0
     audio: int = 0
-    looked_at: int | None = None
-    heard: int | None = None
+    num_local_vision_tokens: int | None = None
+    num_local_audio_tokens: int | None = None
     keys: int = 0
 
     @property
-    def num_seen(self) -> int:
-        """Tokens of pictures and videos that the vision tower makes."""
-        return self.vision if self.looked_at is None else self.looked_at
+    def local_vision(self) -> int:
+        """Tokens of pictures and videos that this rank's vision tower computes."""
+        return self.vision if self.num_local_vision_tokens is None else self.num_local_vision_tokens
 
     @property
-    def num_heard(self) -> int:
-        """Tokens of sounds that the audio tower makes."""
-        return self.audio if self.heard is None else self.heard
+    def local_audio(self) -> int:
+        """Tokens of sounds that this rank's audio tower computes."""
+        return self.audio if self.num_local_audio_tokens is None else self.num_local_audio_tokens
 
     def within(self, computed: int) -> RankTokens:
         """A micro-batch of ``computed`` tokens with as many of each kind, but for one at least that is text."""
@@ -230,5 +231,5 @@ class RankTokens:
 
     def holds_at_most(self, other: RankTokens) -> bool:
         """Whether another one has no fewer of any kind."""
-        mine, theirs = ((t.computed, t.vision, t.audio, t.num_seen, t.num_heard, t.keys) for t in (self, other))
+        mine, theirs = ((t.computed, t.vision, t.audio, t.local_vision, t.local_audio, t.keys) for t in (self, other))
         return all(a <= b for a, b in zip(mine, theirs, strict=True))

@@ -119,8 +119,8 @@ def heaviest_tokens(
         computed=1,
         vision=most(media_tokens - audio_tokens),
         audio=most(audio_tokens),
-        looked_at=None if shares is None else most_of_rank(shares.media.tokens),
-        heard=None if shares is None else most_of_rank(shares.media.sounds),
+        num_local_vision_tokens=None if shares is None else most_of_rank(shares.media.tokens),
+        num_local_audio_tokens=None if shares is None else most_of_rank(shares.media.sounds),
         keys=int(steps.cell_sums(keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
     return with_longest(config, model, found)

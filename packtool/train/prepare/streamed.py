@@ -126,11 +126,13 @@ class StreamedSource:
     def peak_memory_batches(self, config: TrainConfig, number: int) -> tuple[RankTokens, ...]:
         """The micro-batches of one rank that may need most memory: all tokens are a picture's."""
         num_media, limits = int(self.media_tokens()), self.media_limits.image
-        looked_at, size = None, self.world.sequence_parallel_size
+        num_local, size = None, self.world.sequence_parallel_size
         if limits is not None and size > 1:
             largest = min(limits.max_pixels // limits.pixels_per_token, num_media)
-            looked_at = max(largest, -(-num_media // size))
-        return with_longest(config, self.files.config, RankTokens(computed=1, vision=num_media, looked_at=looked_at))
+            num_local = max(largest, -(-num_media // size))
+        return with_longest(
+            config, self.files.config, RankTokens(computed=1, vision=num_media, num_local_vision_tokens=num_local)
+        )
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
         """The shortest samples of the first block of the first file, or two that share a prefix."""

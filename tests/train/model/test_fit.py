@@ -37,7 +37,7 @@ def plan_config(tiny: TinyWorld, fit: int, **given: Any) -> PlanConfig:
 def told_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: Axes) -> int:
     """A stand-in for the trace, which rises with the tokens as it does."""
     each = (1000 if config.gradient_checkpointing else 4000) + 10 * axes.ring_size * axes.ulysses_size
-    return each * tokens.computed + 100 * tokens.num_seen + 50_000
+    return each * tokens.computed + 100 * tokens.local_vision + 50_000
 
 
 @pytest.fixture

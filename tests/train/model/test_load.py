@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from packtool.attention.features import look_once
+from packtool.attention.features import run_towers_once
 from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.recurrent import recurrent_layers
 from packtool.attention.register import ATTENTION_NAME
@@ -208,5 +208,5 @@ def test_a_familys_record_is_true_of_transformers_own_class(model_type: str) -> 
     assert bool(towers.vision) == bool(family.kinds)
     assert InputSpec("", config, MediaLimits()).pad_ids.keys() == set(family.kinds)
     assert (text.model_type in family.recurrent_types) == bool(recurrent_layers(model))
-    look_once(model)
-    assert any(hasattr(module, "_packtool_look") for module in model.modules()) == bool(family.kinds)
+    run_towers_once(model)
+    assert any(hasattr(module, "_packtool_towers") for module in model.modules()) == bool(family.kinds)

@@ -93,12 +93,12 @@ def test_sequences_that_ranks_share_are_traced(tmp_path: Path) -> None:
     """Each way's own exchanges on two ranks, with pictures of which one is larger than all of the others."""
     run_ranks(2, _measure_shared, tmp_path, scratch=tmp_path)
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert [rank["ring False"]["looked_at"] for rank in ranks] == [16, 3]
+    assert [rank["ring False"]["num_local_vision_tokens"] for rank in ranks] == [16, 3]
     peaks = {}
     for key in ranks[0]:
         way, recomputes = key.split()
         heaviest = max((rank[key] for rank in ranks), key=lambda found: int(found["peak"]))
-        tokens = RankTokens(**{name: heaviest[name] for name in ("computed", "vision", "looked_at")})
+        tokens = RankTokens(**{name: heaviest[name] for name in ("computed", "vision", "num_local_vision_tokens")})
         config = reduced_config("qwen3_vl")
         told = traced_bytes(config, recomputes=recomputes == "True", tokens=tokens, axes=SHARED[way])
         assert told.kept == pytest.approx(heaviest["kept"], rel=0.01), key
@@ -123,7 +123,8 @@ def test_sounds_of_a_sequence_that_ranks_share_are_traced(drawn_data: Path, tmp_
     config = config_of("qwen2.5-omni", drawn_data, tmp_path)
     of = partial(RankTokens, computed=160, audio=60)
     least, even, most = (
-        traced_bytes(config, tokens=of(heard=heard), axes=SHARED["ulysses"]).peak for heard in (0, 60, 240)
+        traced_bytes(config, tokens=of(num_local_audio_tokens=heard), axes=SHARED["ulysses"]).peak
+        for heard in (0, 60, 240)
     )
     assert least < even < most
 
@@ -150,7 +151,7 @@ def _measure_shared(folder: Path) -> None:
                 "saved": saved_bytes(spec.config, batch, parallel),
                 "computed": count,
                 "vision": int((batch.input_ids == spec.pad_ids["image"]).sum()),
-                "looked_at": len(batch.media["pixel_values"]) // 4,
+                "num_local_vision_tokens": len(batch.media["pixel_values"]) // 4,
             }
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
     parallel = SequenceParallel.on_mesh(SHARED["ulysses"], "cpu")

@@ -56,13 +56,13 @@ def test_a_rank_looks_at_whole_pictures(size: int, settings: dict[str, Any], tin
             most = max(most, sum(sample.num_media_tokens for sample in own if sample.images))
         pictures = [image.num_tokens for sample in samples for image in sample.images]
         largest, held = max([largest, *pictures]), max(held, sum(pictures))
-    assert told.looked_at is not None
+    assert told.num_local_vision_tokens is not None
     assert max(largest, held // size) <= most
-    assert most <= told.looked_at <= 1.15 * most
+    assert most <= told.num_local_vision_tokens <= 1.15 * most
     assert told.computed == (128 if "schedule" in settings else 256 * config.per_device_train_batch_size // size)
     assert told.vision == min(held, told.computed - 1)
     if not settings:
-        assert told.looked_at > held / size + 1, "an even part would be too little"
+        assert told.num_local_vision_tokens > held / size + 1, "an even part would be too little"
 
 
 def test_keys_of_trees(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -99,4 +99,4 @@ def test_nobody_knows_the_media_of_a_stream(tiny: TinyWorld) -> None:
     config = tiny.config("unused", **tiny.streamed(), sequence_parallel_size=4)
     (shared,) = Run.of(config, World(0, 4, 4)).peak_memory_batches()
     assert (shared.computed, shared.vision) == (64, 63)
-    assert shared.looked_at == 64
+    assert shared.num_local_vision_tokens == 64
