@@ -52,9 +52,6 @@ def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, A
     Args:
         columns: by name, all of one length; numbers that are nan become null.
         info: for the metadata; see ``plain_json``.
-
-    Raises:
-        StorageError: if it cannot be written.
     """
     # from_pandas takes nan for null.
     arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in _SCHEMA]

@@ -1,6 +1,6 @@
 """Executors of an export's tasks: worker processes of this machine, or actors of a Ray cluster.
 
-Both run the same tasks and write the same bytes. Each worker process and each actor holds one encoder.
+Both write the same bytes. Each worker process and each actor has one encoder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_ATTEMPTS = 3
 class Executor:
     """Runs an export's tasks on worker processes of this machine; a context manager that kills them at its end.
 
-    Workers may start before there are tasks: loading a tokenizer takes a second.
+    Workers may start before there are tasks, because loading a tokenizer takes a second.
 
     Args:
         spec: of all tasks.
@@ -50,21 +50,16 @@ class Executor:
 
     @property
     def has_started(self) -> bool:
-        """Whether there are workers, which refuse what cannot be encoded."""
+        """Whether there are workers, which refuse unsupported models."""
         return self._pool.has_started
 
     def start(self) -> None:
-        """Start all workers, because there will be work for all."""
+        """Start all workers."""
         if self._pool.num_proc > 1:
             self._pool.start(self._pool.num_proc)
 
     def expect(self, num_rows: int) -> None:
-        """Announce rows, so that workers may start before there are tasks.
-
-        Raises:
-            ConfigError: if started workers cannot encode for the model.
-            PacktoolError: if one died.
-        """
+        """Announce rows, so that workers may start before there are tasks."""
         self._missing_rows -= num_rows
         if self.has_started:
             # Called for each of many thousand files.
@@ -75,11 +70,7 @@ class Executor:
             self.start()
 
     def wait(self) -> None:
-        """Wait until started workers can encode.
-
-        Raises:
-            ConfigError, PacktoolError: as ``expect``.
-        """
+        """Wait until started workers can encode."""
         self._check_ready(None)
 
     def _check_ready(self, wait_s: float | None) -> None:
@@ -121,11 +112,11 @@ def _death(num_done: str) -> PacktoolError:
 
 
 def _run_tasks(report: Callable[..., None], spec: EncodeSpec) -> Callable[[tuple[Task, Work]], TaskResult]:
-    """Load the tokenizer, and return what runs a task in a worker process."""
+    """Load the tokenizer, and return the function that runs a task in a worker process."""
     tokenize_in_one_thread()
-    _leave_pandas_out()
+    _block_pandas()
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
-    gc.freeze()  # what was loaded stays: it need not be looked through for garbage again and again
+    gc.freeze()  # garbage collections skip the loaded files, which stay alive
 
     def run(job: tuple[Task, Work]) -> TaskResult:
         counts, reported_at = [0, 0, 0], time.monotonic()
@@ -145,15 +136,15 @@ def _run_tasks(report: Callable[..., None], spec: EncodeSpec) -> Callable[[tuple
     return run
 
 
-def _leave_pandas_out() -> None:
-    """Let pyarrow find no pandas in this process, as where none is installed.
+def _block_pandas() -> None:
+    """Keep pyarrow from importing pandas in this process, as if it were not installed.
 
-    With the first array that it makes it imports pandas, only to ask whether it was given one of its kinds: a quarter
-    of the time that a worker needs to begin.
+    pyarrow imports it with the first array, only to check the type of the values. That takes a quarter of the start-up
+    time of a worker.
     """
     finder = SimpleNamespace(find_spec=_no_pandas)
     sys.meta_path.insert(0, finder)
-    pa.array([])  # looks for it, this once
+    pa.array([])  # tries the import once
     sys.meta_path.remove(finder)
 
 
@@ -165,7 +156,7 @@ def _no_pandas(name: str, *_: object) -> None:
 class RayExecutor(Executor):
     """Runs tasks on actors of a Ray cluster, one core each; no worker process starts here.
 
-    A task is idempotent, so one whose actor or machine died is given to another.
+    Tasks are idempotent, so that a task whose actor or machine died runs again on another.
 
     Args:
         spec, num_actors: as of ``Executor``.
@@ -179,11 +170,10 @@ class RayExecutor(Executor):
     def run(
         self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
     ) -> Iterator[TaskResult]:
-        """Run tasks, and report each when it is finished.
+        """Run tasks, and report each at its end.
 
         Raises:
             ConfigError: if Ray is not installed or the cluster is not there.
-            PacktoolError: what a task raised; or a task's actor died three times.
         """
         try:
             import ray
@@ -209,30 +199,30 @@ def _connect(ray: Any, address: str | None, num_actors: int) -> None:
 
 def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: Report) -> Iterator[TaskResult]:
     actor_class = ray.remote(num_cpus=1, max_restarts=0)(_Actor)
-    waiting, tries = list(reversed(tasks)), dict.fromkeys((task.number for task in tasks), 0)
+    waiting, attempts = list(reversed(tasks)), dict.fromkeys((task.number for task in tasks), 0)
     running: dict[Any, tuple[Any, Task]] = {}
 
-    def give(actor: Any) -> None:
+    def assign(actor: Any) -> None:
         if waiting:
             task = waiting.pop()
-            tries[task.number] += 1
+            attempts[task.number] += 1
             running[actor.run.remote(task)] = actor, task
 
     for _ in range(min(num_actors, len(tasks))):
-        give(actor_class.remote(work))
+        assign(actor_class.remote(work))
     while running:
         (done, *_), _ = ray.wait(list(running), num_returns=1)
         actor, task = running.pop(done)
         try:
             result = ray.get(done)
         except ray.exceptions.RayActorError as error:
-            if tries[task.number] == _MAX_ATTEMPTS:
+            if attempts[task.number] == _MAX_ATTEMPTS:
                 raise PacktoolError(
                     f"the Ray actor of shard {task.number} died {_MAX_ATTEMPTS} times: {error}",
                     "Run the same command again to go on after the finished shards, on machines with more memory.",
                 ) from error
             waiting.append(task)
-            give(actor_class.remote(work))
+            assign(actor_class.remote(work))
             continue
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
@@ -242,11 +232,11 @@ def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: R
             sum(split.counts.tokens for split in result.splits.values()),
         )
         yield result
-        give(actor)
+        assign(actor)
 
 
 class _Actor:
-    """One process of the cluster."""
+    """A process of the cluster."""
 
     def __init__(self, work: Work) -> None:
         tokenize_in_one_thread()

@@ -1,4 +1,4 @@
-"""Stage one: rows in, a token cache out."""
+"""The export: encode rows into a token cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from packtool.cache.executors import Executor, RayExecutor
 from packtool.cache.finish import (
     ExportSummary,
     build_manifest,
+    empty_export_error,
     length_counts,
     merge_dropped,
-    nothing_left,
     percentiles,
     publish_cache,
 )
@@ -28,12 +28,13 @@ from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, InputCounts, Manifest, SampleCounts, SourceInfo
 from packtool.cache.repair import damaged_files, repair
 from packtool.cache.restart import (
-    Claim,
     begin,
     check_is_cache,
     check_is_ours,
     clear,
-    collecting_later,
+    delayed_gc,
+    export_id,
+    export_state,
     find_finished,
     find_same,
     finished_tasks,
@@ -41,7 +42,7 @@ from packtool.cache.restart import (
     identity_of,
     published,
 )
-from packtool.cache.task import LEAST_SHARD_ROWS, Task, TaskResult, Work, make_tasks
+from packtool.cache.task import MIN_SHARD_ROWS, Task, TaskResult, Work, make_tasks
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
@@ -57,30 +58,29 @@ from packtool.rows.sample import unforeseen_note
 from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of, splits_left_out
 
-_LOOKED_AT = 8  # sources whose first rows are looked at before the work begins
-# Sources that each get a line of their own; of more it is told how far they are, for so many at once.
-_MOST_TOLD = 20
+_NUM_CHECKED = 8  # sources whose first rows are checked before the work begins
+_MAX_DESCRIBED = 20  # sources with a line each; of more sources only the progress is shown, in steps of this size
 
 
 def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     """Encode all rows of all datasets into ``config.output_dir``.
 
     Raises:
-        ConfigError: if the model cannot be encoded for, or the output directory holds something else.
-        DataError: if a source cannot be read or nothing is left of it.
+        ConfigError: if the model is not supported, or the output directory holds something else.
+        DataError: if a source cannot be read or no row is kept.
         RowError: in strict mode.
-        MismatchError: if the directory holds a cache of other settings, or another export is at work there.
+        MismatchError: if the directory holds a cache of other settings, or another export writes there.
         StorageError: if writing fails.
     """
     if not config.max_length:
         length = default_max_length(ModelFiles.load(config.model, config.chat_template).config)
         config = dataclasses.replace(config, max_length=length)
-    # Where all tasks may be finished, nothing is started ahead.
+    # Workers do not start ahead if all tasks may be finished.
     may_be_finished = config.repair or config.is_part
-    start_at_rows = sys.maxsize if may_be_finished else 2 * (config.rows_per_shard or LEAST_SHARD_ROWS)
+    start_at_rows = sys.maxsize if may_be_finished else 2 * (config.rows_per_shard or MIN_SHARD_ROWS)
     spec, num_proc = config.encode_spec, config.dataset_num_proc
     ray = RayExecutor(spec, num_proc, config.ray_address) if config.executor == "ray" else None
-    with ray or Executor(spec, num_proc, start_at_rows) as executor, collecting_later() as collect:
+    with ray or Executor(spec, num_proc, start_at_rows) as executor, delayed_gc() as collect:
         return _export(config, progress, executor, collect)
 
 
@@ -103,7 +103,7 @@ def _export(config: ExportConfig, progress: Progress, executor: Executor, collec
         refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
     encoder = cache(partial(Encoder, config.encode_spec, files, media))
     if not executor.has_started:
-        encoder()  # refuses what cannot be encoded before anything is read, as workers do
+        encoder()  # refuses unsupported models before anything is read, as workers do
     for remark in remarks_on(config.encode_spec, files, media):
         progress.note(remark)
     scanned = _scanned(specs, config.seed, progress, executor)
@@ -128,15 +128,15 @@ def _export(config: ExportConfig, progress: Progress, executor: Executor, collec
     with DirectoryLock(directory, _part_name(config)) as lock:
         if config.repair:
             return job.repair(directory, lock, find_same(directory, identity, specs))
-        # Another one may have finished while the sources were read.
+        # Another export may have finished while the sources were read.
         if not config.overwrite and (manifest := find_finished(directory, identity, specs)) is not None:
             return _finished(directory, manifest)
         return job.write(directory, lock, started)
 
 
 def _note_refusals(scanned: Sequence[ScannedSource], progress: Progress) -> None:
-    """Say before the work begins if rows name media that they may not."""
-    lines = (refused_at_first(found.source, found.blocks) for found in scanned[:_LOOKED_AT])
+    """Warn before the work begins about rows that name media which they may not access."""
+    lines = (refused_at_first(found.source, found.blocks) for found in scanned[:_NUM_CHECKED])
     if (line := next(filter(None, lines), None)) is not None:
         progress.note(line)
     close_readers()  # workers have their own
@@ -156,30 +156,28 @@ def _finished(directory: str, manifest: Manifest) -> ExportSummary:
 
 
 def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
-    """All sources with their rows; each is told of, but of very many only how far it is."""
-    many = len(specs) > _MOST_TOLD
+    """Scan all sources, and describe each or, for very many, show the progress."""
+    is_described = len(specs) <= _MAX_DESCRIBED
     numbers = count(1)
 
-    def found_one(found: ScannedSource) -> None:
-        executor.expect(found.num_rows)
-        if not many:
-            progress.note(_described(found))
-        elif next(numbers) % _MOST_TOLD == 0:
-            progress.advance(_MOST_TOLD)
+    def report(scanned: ScannedSource) -> None:
+        executor.expect(scanned.num_rows)
+        if is_described:
+            form = "" if scanned.source.form in (None, "messages") else f", {scanned.source.form}"
+            progress.note(
+                f"{scanned.source.label}: {scanned.num_rows:,} rows, {scanned.source.size / 1e6:,.1f} MB{form}"
+            )
+        elif next(numbers) % _MAX_DESCRIBED == 0:
+            progress.advance(_MAX_DESCRIBED)
 
-    if not many:
-        return scan_sources(specs, seed, found_one)
+    if is_described:
+        return scan_sources(specs, seed, report)
     progress.start("look through files", len(specs))
-    scanned = scan_sources(specs, seed, found_one)
+    scanned = scan_sources(specs, seed, report)
     progress.finish()
-    rows, size = sum(found.num_rows for found in scanned), sum(max(found.source.size, 0) for found in scanned)
+    rows, size = sum(each.num_rows for each in scanned), sum(max(each.source.size, 0) for each in scanned)
     progress.note(f"{len(scanned):,} files: {rows:,} rows, {size / 1e6:,.1f} MB")
     return scanned
-
-
-def _described(found: ScannedSource) -> str:
-    form = "" if found.source.form in (None, "messages") else f", {found.source.form}"
-    return f"{found.source.label}: {found.num_rows:,} rows, {found.source.size / 1e6:,.1f} MB{form}"
 
 
 @dataclass(frozen=True)
@@ -196,43 +194,34 @@ class _Job:
 
     @property
     def has_parts(self) -> bool:
-        """Whether rows may become several samples, of which the cache tells which part of its row each is."""
+        """Whether rows may become several samples, so that the cache stores which part of its row a sample is."""
         columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
         return "expand_turns" in self.identity.spec or "responses" in columns
 
     def count(self, started: float) -> ExportSummary:
-        """Encode all and write nothing.
-
-        Raises:
-            DataError: if nothing is left.
-        """
+        """Encode all rows and write nothing."""
         results = self._run({}, Work(self.config.encode_spec, None, self.config.strict, self.has_parts), lambda: None)
         ordered = [results[task.number] for task in self.tasks]
         manifest = build_manifest(self.identity, self.sources, ordered)
         if not _num_kept(manifest):
-            raise nothing_left(
+            raise empty_export_error(
                 manifest, ordered, "Without --dry-run each row's reason is kept in the output directory."
             )
         self._note_unforeseen(manifest, f"{DROPPED_NAME} of a run without --dry-run")
         return self._summary(manifest, ordered, started, {})
 
     def write(self, directory: str, lock: DirectoryLock, started: float) -> ExportSummary:
-        """Write the cache, or this part of it.
-
-        Raises:
-            DataError: if nothing is left.
-            MismatchError: if something else is there, or another export comes between.
-        """
+        """Write the cache, or this part of it."""
         config = self.config
         if config.overwrite:
             clear(directory)  # only now: a mistake in the settings must not cost the old cache
-        claim = Claim.of(self.identity, self.sources)
+        state = export_state(self.identity, self.sources)
         splits = {split for task in self.tasks for split in task.shards}
-        done = begin(directory, claim, splits, is_part=config.is_part)
-        work = Work(config.encode_spec, directory, config.strict, self.has_parts, claim.export, lock.stamp)
-        results = self._run(done, work, lock.check_soon)
+        done = begin(directory, state, splits, is_part=config.is_part)
+        work = Work(config.encode_spec, directory, config.strict, self.has_parts, export_id(state), lock.is_held)
+        results = self._run(done, work, lock.check_last_renewal)
         if config.is_part:
-            results = finished_tasks(directory, claim.export)
+            results = finished_tasks(directory, export_id(state))
         if missing := [task.number for task in self.tasks if task.number not in results]:
             if config.is_part and (manifest := published(directory, self.identity, self.sources)) is not None:
                 return _finished(directory, manifest)  # by another part, which has cleared the tasks away
@@ -242,7 +231,9 @@ class _Job:
         if not _num_kept(manifest):
             merge_dropped(directory, ordered)
             forget_tasks(directory)
-            raise nothing_left(manifest, ordered, f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}.")
+            raise empty_export_error(
+                manifest, ordered, f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}."
+            )
         self._publish(directory, manifest, ordered, lock)
         self._note_unforeseen(manifest, storage.join(directory, DROPPED_NAME))
         return self._summary(manifest, ordered, started, done)
@@ -252,7 +243,6 @@ class _Job:
 
         Raises:
             ConfigError: if there is none.
-            MismatchError: if it cannot be made as it was.
         """
         if manifest is None:
             raise ConfigError(
@@ -263,22 +253,22 @@ class _Job:
             self.progress.note(f"{file} is damaged, and made again")
 
         def run(tasks: Sequence[Task], scratch: str) -> Mapping[int, TaskResult]:
-            work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, lock=lock.stamp)
-            return replace(self, tasks=tasks)._run({}, work, lock.check_soon)
+            work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, is_locked=lock.is_held)
+            return replace(self, tasks=tasks)._run({}, work, lock.check_last_renewal)
 
         if damaged:
             repair(directory, manifest, damaged, self.tasks, self.encoder().media_tokens, run)
         return _finished(directory, manifest)
 
-    def _note_unforeseen(self, manifest: Manifest, told_in: str) -> None:
-        if note := unforeseen_note(manifest.dropped, told_in):
+    def _note_unforeseen(self, manifest: Manifest, where: str) -> None:
+        if note := unforeseen_note(manifest.dropped, where):
             self.progress.note(note)
 
     def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
         try:
             publish_cache(directory, manifest, results, lock.check, self.has_parts)
         except (StorageError, MismatchError):
-            # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
+            # Two parts that finish last at the same time publish the same cache; the slower one fails here.
             if not self.config.is_part or published(directory, self.identity, self.sources) is None:
                 raise
 
@@ -295,10 +285,10 @@ class _Job:
         )
 
     def _run(self, done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]) -> dict[int, TaskResult]:
-        """Results by task number, of all that are finished.
+        """Run the unfinished tasks; return the results of all finished ones by task number.
 
         Args:
-            check: raises if the directory is no longer this run's.
+            check: raises if another run has taken the directory over.
         """
         config, progress = self.config, self.progress
         mine = [task for task in self.tasks if _is_mine(task.number, config)]
@@ -342,7 +332,7 @@ def _part(
     missing: Sequence[int],
     seconds: float,
 ) -> ExportSummary:
-    """What is to be said of a part of an export whose other parts are not finished.
+    """Return the summary of a part of an export whose other parts are not finished.
 
     Raises:
         DataError: with ``--finalize``, naming the missing shards.

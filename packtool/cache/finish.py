@@ -1,10 +1,10 @@
-"""The end of an export: merge the tasks' parts, publish the manifest last, and sum up what was done."""
+"""The end of an export: merge the tasks' parts, publish the manifest last, and summarize."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,24 +25,29 @@ from packtool.cache.manifest import (
     SplitInfo,
     fingerprint_of,
 )
-from packtool.cache.shard import INDEX, PREFIX, PREFIXES, HashingSink, dataset_info, dataset_state, with_added_columns
+from packtool.cache.shard import (
+    INDEX,
+    PREFIX,
+    PREFIXES,
+    atomic_file,
+    dataset_info,
+    dataset_state,
+    with_added_columns,
+    write_arrow_file,
+)
 from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, dropped_path, index_path, prefixes_path
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME, VERSION
 from packtool.errors import DataError, MismatchError, PacktoolError, StorageError
 from packtool.rows.sample import all_dropped
-from packtool.storage import AtomicFile
 
 _HISTOGRAM_BINS = 64
 
 
 def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
-    """Add up the tasks' counts.
-
-    Args:
-        results: of all tasks, in the order of their numbers.
+    """Add up the counts of all tasks, given in the order of their numbers.
 
     Raises:
-        PacktoolError: if the numbers do not add up.
+        PacktoolError: if rows in, kept and dropped do not add up.
     """
     channels = list(dict.fromkeys(name for result in results for name in result.channels))
     names = sorted({name for result in results for name in result.splits})
@@ -79,7 +84,7 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
 
 
 def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Counter[int]:
-    """Samples by exact length, of one split or of all."""
+    """Count samples by exact length, in one split or in all."""
     counts: Counter[int] = Counter()
     for result in results:
         for name, part in result.splits.items():
@@ -95,23 +100,26 @@ def publish_cache(
     check: Callable[[], None] = lambda: None,
     has_parts: bool = False,
 ) -> None:
-    """Write what is left to write, the manifest last, and clear away the tasks' parts.
+    """Write the merged files and then the manifest, and remove the tasks' parts.
 
     Args:
         check: raises if this run may no longer write there.
         has_parts: whether rows may become several samples.
 
     Raises:
-        MismatchError: if the shards are not those that were written, or another cache was published meanwhile.
-        StorageError: if writing fails; the directory then stays unfinished.
+        MismatchError: if another process changed the shards or published a cache.
     """
     splits = {}
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
         files = [shard.file for shard in info.shards]
-        digest = _merge_index(storage.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
-        prefixes = _merge_prefixes(storage.join(folder, PREFIXES_NAME), directory, split, results)
-        splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes)
+        batches = _index_batches(directory, split, manifest.channels, results)
+        digest = write_arrow_file(storage.join(folder, INDEX_NAME), INDEX, batches)
+        prefixes_digest = ""  # where tasks of an older packtool wrote no prefixes
+        if all(result.splits[split].prefixes_sha256 for result in results if split in result.splits):
+            batches = _prefix_batches(directory, split, results)
+            prefixes_digest = write_arrow_file(storage.join(folder, PREFIXES_NAME), PREFIXES, batches)
+        splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes_digest)
         storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
         storage.publish(
             storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
@@ -129,29 +137,25 @@ def publish_cache(
 
 
 def tidy(directory: str, manifest: Manifest) -> None:
-    """Remove what a finished cache does not need: tasks' parts, and what killed runs left half-written.
-
-    Raises:
-        StorageError: if that fails.
-    """
+    """Remove what a finished cache does not need: tasks' parts, and incomplete files of killed runs."""
     if TASKS_DIR not in storage.list_names(directory):
-        return  # done before; what is there now is somebody else's
+        return  # done before; other files there belong to somebody else
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
         known = {INDEX_NAME, PREFIXES_NAME, "dataset_info.json", "state.json", *(shard.file for shard in info.shards)}
         for name in storage.list_names(folder):
             if name not in known:
                 storage.remove(storage.join(folder, name))
-    with suppress(StorageError):  # uploads that cannot be listed cost money, but no cache
+    with suppress(StorageError):  # unlisted uploads cost money, but do no harm to the cache
         storage.discard_unfinished(directory)
     storage.remove(storage.join(directory, TASKS_DIR))
 
 
 def check_written(directory: str, results: Sequence[TaskResult]) -> None:
-    """Hold the shards against what the tasks wrote: by size and time, and where these differ by their bytes.
+    """Compare the shards with what the tasks wrote: by size and time, and by their bytes if the time differs.
 
     Raises:
-        MismatchError: naming those that another process has written or removed.
+        MismatchError: naming shards that another process has written or removed.
     """
     wrong = []
     for split in sorted({split for result in results for split in result.splits}):
@@ -171,62 +175,38 @@ def check_written(directory: str, results: Sequence[TaskResult]) -> None:
 
 
 def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> bool:
-    """Whether a file is the shard that a task wrote.
-
-    Args:
-        state: what the place says of the file; None if there is none.
-    """
+    """Return whether a file is the shard that a task wrote; ``state`` is None if there is no file."""
     if state is None or state.size != part.bytes:
         return False
     # A copied directory has other times.
     return state.modified == part.modified or sha256_of(path) == part.sha256
 
 
-def _merge_index(
-    path: str, directory: str, split: str, channels: tuple[str, ...], results: Sequence[TaskResult]
-) -> str:
-    """Write the index; gives its SHA-256."""
+def _index_batches(
+    directory: str, split: str, channels: tuple[str, ...], results: Sequence[TaskResult]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the tasks' parts of an index, with the cache's codes of channels."""
     codes = {name: code for code, name in enumerate(channels)}
-    file = AtomicFile(path)
-    try:
-        sink = HashingSink(file)
-        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), INDEX) as writer:
-            for result in results:
-                if split in result.splits:
-                    part = _part(index_path(directory, result.number, split), result.splits[split].index_sha256)
-                    for batch in pa.ipc.open_stream(part):
-                        batch = with_added_columns(batch)  # a part may be of an older packtool's run
-                        writer.write_batch(_with_common_codes(batch, result.channels, codes))
-        file.commit()
-    except BaseException:
-        file.discard()
-        raise
-    return sink.digest.hexdigest()
+    for result in results:
+        if split in result.splits:
+            part = _read_part(index_path(directory, result.number, split), result.splits[split].index_sha256)
+            for batch in pa.ipc.open_stream(part):
+                yield _with_common_codes(with_added_columns(batch), result.channels, codes)
 
 
-def _merge_prefixes(path: str, directory: str, split: str, results: Sequence[TaskResult]) -> str:
-    """Write what samples begin with; gives its SHA-256, nothing where parts are of an older packtool's run."""
-    parts = [(result.number, result.splits[split].prefixes_sha256) for result in results if split in result.splits]
-    if not all(sha256 for _, sha256 in parts):
-        return ""
-    file = AtomicFile(path)
-    try:
-        sink = HashingSink(file)
-        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), PREFIXES) as writer:
-            for number, sha256 in parts:
-                for batch in pa.ipc.open_stream(_part(prefixes_path(directory, number, split), sha256)):
-                    writer.write_batch(with_fields(batch, PREFIX))
-        file.commit()
-    except BaseException:
-        file.discard()
-        raise
-    return sink.digest.hexdigest()
+def _prefix_batches(directory: str, split: str, results: Sequence[TaskResult]) -> Iterator[pa.RecordBatch]:
+    """Yield the tasks' parts of ``prefixes.arrow``."""
+    for result in results:
+        if split in result.splits:
+            path = prefixes_path(directory, result.number, split)
+            for batch in pa.ipc.open_stream(_read_part(path, result.splits[split].prefixes_sha256)):
+                yield with_fields(batch, PREFIX)
 
 
 def has_parts(directory: str, result: TaskResult) -> bool:
-    """Whether all that a task put aside for the end is there as it was written.
+    """Return whether the parts that a task wrote for the end of the export are intact.
 
-    This machine's disk may have lost some of it with the power; what an object store has taken stays.
+    Local disks may have lost some of them in a power failure; object stores lose nothing.
     """
     if storage.is_remote(directory):
         return True
@@ -238,12 +218,8 @@ def has_parts(directory: str, result: TaskResult) -> bool:
     return all(storage.exists(path) and sha256_of(path) == sha256 for path, sha256 in parts)
 
 
-def _part(path: str, sha256: str) -> bytes:
-    """A task's part, which must be the one that it wrote.
-
-    Raises:
-        MismatchError: if it is not.
-    """
+def _read_part(path: str, sha256: str) -> bytes:
+    """Read a task's part, which must be the one that the task wrote."""
     data = storage.read_bytes(path)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise MismatchError(
@@ -254,7 +230,7 @@ def _part(path: str, sha256: str) -> bytes:
 
 
 def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mapping[str, int]) -> pa.RecordBatch:
-    """A task numbers its channels by itself; the index numbers them for all."""
+    """Replace a task's codes of channels by those of the whole cache."""
     if not names:
         return batch
     import pyarrow.compute as pc  # here, because most rows have no channel
@@ -267,29 +243,15 @@ def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mappin
 
 
 def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
-    """Write ``dropped.jsonl``.
-
-    Raises:
-        MismatchError: if a part is not what its task wrote.
-        StorageError: if that fails.
-    """
-    file = AtomicFile(storage.join(directory, DROPPED_NAME))
-    try:
+    """Write ``dropped.jsonl`` from the tasks' parts."""
+    with atomic_file(storage.join(directory, DROPPED_NAME)) as file:
         for result in results:
             if result.dropped_sha256:
-                file.write(_part(dropped_path(directory, result.number), result.dropped_sha256))
-        file.commit()
-    except BaseException:
-        file.discard()
-        raise
+                file.write(_read_part(dropped_path(directory, result.number), result.dropped_sha256))
 
 
-def nothing_left(manifest: Manifest, results: Sequence[TaskResult], where: str) -> DataError:
-    """The error of an export.
-
-    Args:
-        where: says where each row's reason is kept.
-    """
+def empty_export_error(manifest: Manifest, results: Sequence[TaskResult], where: str) -> DataError:
+    """Return the error of an export that keeps no row; ``where``: a sentence about where each row's reason is kept."""
     firsts: dict[str, str] = {}
     for result in results:
         firsts = result.first_dropped | firsts
@@ -298,7 +260,7 @@ def nothing_left(manifest: Manifest, results: Sequence[TaskResult], where: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSummary:
-    """What an export did, under the names of ``packtool export --json``.
+    """The counts of an export, under the names of ``packtool export --json``.
 
     Args:
         truncated: samples that truncation changed.
@@ -334,24 +296,24 @@ class ExportSummary:
 
     @classmethod
     def of(cls, rows: InputCounts, samples: SampleCounts, **figures: Any) -> ExportSummary:
-        """The summary of these counts and further ``figures``; counters that have a field here are taken over."""
+        """Return the summary of these counts and further ``figures``."""
         names = {member.name for member in fields(cls)}
         counts = {name: value for name, value in (vars(rows) | vars(samples)).items() if name in names}
         return cls(num_rows=rows.rows, num_samples=samples.rows, **counts, **figures)
 
     @classmethod
     def of_manifest(cls, manifest: Manifest, **figures: Any) -> ExportSummary:
-        """The summary of a finished cache."""
+        """Return the summary of a finished cache."""
         by_split = {name: split.rows for name, split in manifest.splits.items()}
         rows, samples = InputCounts.total([manifest]), SampleCounts.total(manifest.splits.values())
         return cls.of(rows, samples, num_samples_by_split=by_split, **figures)
 
 
 def percentiles(counts: Mapping[int, int]) -> dict[str, int]:
-    """The smallest lengths that 50, 90 and 99 % of the samples do not exceed, and the largest; 0 without samples."""
+    """Return the lengths that 50, 90 and 99 % of the samples do not exceed, and the largest; 0 without samples."""
     if not counts:
         return {"p50": 0, "p90": 0, "p99": 0, "max": 0}
     lengths = np.array(sorted(counts), np.int64)
     below = np.cumsum([counts[int(length)] for length in lengths])
-    found = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}
-    return {**found, "max": int(lengths[-1])}
+    quantiles = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}
+    return {**quantiles, "max": int(lengths[-1])}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,54 +20,57 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.prefix_hashes import PrefixHashes
 from packtool.errors import MismatchError, StorageError
 
-_MOST_SQUARES = 2**53  # sums of a step's worth of them are still exact
+_MAX_SQUARES = 2**53  # float64 sums over a step are still exact
+
+
+def _read_table(place: str, sha256: str | None, copy: str | None) -> pa.Table:
+    """Read an Arrow file, or its local copy, and compare it with its checksum if there is one."""
+    data = storage.read_bytes(copy or place)
+    if sha256 and hashlib.sha256(data).hexdigest() != sha256:
+        raise MismatchError(
+            f"{place} is damaged: it does not have the SHA-256 that the manifest says",
+            "Copy the cache again. packtool inspect CACHE --verify finds all that is damaged.",
+        )
+    return pa.ipc.open_file(pa.BufferReader(data)).read_all()
+
+
+@contextmanager
+def _errors_of(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (StorageError, OSError, LookupError, ValueError, pa.ArrowException) as error:
+        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
 
 
 def read_index(directory: str, manifest: Manifest, split: str, copy: str | None = None) -> dict[str, IntArray]:
-    """The index columns of one split, (N,) each: int64 for ``patch_squares``, int32 for the others.
+    """Read the index columns of one split, (N,) each: int64 for ``patch_squares``, int32 for the others.
 
-    Those that an older packtool did not write are ``UNKNOWN``.
+    Columns that an older cache lacks are ``UNKNOWN``.
 
     Args:
-        copy: of the file on this machine.
-
-    Raises:
-        MismatchError: if the file is missing or broken, or is not what the manifest says.
+        copy: path of a local copy of the file.
     """
     place = storage.join(directory, split, INDEX_NAME)
-    info = manifest.splits[split]
-    try:
-        data = storage.read_bytes(copy or place)
-        if info.index_sha256 and hashlib.sha256(data).hexdigest() != info.index_sha256:
-            raise MismatchError(
-                f"{place} is damaged: it does not have the SHA-256 that the manifest says",
-                "Copy the cache again. packtool inspect CACHE --verify finds all that is damaged.",
-            )
-        table = with_added_columns(pa.ipc.open_file(pa.BufferReader(data)).read_all())
+    with _errors_of(place):
+        table = with_added_columns(_read_table(place, manifest.splits[split].index_sha256, copy))
         table.validate(full=True)
         columns = {field.name: table.column(field.name).cast(field.type).to_numpy() for field in INDEX}
         if any(table.column(field.name).null_count for field in INDEX):
             raise ValueError("it has lines with nothing in them")
-    except (StorageError, OSError, LookupError, ValueError, pa.ArrowException) as error:
-        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
     _check_index(place, columns, manifest, split)
     return columns
 
 
 def _check_index(place: str, columns: Mapping[str, IntArray], manifest: Manifest, split: str) -> None:
-    """Every line of an index points to a row that is there: a cache may be somebody else's.
-
-    Raises:
-        MismatchError: naming the first column that does not.
-    """
+    """Check that every row of an index points to an existing sample, since somebody else may have written the cache."""
     info = manifest.splits[split]
     rows = np.array([shard.rows for shard in info.shards], np.int64)
-    ends = {"shard": len(rows), "channel": len(manifest.channels), "patch_squares": _MOST_SQUARES}
+    ends = {"shard": len(rows), "channel": len(manifest.channels), "patch_squares": _MAX_SQUARES}
     problem = "" if len(columns["length"]) == info.rows else f"it has {len(columns['length'])} lines, not {info.rows}"
     for name, column in columns.items():
         if not problem and len(column):
-            least = {"channel": -1} | dict.fromkeys(ADDED, UNKNOWN)
-            if column.min() < least.get(name, 0) or column.max() >= ends.get(name, 2**31):
+            lowest = {"channel": -1} | dict.fromkeys(ADDED, UNKNOWN)
+            if column.min() < lowest.get(name, 0) or column.max() >= ends.get(name, 2**31):
                 problem = f"{name} goes from {column.min()} to {column.max()}"
     if not problem and len(rows) and (columns["row_in_shard"] >= rows[columns["shard"]]).any():
         problem = "row_in_shard goes beyond a shard's rows"
@@ -77,11 +81,11 @@ def _check_index(place: str, columns: Mapping[str, IntArray], manifest: Manifest
 
 
 class SplitPrefixes(NamedTuple):
-    """The M prefixes of N samples: sample ``i`` has those from ``offsets[i]`` to ``offsets[i + 1]``.
+    """The prefixes of N samples: sample ``i`` has those from ``offsets[i]`` to ``offsets[i + 1]``.
 
     Args:
         offsets: int64 (N + 1,).
-        prefixes: of all samples, end to end.
+        prefixes: of all samples, concatenated.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -89,7 +93,7 @@ class SplitPrefixes(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[SplitPrefixes]) -> SplitPrefixes:
-        """Those of the samples of several parts, one after the other."""
+        """Concatenate the prefixes of several parts."""
         counts = [np.diff(part.offsets) for part in parts]
         columns = zip(*(part.prefixes for part in parts), strict=True)
         return cls(
@@ -99,11 +103,7 @@ class SplitPrefixes(NamedTuple):
 
 
 def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.RecordBatch:
-    """The lines of S samples.
-
-    Args:
-        counts: prefixes of each, (S,), as ``encode.prefix_hashes`` gives them, like the others.
-    """
+    """Return the rows of S samples from the result of ``encode.prefix_hashes``; ``counts``: prefixes of each, (S,)."""
     offsets = pa.array(np.cumsum([0, *counts]), pa.int32())
     arrays = [pa.array(column, field.type) for column, field in zip(prefixes, PREFIX, strict=True)]
     entries = pa.StructArray.from_arrays(arrays, fields=list(PREFIX))
@@ -111,12 +111,12 @@ def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.Re
 
 
 def joined_batches(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """One batch of the lines of several; none if these have no lines."""
+    """Join batches of prefixes into one; none if they are empty."""
     return pa.Table.from_batches(batches, PREFIXES).combine_chunks().to_batches()
 
 
 def with_fields(batch: pa.RecordBatch, wanted: pa.StructType) -> pa.RecordBatch:
-    """Some lines with these fields of each prefix: ``UNKNOWN`` in one that an older packtool did not write."""
+    """Return prefixes with these fields each: ``UNKNOWN`` in a field that an older cache lacks."""
     lines = batch.column("prefixes")
     if lines.type == pa.list_(wanted) or lines.null_count or lines.values.null_count:
         return batch
@@ -133,39 +133,31 @@ def with_fields(batch: pa.RecordBatch, wanted: pa.StructType) -> pa.RecordBatch:
 
 
 def read_prefixes(place: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
-    """The prefixes of a split, held against its checksum and its index.
+    """Read the prefixes of a split and compare them with their checksum and the index.
 
     Args:
         place: of the file.
-        sha256: that it should have; None if nobody asks.
-        lengths: (N,), those of the index, in tokens.
-        copy: of the file on this machine.
+        sha256: that it should have; None to skip the check.
+        lengths: (N,), of the samples in the index, in tokens.
+        copy: path of a local copy of the file.
 
     Raises:
         MismatchError: if the file is missing or broken, or does not belong to this index.
     """
-    try:
-        data = storage.read_bytes(copy or place)
-        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-            raise MismatchError(
-                f"{place} is damaged: it does not have the SHA-256 that the manifest says",
-                "Copy the cache again. packtool inspect CACHE --verify finds all that is damaged.",
-            )
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    with _errors_of(place):
+        table = _read_table(place, sha256, copy)
         table.validate(full=True)
         batches = [with_fields(batch, PREFIX) for batch in table.to_batches()]
-        found = SplitPrefixes.joined([_part(batch.column("prefixes")) for batch in batches])
-    except (StorageError, OSError, LookupError, ValueError, pa.ArrowException) as error:
-        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
-    if problem := _problem(found, lengths):
+        prefixes = SplitPrefixes.joined([_split_prefixes(batch.column("prefixes")) for batch in batches])
+    if problem := _prefix_problem(prefixes, lengths):
         raise MismatchError(
             f"{place} does not belong to the index of this cache: {problem}",
             "Copy the cache again, or export it again.",
         )
-    return found
+    return prefixes
 
 
-def _part(lines: pa.ListArray) -> SplitPrefixes:
+def _split_prefixes(lines: pa.ListArray) -> SplitPrefixes:
     if lines.null_count or lines.flatten().null_count:
         raise ValueError("it has lines with nothing in them")
     offsets = lines.offsets.to_numpy().astype(np.int64)
@@ -173,8 +165,8 @@ def _part(lines: pa.ListArray) -> SplitPrefixes:
     return SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns))
 
 
-def _problem(found: SplitPrefixes, lengths: IntArray) -> str:
-    """What is wrong with prefixes of samples of these lengths: they rise, and none is longer than its sample."""
+def _prefix_problem(found: SplitPrefixes, lengths: IntArray) -> str:
+    """Return what is wrong with the prefixes of samples: they must rise and be no longer than their sample."""
     sizes = np.diff(found.offsets)
     if len(sizes) != len(lengths):
         return f"it has {len(sizes)} lines, not {len(lengths)}"
@@ -187,47 +179,38 @@ def _problem(found: SplitPrefixes, lengths: IntArray) -> str:
 
 
 class MappedPrefixes:
-    """The prefixes of a split, read one sample at a time.
-
-    Args:
-        path: of the file, on this machine.
-
-    Raises:
-        OSError, pa.ArrowException: if it cannot be read.
-    """
+    """The prefixes of a split, read one sample at a time from a local file."""
 
     def __init__(self, path: str) -> None:
         self._lines = pa.ipc.open_file(pa.memory_map(path)).read_all().column("prefixes")
 
     def hashes(self, line: int) -> dict[int, int]:
-        """Hashes of a sample's prefixes, by their lengths."""
+        """Return the hashes of a sample's prefixes, by their lengths."""
         return {prefix["length"]: prefix["hash"] for prefix in self._lines[line].as_py()}
 
 
 Column = npt.NDArray[np.integer[Any]]
 
-# Of a step of a video's grid: neither how many steps a video has nor how large they are is known.
+# Assumed tokens of a step of a video's grid, since neither number nor size of the steps is known.
 _FRAME_TOKENS = 256
 
 
-def with_guesses(columns: Mapping[str, Column], limits: MediaLimits) -> dict[str, Column]:
-    """The columns of an index with numbers in place of ``UNKNOWN``; the same where there is none.
+def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[str, Column]:
+    """Replace ``UNKNOWN`` in the columns of an index by estimates.
 
-    A sample's media are taken for equally large, and a video's frames for 256 tokens each.
+    All media of a sample are assumed to be equally large, and frames of videos to have 256 tokens each.
 
     Args:
-        limits: of the cache; they tell how many patches make a token.
+        limits: of the cache, which determine the patches of a token.
     """
-    found = dict(columns)
-    pictures, videos = columns["num_images"].astype(np.float64), columns["num_videos"].astype(np.float64)
-    sounds = columns["num_audios"].astype(np.float64)
-    each = columns["media_tokens"] / np.maximum(pictures + videos + sounds, 1)
+    columns = dict(columns)
+    pictures, videos, sounds = (columns[f"num_{kind}"].astype(np.float64) for kind in ("images", "videos", "audios"))
     if (unknown := columns["audio_tokens"] == UNKNOWN).any():
-        heard = (each * sounds).astype(np.int32)
-        found["audio_tokens"] = np.where(unknown, heard, columns["audio_tokens"])
+        tokens = columns["media_tokens"] / np.maximum(pictures + videos + sounds, 1) * sounds
+        columns["audio_tokens"] = np.where(unknown, tokens.astype(np.int32), columns["audio_tokens"])
     if (unknown := columns["patch_squares"] == UNKNOWN).any():
         patches = limits.image.merge_size**2 if limits.image is not None else 0
-        seen = (columns["media_tokens"] - found["audio_tokens"]) / np.maximum(pictures + videos, 1) * patches
-        squares = seen * (pictures * seen + videos * np.minimum(seen, _FRAME_TOKENS * patches))
-        found["patch_squares"] = np.where(unknown, squares.astype(np.int64), columns["patch_squares"])
-    return found
+        each = (columns["media_tokens"] - columns["audio_tokens"]) / np.maximum(pictures + videos, 1) * patches
+        squares = each * (pictures * each + videos * np.minimum(each, _FRAME_TOKENS * patches))
+        columns["patch_squares"] = np.where(unknown, squares.astype(np.int64), columns["patch_squares"])
+    return columns

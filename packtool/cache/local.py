@@ -1,26 +1,18 @@
-"""Copies of remote caches' files on this machine, so that training maps them into memory like any other.
+"""Cache files on this machine: verification against the manifest's checksums, and copies of remote caches.
 
-    CACHE_DIR/<fingerprint of the cache>/<SHA-256>.arrow          a shard, checked
-    CACHE_DIR/<fingerprint of the cache>/<split>-<tag>.index      an index
+    CACHE_DIR/<fingerprint of the cache>/<SHA-256>.arrow                      a copy of a shard, verified
+    CACHE_DIR/<fingerprint of the cache>/<split>-<tag>.index                  a copy of an index
+    CACHE_DIR/<fingerprint of the cache>/<digest of the file's path>.checked  a note about a verified file
 
-Copies are named by what they hold, not by where they came from: two URLs of one cache share them. A file is fetched
-when it is first needed, by one process of the machine, while the others wait for it; they queue at the operating
-system's lock on the unfinished file, which a dead process lets go of. Before the directory grows beyond its limit, or
-the disk is full, copies of other caches go, those first that were not used for the longest time. A copy that somebody
-has mapped may go too: its bytes stay until that process ends.
+Copies are named by their content, so that two URLs of one cache share them. One process of a machine fetches a file
+when it is first needed, while the others wait for the lock of the unfinished file, which the operating system releases
+when a process dies. Before the directory exceeds its limit, or the disk is full, the least recently used copies of
+other caches are removed. A copy that a process has mapped keeps its bytes until that process ends.
 
-Files of a cache compared with the checksums of its manifest, each once on a machine; and their blocks when read.
-
-    CACHE_DIR/<fingerprint of the cache>/<digest of the file's path>.checked
-
-is the note of a file that was right: a line of JSON with its path, size and times, then the checksums of its blocks.
-While one process reads a file, the others that need it wait at the lock of its note and then trust the note. The
-cache's own directory may be read-only; where no note can be kept, each process reads the file itself.
-
-A file may be damaged later, while it is mapped into memory. So each process compares every block with its checksum when
-it first reads the block, and again when the file has changed since.
-
-Locks on files of this machine, and digests of files anywhere.
+A note is a line of JSON with path, size and times of the file, followed by the checksums of its blocks. Each file is
+verified once on a machine: processes that need it wait for the lock of its note and then trust the note. Where no note
+can be kept, each process verifies the file. A file may be damaged later, while it is mapped. So each process compares
+every block with its checksum when it first reads it, and again when the file has changed.
 """
 
 from __future__ import annotations
@@ -53,23 +45,19 @@ _CHUNK_BYTES = 4 * 2**20
 
 @contextmanager
 def locked(path: str) -> Iterator[BinaryIO]:
-    """A file, made if need be, that this process alone holds the lock of."""
+    """Open a file, created if it is missing, and hold its lock."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield file
         finally:
             file.flush()
-            # Said aloud, since a process forked meanwhile would keep the lock with its copy of the file.
+            # Explicit, because a process forked meanwhile would keep the lock with its copy of the descriptor.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def sha256_of(path: str) -> str:
-    """Digest of a file's bytes.
-
-    Raises:
-        StorageError: if it cannot be read.
-    """
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with storage.open_read(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -87,7 +75,7 @@ _COPY_AGAIN = (
 
 
 def check_file(path: str, sha256: str, notes: str, since: float | None = None) -> bytes:
-    """Make sure that a file of this machine holds what the manifest says.
+    """Verify a local file against its SHA-256.
 
     Args:
         sha256: that it should have.
@@ -98,8 +86,7 @@ def check_file(path: str, sha256: str, notes: str, since: float | None = None) -
         checksums of its blocks, for ``MappedBlocks``.
 
     Raises:
-        MismatchError: if it holds something else.
-        StorageError: if it cannot be read.
+        MismatchError: if it has another one.
     """
     note = os.path.join(notes, hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX)
     with suppress(OSError), open(note, "rb") as file:
@@ -115,12 +102,12 @@ def check_file(path: str, sha256: str, notes: str, since: float | None = None) -
                 file.truncate()
                 file.write(json.dumps([*state, sha256, zlib.crc32(sums), time.time()]).encode() + b"\n" + sums)
             return sums
-    except OSError:  # no place for notes
+    except OSError:  # the note cannot be written
         return _compare(path, sha256)
 
 
 def _known_sums(file: BinaryIO, path: str, sha256: str, since: float | None) -> bytes | None:
-    """The checksums in a note; None if it does not hold for the file as it is now."""
+    """Return the checksums in a note; None if it does not match the file as it is now."""
     file.seek(0)
     try:
         *state, digest, crc, checked = load_json(file.readline())
@@ -144,11 +131,7 @@ def _compare(path: str, sha256: str) -> bytes:
 
 
 def digests_of(path: str) -> tuple[str, bytes]:
-    """SHA-256 of a file, and the CRC-32 of each of its blocks, 4 bytes each.
-
-    Raises:
-        StorageError: if it cannot be read.
-    """
+    """Return the SHA-256 of a file, and the CRC-32 of each of its blocks, 4 bytes each."""
     digest, sums = hashlib.sha256(), []
     with storage.open_read(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -162,84 +145,67 @@ class MappedBlocks:
     """The blocks of a mapped file, each compared with its checksum when it is first read.
 
     Args:
-        path: of the file.
-        data: the whole file in memory.
-        sums: as ``check_file`` gives them.
-        remedy: against damage; by default for a file of a local cache.
+        data: the mapped file.
+        sums: checksums from ``check_file``.
+        remedy: of errors about damage; by default for a file of a local cache.
     """
 
     def __init__(self, path: str, data: pa.Buffer, sums: bytes, remedy: str | None = None) -> None:
         self._remedy = remedy or _COPY_AGAIN
         self._path, self._start, self._view = path, data.address, memoryview(data)
         self._sums = np.frombuffer(sums, np.uint32)
-        self._is_right = bytearray(len(self._sums))
+        self._is_verified = bytearray(len(self._sums))
         self._state: os.stat_result | None = None
 
     def note_changes(self) -> None:
-        """Compare all blocks again if the file has changed. Price: 2 microseconds.
+        """Compare all blocks again if the file has changed. Takes 2 microseconds.
 
         Raises:
             MismatchError: if the file was truncated, so that reading the mapped memory would kill this process.
         """
-        with suppress(OSError):  # removed: what is mapped stays
+        with suppress(OSError):  # removed: its content stays mapped
             now, before = os.stat(self._path), self._state
             if before is not None and now.st_ino != before.st_ino:
-                return  # replaced: what is mapped is the old file
+                return  # replaced: the old file is mapped
             if now.st_size < len(self._view):
                 raise self.damaged(f"it was cut from {len(self._view):,} to {now.st_size:,} bytes while in use")
             if before is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                self._state, self._is_right = now, bytearray(len(self._sums))
+                self._state, self._is_verified = now, bytearray(len(self._sums))
 
-    def were_right(self, address: int, num_bytes: int) -> bool:
-        """Whether ``are_right`` has found so already."""
+    def are_verified(self, address: int, num_bytes: int) -> bool:
+        """Return whether these bytes of memory were verified before, without reading them."""
         start = address - self._start
-        return self._is_right.find(0, start // BLOCK_BYTES, (start + num_bytes - 1) // BLOCK_BYTES + 1) < 0
+        return self._is_verified.find(0, start // BLOCK_BYTES, (start + num_bytes - 1) // BLOCK_BYTES + 1) < 0
 
-    def are_right(self, address: int, num_bytes: int) -> bool:
-        """Check the blocks that hold these bytes of memory against their checksums."""
+    def verify(self, address: int, num_bytes: int) -> bool:
+        """Compare the blocks that hold these bytes of memory with their checksums."""
         start = address - self._start
         end = (start + num_bytes - 1) // BLOCK_BYTES + 1
-        block = self._is_right.find(0, start // BLOCK_BYTES, end)
+        block = self._is_verified.find(0, start // BLOCK_BYTES, end)
         while block >= 0:
             if zlib.crc32(self._view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) != self._sums[block]:
                 return False
-            self._is_right[block] = 1
-            block = self._is_right.find(0, block, end)
+            self._is_verified[block] = 1
+            block = self._is_verified.find(0, block, end)
         return True
 
     def damaged(self, problem: str) -> MismatchError:
-        """The error for a file that is no longer what was verified."""
+        """Return the error for a file that changed after it was verified."""
         return MismatchError(f"{self._path} is damaged: {problem}", self._remedy)
 
 
-@dataclass(frozen=True)
-class FileCheck:
-    """What became of a file that was looked at.
+def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, int]]:
+    """Read all shards and indexes of a cache, ignoring the notes.
 
-    Args:
-        file: below the cache's directory.
-        problem: what is wrong with it; empty if nothing is.
-        bytes: that were read.
-    """
-
-    file: str
-    problem: str
-    bytes: int
-
-
-def check_all(directory: str, manifest: Manifest) -> Iterator[FileCheck]:
-    """Read all shards and indexes of a cache, wherever it lies, and trust no notes.
-
-    Raises:
-        StorageError: if the place cannot be reached.
+    Yields:
+        (path below the directory, problem or an empty text, bytes read) of each file.
     """
     for split, info in sorted(manifest.splits.items()):
-        folder = storage.join(directory, split)
-        wanted: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
-        wanted += [(PREFIXES_NAME, None, info.prefixes_sha256)] if info.prefixes_sha256 else []
-        wanted += [(shard.file, shard.bytes, shard.sha256) for shard in info.shards]
-        for name, size, sha256 in wanted:
-            path = storage.join(folder, name)
+        expected: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
+        expected += [(PREFIXES_NAME, None, info.prefixes_sha256)] if info.prefixes_sha256 else []
+        expected += [(shard.file, shard.bytes, shard.sha256) for shard in info.shards]
+        for name, size, sha256 in expected:
+            path = storage.join(directory, split, name)
             state = storage.stat(path) if storage.exists(path) else None
             problem = ""
             if state is None:
@@ -248,17 +214,12 @@ def check_all(directory: str, manifest: Manifest) -> Iterator[FileCheck]:
                 problem = f"has {state.size:,} bytes, the manifest says {size:,}"
             elif sha256 and sha256_of(path) != sha256:
                 problem = "does not have the SHA-256 that the manifest says"
-            elif name == INDEX_NAME and (found := _index_problem(directory, manifest, split)):
-                problem = found
-            yield FileCheck(f"{split}/{name}", problem, state.size if state is not None else 0)
-
-
-def _index_problem(directory: str, manifest: Manifest, split: str) -> str:
-    try:
-        read_index(directory, manifest, split)
-    except MismatchError as error:
-        return error.message.rpartition(": ")[2]
-    return ""
+            elif name == INDEX_NAME:
+                try:
+                    read_index(directory, manifest, split)
+                except MismatchError as error:
+                    problem = error.message.rpartition(": ")[2]
+            yield f"{split}/{name}", problem, state.size if state is not None else 0
 
 
 T = TypeVar("T")
@@ -266,21 +227,21 @@ T = TypeVar("T")
 _SHARD, _INDEX, _UNFINISHED = ".arrow", ".index", ".partial"
 _LOCK_NAME = ".lock"
 _FETCH_BLOCK, _CHUNK = 8 * 2**20, 4 * 2**20
-# Left free on the disk, for checkpoints are often on the same one.
+# Left free on the disk, which often holds checkpoints too.
 _SPARE_BYTES = 2**30
-_TRIES = 2
+_MAX_ATTEMPTS = 2
 
 
 @dataclass(frozen=True)
 class LocalCopies:
-    """A directory of copies.
+    """A directory of copies and notes.
 
     Args:
-        directory: the same for all processes of a machine; on a disk of this machine.
-        limit: bytes that it may hold, or None for all that the disk has.
-        kept: fingerprints of the caches in use, which are not removed.
-        verify: when files are held against their checksums.
-        begun: Unix time in seconds from which on ``always`` counts.
+        directory: on a local disk, the same for all processes of the machine.
+        limit: maximum bytes, or None for the whole disk.
+        kept: fingerprints of the caches in use, whose copies are not removed.
+        verify: when files are compared with their checksums.
+        begun: Unix time in seconds; ``always`` does not trust older notes.
     """
 
     directory: str
@@ -291,27 +252,20 @@ class LocalCopies:
 
     @classmethod
     def default(cls) -> LocalCopies:
-        """Where copies go if nobody says where."""
+        """Return the default directory."""
         return cls(default_cache_dir())
 
     @classmethod
     def of(cls, options: CacheOptions) -> LocalCopies:
-        """Copies where a command's options say."""
+        """Return the directory that a command's options name."""
         directory = options.cache_dir or cls.default().directory
         return cls(directory, options.cache_dir_size, verify=options.verify_cache)
 
     def check(self, path: str, fingerprint: str, sha256: str) -> bytes | None:
-        """Compare a file of this machine with its checksum, if that is wanted and was not done yet.
-
-        Args:
-            fingerprint: of its cache.
+        """Verify a local file of the cache with this fingerprint, unless a note says that it was verified.
 
         Returns:
             checksums of its blocks; None with ``--verify-cache never``.
-
-        Raises:
-            MismatchError: if it is damaged.
-            StorageError: if it cannot be read.
         """
         if self.verify == "never":
             return None
@@ -319,7 +273,7 @@ class LocalCopies:
         return check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
-        """Copies for a run that reads these remote caches, whose shards are not removed to make room.
+        """Return a directory that keeps the copies of these remote caches.
 
         Raises:
             ConfigError: if they are larger than the limit.
@@ -334,17 +288,11 @@ class LocalCopies:
         return replace(self, kept=frozenset(manifest.fingerprint for manifest in manifests))
 
     def shard(self, path: str, fingerprint: str, info: ShardInfo) -> tuple[str, bytes | None]:
-        """The copy of a shard, fetched and checked against the manifest if it is not there yet.
+        """Return the path and the block checksums of the verified copy of a shard, which is fetched if it is missing.
 
         Args:
-            path: of the shard itself.
+            path: of the original.
             fingerprint: of its cache.
-
-        Returns:
-            the path of the copy; what ``check`` returns for it.
-
-        Raises:
-            StorageError: if it cannot be fetched, is not what the manifest says, or finds no room.
         """
         place = os.path.join(self.directory, fingerprint, info.sha256 + _SHARD)
         copy = self._copy(path, place, info.bytes, info.sha256)
@@ -358,15 +306,7 @@ class LocalCopies:
     def index(
         self, directory: str, split: str, fingerprint: str, read: Callable[[str], T], name: str = INDEX_NAME
     ) -> T:
-        """Read the copy of a split's index, or of another file that planning reads; a damaged copy is fetched again.
-
-        Args:
-            read: reads the file at a path.
-
-        Raises:
-            MismatchError: if the second copy is damaged, too.
-            StorageError: as above.
-        """
+        """Return ``read(path)`` of the copy of an index, or of the file ``name``; a damaged copy is fetched again."""
         path = storage.join(directory, split, name)
         state = storage.stat(path)
         tag = hashlib.sha256(f"{state.size} {state.modified} {path}".encode()).hexdigest()[:16]
@@ -384,7 +324,7 @@ class LocalCopies:
                 with locked(place + _UNFINISHED) as file:
                     if not _is_at(file, place + _UNFINISHED):
                         continue
-                    if _is_there(place, size):  # since this process looked: what it locked is a new, empty file
+                    if _is_there(place, size):  # fetched meanwhile: the locked file is a new, empty one
                         os.remove(place + _UNFINISHED)
                     else:
                         self._fetch(path, place, file, size, sha256)
@@ -398,18 +338,18 @@ class LocalCopies:
         return place
 
     def _fetch(self, path: str, place: str, file: BinaryIO, size: int, sha256: str | None) -> None:
-        """Fill the unfinished file, whose lock is held, and put it in its place."""
+        """Fill the unfinished file, whose lock is held, and publish it."""
         try:
             self._make_room(file, size)
-            for _ in range(_TRIES):
-                found_size, found = _download(path, file)
-                if found_size == size and sha256 in (None, found):
+            for _ in range(_MAX_ATTEMPTS):
+                arrived_size, digest = _download(path, file)
+                if arrived_size == size and sha256 in (None, digest):
                     break
             else:
-                what = f"has the SHA-256 {found}" if found_size == size else f"has {found_size} bytes"
-                said = sha256 if found_size == size else size
+                is_size = arrived_size != size
+                what = f"has {arrived_size} bytes" if is_size else f"has the SHA-256 {digest}"
                 raise StorageError(
-                    f"{storage.masked(path)}: what arrives {what}, the manifest says {said}",
+                    f"{storage.masked(path)}: what arrives {what}, the manifest says {size if is_size else sha256}",
                     "Copy the cache again, or export it again.",
                 )
             file.flush()
@@ -421,7 +361,7 @@ class LocalCopies:
             raise
 
     def _make_room(self, file: BinaryIO, size: int) -> None:
-        """Remove copies of other caches until ``size`` more bytes fit, and claim these bytes."""
+        """Remove copies of other caches until ``size`` more bytes fit, and reserve these bytes."""
         with locked(os.path.join(self.directory, _LOCK_NAME)):
             copies = list(self._copies())
             used = sum(state.st_size for _, _, state in copies)
@@ -443,7 +383,7 @@ class LocalCopies:
             file.truncate(size)  # counts as used from now on
 
     def _copies(self) -> Iterator[tuple[str, str, os.stat_result]]:
-        """(path, fingerprint, state) of all copies, also unfinished ones."""
+        """Yield (path, fingerprint, state) of all copies, also unfinished ones."""
         for fingerprint in os.listdir(self.directory):
             folder = os.path.join(self.directory, fingerprint)
             for name in os.listdir(folder) if os.path.isdir(folder) else ():
@@ -454,7 +394,7 @@ class LocalCopies:
 
 
 def _download(path: str, file: BinaryIO) -> tuple[int, str]:
-    """Bytes and SHA-256 of what was written."""
+    """Copy a file and return its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     file.seek(0)
     with storage.open_read(path, _FETCH_BLOCK) as source:
@@ -473,16 +413,15 @@ def _is_there(path: str, size: int) -> bool:
 
 
 def _is_at(file: BinaryIO, path: str) -> bool:
-    """Whether the path still is the open file, which the lock's last holder may have moved or removed."""
+    """Return whether an open file still has its path: the lock's last holder may have moved or removed it."""
     try:
-        here, there = os.fstat(file.fileno()), os.stat(path)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _remove(path: str) -> bool:
-    """Remove a copy; an unfinished one only if nobody is at work on it."""
+    """Remove a copy, but no unfinished one that a process is writing; return whether it was removed."""
     try:
         if path.endswith(_UNFINISHED):
             with open(path, "rb") as file:

@@ -1,13 +1,13 @@
-"""Who writes into an output directory: one export, the parts of one, or one training, and never two of them.
+"""Locks of output directories: one export, the parts of one export, or one training writes there at a time.
 
-    OUTPUT_DIR/.lock-000001.json       a whole export's or a training's; the largest number holds the directory
-    OUTPUT_DIR/.lock-part-RUN.json     one for each part of a job array that is at work
+    OUTPUT_DIR/.lock-000001.json       of a whole export or a training; the largest number holds the directory
+    OUTPUT_DIR/.lock-part-RUN.json     of a part of a job array
 
-A lock tells host, process and since when. It is made by a write that only one of several processes succeeds with, on
-this machine and in object stores. Each holder renews its own every half minute. A lock is stale when its process is
-gone, for one of this machine, and otherwise after five minutes without a renewal. Who finds a stale one takes the next
-number: no two can take the same, and nobody need remove what somebody else has just made. A holder that was believed
-dead sees the larger number at its next look, and stops.
+A lock names host, process and start time. It is created by a write that succeeds for only one of several processes, on
+local disks and in object stores, and renewed every half minute. A lock is stale when its process on this machine has
+ended, and on other machines after five minutes without a renewal. The next holder takes the next number, so that no
+two processes take the same and nobody removes a new lock. A holder that was taken for dead sees the larger number at
+its next check, and stops.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
+from functools import partial
 from typing import Self
 
 from packtool import storage
@@ -33,15 +34,15 @@ _RENEWED_S, _STALE_S = 30.0, 300.0
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lock says of its process.
+    """The content of a lock.
 
     Args:
-        run: of one run alone.
-        host, space: the machine's name; its start and the container's processes, in which ``pid`` has a meaning.
-        pid, started: of the process; its start in the system's ticks, since numbers are used again.
+        run: random, unique to the run.
+        host, space: name of the machine; boot and container, in which ``pid`` is unique.
+        pid, started: of the process; its start time in ticks, because ids are reused.
         since, renewed: Unix time in seconds.
         part: "2 of 8" for a part of a job array.
-        what: the holder's work, for messages.
+        what: kind of the run, for messages.
     """
 
     run: str
@@ -56,7 +57,7 @@ class Holder:
 
     @classmethod
     def this_process(cls, part: str = "", what: str = "export") -> Holder:
-        """The holder that a run of this process would be, from now on."""
+        """Return the holder for a run of this process that starts now."""
         now = time.time()
         pid = os.getpid()
         started = _started(pid) or ""
@@ -64,7 +65,7 @@ class Holder:
 
     @property
     def is_live(self) -> bool:
-        """Whether its process may still be at work."""
+        """Whether its process may still be running."""
         if (self.host, self.space) == (socket.gethostname(), _space()):
             return _started(self.pid) == self.started
         return time.time() - self.renewed < _STALE_S
@@ -78,7 +79,7 @@ class Holder:
 
 
 def _space() -> str:
-    """Names the set of processes that a process id belongs to: this start of the machine, this container."""
+    """Return an identifier of this boot of the machine and this container, in which process ids are unique."""
     parts = []
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -88,10 +89,10 @@ def _space() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this machine began, in the system's ticks; None if there is none, or only its remains."""
+    """Return the start time of a local process in ticks; empty if it is unknown, None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            state, *fields = file.read().rpartition(")")[2].split()  # the name before may hold anything
+            state, *fields = file.read().rpartition(")")[2].split()  # the name may hold anything
         return None if state in "ZX" else fields[18]
     except FileNotFoundError:
         if os.path.isdir("/proc/self"):
@@ -108,7 +109,7 @@ def _started(pid: int) -> str | None:
 
 
 def is_lock(name: str) -> bool:
-    """Whether a name in an output directory is a lock's."""
+    """Return whether a file name is that of a lock."""
     return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
@@ -118,23 +119,20 @@ def is_of_lock(name: str) -> bool:
 
 
 def holders(directory: str) -> dict[str, Holder]:
-    """Locks of a directory by name, of the living and the dead; what cannot be read is nobody's."""
-    found = {}
+    """Return the readable locks of a directory by name, live and stale ones."""
+    locks = {}
     for name in storage.list_names(directory):
         if is_lock(name):
             with suppress(StorageError, ValueError, TypeError):  # gone again, or broken
-                found[name] = Holder(**load_json(storage.read_bytes(storage.join(directory, name))))
-    return found
+                locks[name] = Holder(**load_json(storage.read_bytes(storage.join(directory, name))))
+    return locks
 
 
 def refuse_if_busy(directory: str, *, is_part: bool = False, own: str = "") -> None:
-    """Tell at once that another run is writing there. Parts put up with parts.
+    """Raise a MismatchError if another run is writing there; parts of an export do not exclude each other.
 
     Args:
-        own: name of the lock of who asks.
-
-    Raises:
-        MismatchError: naming host, process and since when.
+        own: name of the caller's lock.
     """
     for name, holder in holders(directory).items():
         if name != own and holder.is_live and not (is_part and holder.part):
@@ -142,14 +140,7 @@ def refuse_if_busy(directory: str, *, is_part: bool = False, own: str = "") -> N
 
 
 def remove_stale(directory: str, *, own: str = "") -> bool:
-    """Remove the locks of the dead; gives whether nobody else is at work there.
-
-    Args:
-        own: name of the lock of who asks.
-
-    Raises:
-        StorageError: if that fails.
-    """
+    """Remove stale locks except ``own``; return whether nobody else is writing there."""
     alive = {name for name, holder in holders(directory).items() if holder.is_live}
     for name in storage.list_names(directory):
         if is_lock(name) and name != own and name not in alive:
@@ -166,16 +157,16 @@ def _busy(directory: str, name: str, holder: Holder) -> MismatchError:
 
 
 class DirectoryLock:
-    """A directory that this run alone, or it and other parts of the same export, may write to; a context manager.
+    """The right to write to a directory, alone or with other parts of the same export; a context manager.
 
     Args:
         directory: normalized.
         part: "2 of 8" for a part of a job array; empty for a whole export.
-        what: this run's work, for the messages of others.
+        what: kind of this run, for the messages of others.
 
     Raises:
-        MismatchError: on entering, if the directory is busy; from ``check``, if somebody has taken it over.
-        StorageError: if nothing can be written there.
+        MismatchError: on entering, if the directory is busy.
+        StorageError: on entering, if it cannot be written to.
     """
 
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:
@@ -187,15 +178,15 @@ class DirectoryLock:
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
 
     @property
-    def stamp(self) -> LockStamp:
-        """What workers need to look at the lock before they put a shard in its place."""
-        return LockStamp(self._directory, self._name, self._holder.run)
+    def is_held(self) -> Callable[[], bool]:
+        """A function that returns whether the lock still holds, for workers in other processes too."""
+        return partial(_is_held, self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
         storage.make_directory(self._directory)
         try:
             self._take()
-            # Parts and whole exports write different names: who came at the same moment is seen here.
+            # Parts and whole exports write different names, so that both may succeed at the same moment.
             refuse_if_busy(self._directory, is_part=bool(self._holder.part), own=self._name)
         except BaseException:
             self._release()
@@ -203,31 +194,20 @@ class DirectoryLock:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
         self._release()
 
     def check(self) -> None:
-        """Make sure that nobody has taken the directory over, as after a long suspension.
+        """Raise a MismatchError if another run has taken the directory over, as after a long suspension."""
+        self._is_lost = self._is_lost or not self.is_held()
+        self.check_last_renewal()
 
-        Raises:
-            MismatchError: if somebody has.
-        """
-        if self._is_lost or not self.stamp.is_held():
-            self._is_lost = True
-            raise lost(self._directory)
-
-    def check_soon(self) -> None:
-        """Do what ``check`` does at no cost, by what the last renewal found.
-
-        Raises:
-            MismatchError: if somebody has.
-        """
+    def check_last_renewal(self) -> None:
+        """Raise as ``check`` does, by the result of the last renewal; costs nothing."""
         if self._is_lost:
-            raise lost(self._directory)
+            raise lost_error(self._directory)
 
     def _take(self) -> None:
         content = _content(self._holder)
@@ -245,7 +225,7 @@ class DirectoryLock:
     def _renew(self) -> None:
         while not self._end.wait(_RENEWED_S):
             with suppress(StorageError):  # the network may be back next time
-                if not self.stamp.is_held():
+                if not self.is_held():
                     self._is_lost = True
                     return
                 self._holder = replace(self._holder, renewed=time.time())
@@ -257,36 +237,14 @@ class DirectoryLock:
                 storage.remove(storage.join(self._directory, self._name))
 
 
-@dataclass(frozen=True)
-class LockStamp:
-    """What it takes to see whether a lock still holds; travels to workers.
-
-    Args:
-        directory, name: of the lock.
-        run: its holder.
-    """
-
-    directory: str
-    name: str
-    run: str
-
-    def is_held(self) -> bool:
-        """Whether the lock still holds.
-
-        Raises:
-            StorageError: if that cannot be found out.
-        """
-        names = [name for name in storage.list_names(self.directory) if is_lock(name)]
-        newer = any(_number(name) > _number(self.name) for name in names)
-        return (
-            self.name in names
-            and (not newer or _number(self.name) == 0)
-            and _reads(self.directory, self.name, self.run)
-        )
+def _is_held(directory: str, name: str, run: str) -> bool:
+    names = [name for name in storage.list_names(directory) if is_lock(name)]
+    newer = any(_number(other) > _number(name) for other in names)
+    return name in names and (not newer or _number(name) == 0) and _reads(directory, name, run)
 
 
-def lost(directory: str) -> MismatchError:
-    """What to raise where a lock is no longer held."""
+def lost_error(directory: str) -> MismatchError:
+    """Return the error of a lock that is no longer held."""
     return MismatchError(
         f"{directory} was taken over by another run while this one stood still: nothing more is written",
         "Run the same command again when the other one has ended, or give another --output-dir.",
@@ -301,7 +259,7 @@ def _reads(directory: str, name: str, run: str) -> bool:
 
 
 def _number(name: str) -> int:
-    """Number of a whole export's lock; 0 for a part's."""
+    """Return the number of a lock; 0 for a part of an export."""
     digits = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     return int(digits) if digits.isdigit() else 0
 

@@ -1,6 +1,7 @@
-"""``packtool.json``: what a cache is, written last, so that a directory without it is unfinished; and all its counters.
+"""``packtool.json``, the manifest: identity, sources, files and counts of a cache.
 
-Reading checks every value against its field's type, because somebody else may have written the file.
+It is written last: a directory without it is unfinished. Reading checks every value against its field's type, because
+somebody else may have written the file.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import types
 import typing
@@ -29,47 +29,46 @@ from packtool.rows.sample import Dropped
 
 T = TypeVar("T")
 
-# More than any count of tokens or bytes, and still an int64.
-_LARGEST = 2**62
-_SHOWN = 60
+_MAX_NUMBER = 2**62  # more than any count of tokens or bytes, and still an int64
+_MAX_SHOWN = 60
 
 
 class WrongValue(ValueError):
-    """A value that cannot be what its place asks for; the text names both."""
+    """A value of the wrong type or range; the message names its place and what is expected."""
 
-    def __init__(self, place: str, value: object, wanted: str) -> None:
+    def __init__(self, place: str, value: object, expected: str) -> None:
         shown = repr(value)
-        shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
-        super().__init__(f"{place or 'it'} is {shown}, not {wanted}")
+        shown = shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
+        super().__init__(f"{place or 'it'} is {shown}, not {expected}")
 
 
 def build(kind: type[T], raw: object, place: str = "") -> T:
-    """A dataclass from the object that ``dataclasses.asdict`` made of it; numbers are finite and not negative.
+    """Rebuild a dataclass from the result of ``dataclasses.asdict``; numbers must be finite and not negative.
 
     Args:
         place: of the value in its file, for messages: ``splits.train.shards[3]``.
 
     Raises:
-        WrongValue: naming place, value and what belongs there.
+        WrongValue: naming place, value and what is expected.
     """
     if not isinstance(raw, dict):
         raise WrongValue(place, raw, "an object")
-    kinds = _kinds_of(cast(Hashable, kind))
+    types_by_name = _types_of(cast(Hashable, kind))
     for name in raw:
-        if name not in kinds:
-            raise WrongValue(_at(place, str(name)), raw[name], f"known: {', '.join(kinds)} are")
+        if name not in types_by_name:
+            raise WrongValue(_at(place, str(name)), raw[name], f"known: {', '.join(types_by_name)} are")
     values = {}
     for member in dataclasses.fields(cast(Any, kind)):
         if member.name in raw:
-            values[member.name] = value_of(kinds[member.name], raw[member.name], _at(place, member.name))
+            values[member.name] = value_of(types_by_name[member.name], raw[member.name], _at(place, member.name))
         elif member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING:
             raise WrongValue(_at(place, member.name), None, "there, and must be")
     return kind(**values)
 
 
 @cache
-def _kinds_of(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
+def _types_of(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
     return {member.name: hints[member.name] for member in dataclasses.fields(kind)}
 
 
@@ -78,71 +77,64 @@ def _at(place: str, name: str) -> str:
 
 
 def value_of(kind: Any, raw: Any, place: str) -> Any:
-    """One value of a type: a dataclass, str, int, float, bool, None, unions and literals of these, tuples, mappings.
+    """Convert a JSON value to a dataclass, str, int, float, bool, a union with None, a literal, tuple or mapping.
 
     ``Annotated[int, -1]`` is an int that may also be -1.
 
     Raises:
-        WrongValue: naming it.
+        WrongValue: if it is of another type.
     """
-    origin, given = typing.get_origin(kind), typing.get_args(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return raw if raw == given[1] else value_of(given[0], raw, place)
+        return raw if raw == arguments[1] else value_of(arguments[0], raw, place)
     if kind is Any:
         return raw
     if dataclasses.is_dataclass(kind):
         return build(cast(type, kind), raw, place)
     if origin in (Union, types.UnionType):
-        if raw is None and type(None) in given:
-            return None
-        (wanted,) = (one for one in given if one is not type(None))
-        return value_of(wanted, raw, place)
+        (other,) = (each for each in arguments if each is not type(None))
+        return None if raw is None else value_of(other, raw, place)
     if origin is Literal:
-        if not isinstance(raw, str) or raw not in given:
-            raise WrongValue(place, raw, f"one of {', '.join(map(str, given))}")
+        if not isinstance(raw, str) or raw not in arguments:
+            raise WrongValue(place, raw, f"one of {', '.join(map(str, arguments))}")
         return raw
     if origin is tuple:
         if not isinstance(raw, list):
             raise WrongValue(place, raw, "a list")
-        return tuple(value_of(given[0], value, f"{place}[{i}]") for i, value in enumerate(raw))
+        return tuple(value_of(arguments[0], value, f"{place}[{i}]") for i, value in enumerate(raw))
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(raw, dict):
             raise WrongValue(place, raw, "an object")
-        return {name: value_of(given[1], value, _at(place, name)) for name, value in raw.items()}
-    return _plain(kind, raw, place)
+        return {name: value_of(arguments[1], value, _at(place, name)) for name, value in raw.items()}
+    expected, accepted = _PLAIN_TYPES[kind]
+    if not isinstance(raw, accepted) or (kind is not bool and isinstance(raw, bool)):
+        raise WrongValue(place, raw, expected)
+    if isinstance(raw, (int, float)) and not 0 <= raw < _MAX_NUMBER:
+        raise WrongValue(place, raw, expected)
+    return raw
 
 
-def _plain(kind: Any, raw: Any, place: str) -> Any:
-    if kind is str and isinstance(raw, str):
-        return raw
-    if kind is bool and isinstance(raw, bool):
-        return raw
-    if kind is int and isinstance(raw, int) and not isinstance(raw, bool) and 0 <= raw < _LARGEST:
-        return raw
-    is_number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
-    if kind is float and is_number and 0 <= raw < _LARGEST and math.isfinite(raw):
-        return raw
-    words = {str: "a text", bool: "true or false", int: "a count", float: "a number that is not negative"}
-    raise WrongValue(place, raw, words.get(kind, str(kind)))
+# What messages call each type, and the types of its values in JSON.
+_PLAIN_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
+    str: ("a text", (str,)),
+    bool: ("true or false", (bool,)),
+    int: ("a count", (int,)),
+    float: ("a number that is not negative", (int, float)),
+}
 
-
-# Settings that are paths: what lies there counts by its hash, wherever it lies.
+# Settings that are paths: the content counts, by its hash.
 PATH_SETTINGS = ("model", "chat_template")
 
-# Drops that a larger --max-length would have avoided.
+# Reasons of drops that a larger --max-length would have avoided.
 LENGTH_REASONS = ("over_max_length", "media_over_limit")
 
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """One file of rows of an export, and what it was then.
-
-    Args:
-        settings: how it was read, where that was not the usual way: ``SourceSpec.settings``.
-    """
+    """A file of rows and its state at the time of the export; ``settings`` is ``SourceSpec.settings``."""
 
     path: str
-    size: Annotated[int, -1]  # where nobody knows
+    size: Annotated[int, -1]  # -1: unknown
     modified: str
     digest: str
     rows: int
@@ -159,16 +151,15 @@ class ShardInfo:
     sha256: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counters that add up field by field: numbers, and mappings of names to numbers."""
+    """Base of dataclasses whose fields add up: numbers, and mappings of names to numbers."""
 
     @classmethod
     def total(cls, parts: Iterable[Counts]) -> Self:
-        """The sum of several; names of mappings in ascending order."""
+        """Return the sum of several; names of mappings in ascending order."""
         counts = list(parts)
         sums: dict[str, Any] = {}
-        for member in dataclasses.fields(cls):
+        for member in dataclasses.fields(cast(Any, cls)):
             values = [getattr(each, member.name) for each in counts]
             if member.type == "int":
                 sums[member.name] = sum(values)
@@ -185,13 +176,13 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class InputCounts(Counts):
-    """What became of rows: each is dropped, or kept as one or several samples.
+    """Counts of rows: each is dropped, or kept as one or several samples.
 
     Args:
-        rows: that went in.
-        dropped: rows left out by reason.
+        rows: of the input.
+        dropped: dropped rows by reason.
         marks_added: rows whose missing picture marks were added.
-        parts_left_out: turns and responses by reason, of rows of which others are kept.
+        parts_left_out: dropped turns and responses by reason, of rows that are kept.
     """
 
     rows: int
@@ -201,19 +192,19 @@ class InputCounts(Counts):
 
     @classmethod
     def of_dropped(cls, item: Dropped) -> InputCounts:
-        """The counts of one row, or part of a row, that is left out; ``rows`` is 0, for the row counts elsewhere."""
+        """Return the counts of one dropped row, or part of a row; ``rows`` is 0, because rows are counted elsewhere."""
         dropped, left_out = ({item.reason: 1}, {}) if item.part is None else ({}, {item.reason: 1})
         return cls(rows=0, dropped=dropped, marks_added=0, parts_left_out=left_out)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts(Counts):
-    """What the samples of a split add up to.
+    """Counts of the samples of a split.
 
     Args:
         rows: samples.
-        truncated, truncated_tokens: samples that truncation changed, and the tokens it removed.
-        pieces_added: samples beyond one a row: pieces of texts, turns, responses.
+        truncated, truncated_tokens: truncated samples, and tokens removed from them.
+        pieces_added: samples in excess of one per row: pieces of texts, turns, responses.
     """
 
     rows: int
@@ -227,12 +218,12 @@ class SampleCounts(Counts):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo(SampleCounts):
-    """One split: its counts and files.
+    """Counts and files of a split.
 
     Args:
         length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
-        index_sha256: of the index; empty in caches that were made before it was kept.
-        prefixes_sha256: of ``prefixes.arrow``; empty in caches that were made before there was one.
+        index_sha256: of the index; empty in older caches.
+        prefixes_sha256: of ``prefixes.arrow``; empty in older caches, which have none.
     """
 
     length_histogram: tuple[int, ...]
@@ -243,10 +234,10 @@ class SplitInfo(SampleCounts):
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides the content of a cache: equal identities, equal bytes.
+    """Everything that determines the content of a cache: equal identities, equal bytes.
 
     Args:
-        spec: the EncodeSpec as given.
+        spec: the EncodeSpec as recorded.
         model_type, tokenizer_hash, template_hash, processor_hash: of the model's files.
         media_limits: resolved from processor settings, environment and options.
         seed, split_dataset_ratio, rows_per_shard: of the export.
@@ -264,13 +255,13 @@ class Identity:
     format_version: int = FORMAT_VERSION
 
     def as_dict(self) -> dict[str, Any]:
-        """The identity as plain JSON values."""
+        """Return the identity as plain JSON values."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(InputCounts):
-    """Everything that stage two asks about a cache.
+    """The content of ``packtool.json``.
 
     Args:
         packtool_version: that wrote it.
@@ -287,30 +278,30 @@ class Manifest(InputCounts):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a sample."""
+        """Maximum tokens of a sample."""
         return int(self.identity.spec["max_length"])
 
     @property
     def num_shortened(self) -> int:
-        """Rows that truncation changed or a length limit left out."""
+        """Rows that truncation changed or a length limit dropped."""
         lost = [*self.dropped.items(), *self.parts_left_out.items()]
         return sum(split.truncated for split in self.splits.values()) + sum(
             count for reason, count in lost if reason in LENGTH_REASONS
         )
 
     def to_json(self) -> bytes:
-        """The file's content: the same for the same export."""
+        """Return the content of the file; equal exports have equal content."""
         plain = dataclasses.asdict(dataclasses.replace(self, sources=()))
         plain = {name: plain.pop(name) for name in ("packtool_version", "identity", "sources")} | plain
-        # Counts that older caches lack come last, and only where there are any: others have the bytes they had.
+        # Counts that older caches lack come last, and only if there are any, so that other caches keep their bytes.
         if left_out := plain.pop("parts_left_out"):
             plain["parts_left_out"] = left_out
         text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
         if self.sources:
-            # Of which there may be many thousand: without an indent, json is a few times faster.
+            # There may be many thousand, and json is a few times faster without an indent.
             encode = json.JSONEncoder(ensure_ascii=False, separators=(",\n   ", ": ")).encode
-            told = ",\n".join(f"  {{\n   {encode(vars(source))[1:-1]}\n  }}" for source in self.sources)
-            text = text.replace('\n "sources": []', f'\n "sources": [\n{told}\n ]', 1)
+            lines = ",\n".join(f"  {{\n   {encode(vars(source))[1:-1]}\n  }}" for source in self.sources)
+            text = text.replace('\n "sources": []', f'\n "sources": [\n{lines}\n ]', 1)
         return text.encode()
 
     @classmethod
@@ -318,7 +309,7 @@ class Manifest(InputCounts):
         """Read the manifest of a finished cache.
 
         Raises:
-            MismatchError: if the directory is no finished cache, or one of another format.
+            MismatchError: if the directory is no finished cache, or has another format.
         """
         path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
@@ -349,7 +340,7 @@ class Manifest(InputCounts):
         )
 
 
-# What names of files, copies and directories are made of: a cache may be somebody else's.
+# Names of files and directories in a manifest, which somebody else may have written.
 _PATTERNS = {
     "fingerprint": re.compile(r"[0-9a-f]{16}"),
     "shard": re.compile(r"data-[0-9]{5,9}-of-[0-9]{5,9}\.arrow"),
@@ -358,11 +349,7 @@ _PATTERNS = {
 
 
 def _check(manifest: Manifest) -> None:
-    """Hold names and numbers to what an export writes.
-
-    Raises:
-        WrongValue: naming the first that is wrong.
-    """
+    """Raise a WrongValue for the first name or number that an export would not write."""
     _named("fingerprint", manifest.fingerprint, "fingerprint")
     for name, split in manifest.splits.items():
         place = f"splits.{name}"
@@ -391,9 +378,9 @@ def _check_identity(identity: Identity) -> None:
     for name, value in identity.spec.items():
         if name in kinds:
             value_of(kinds[name], value, f"identity.spec.{name}")
-    for name, least in (("model", ""), ("max_length", 2)):
-        if name not in identity.spec or identity.spec[name] < least:
-            raise WrongValue(f"identity.spec.{name}", identity.spec.get(name), f"at least {least!r}")
+    for name, minimum in (("model", ""), ("max_length", 2)):
+        if name not in identity.spec or identity.spec[name] < minimum:
+            raise WrongValue(f"identity.spec.{name}", identity.spec.get(name), f"at least {minimum!r}")
     if identity.split_dataset_ratio > 1:
         raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "a share")
     for limits in (identity.media_limits.image, identity.media_limits.video):
@@ -407,7 +394,7 @@ def _named(place: str, value: str, kind: str) -> None:
 
 
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:
-    """Names a cache by what decides its content: identity and the digests of its sources."""
+    """Return the fingerprint of a cache: a digest of its identity and of the digests of its sources."""
     plain = identity.as_dict()
     plain["spec"] = {key: value for key, value in plain["spec"].items() if key not in PATH_SETTINGS}
     text = json.dumps([plain, [(source.digest, source.settings) for source in sources]], sort_keys=True)

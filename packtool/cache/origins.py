@@ -42,11 +42,7 @@ class Origins:
     part: npt.NDArray[np.int32] | None
 
     def write(self, path: str) -> None:
-        """Write a file of some bits a sample: rows mostly follow one another.
-
-        Raises:
-            StorageError: if it cannot be written.
-        """
+        """Write a file of some bits a sample: rows mostly follow one another."""
         sink = io.BytesIO()
         told = json.dumps({"files": self.files, "digests": self.digests}).encode()
         columns: dict[str, npt.NDArray[Any]] = {

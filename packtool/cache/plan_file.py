@@ -1,15 +1,15 @@
-"""A saved plan: which samples share a pack, and who trains it when, as an Arrow file that any tool can read.
+"""Plan files: the packs of a plan and their assignment to steps and ranks, as an Arrow file that any tool can read.
 
 Columns in pack order: ``pack`` int64, ``sample`` int64 (position in the caches), ``length`` int32; ``step``, ``rank``
-and ``micro_batch`` int32, which older files lack: where each sample is trained in the first epoch; and where samples
-share prefixes ``shared`` int32: tokens that each has in common with the sample before it, which its ``length`` leaves
-out. The file's metadata say which caches it belongs to, so that it cannot be used with others.
+and ``micro_batch`` int32, the placement in the first epoch, which older files lack; and in plans with shared prefixes
+``shared`` int32, the tokens that a sample has in common with the one before it, which its ``length`` excludes. The
+metadata of the file name the caches that it belongs to.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,83 +23,72 @@ from packtool.errors import MismatchError
 
 _FORMAT = "packtool plan 1"
 _SHARED_FORMAT = "packtool plan 2"
-"""The format of plans that share prefixes: who does not know of these would take such a plan for damaged."""
+"""Format of plans with shared prefixes, so that older versions refuse them."""
+_METADATA = ("capacity", "max_length", "seed", "cache", "plan", "num_cached", "format", "parts")
 _KEY = b"packtool"
 _SCHEMA = pa.schema([("pack", pa.int64()), ("sample", pa.int64()), ("length", pa.int32())])
 _PLACES = [pa.field(name, pa.int32()) for name in ("step", "rank", "micro_batch")]
 _SHARED = pa.field("shared", pa.int32())
-_ROWS_AT_ONCE = 1 << 20
+_BATCH_ROWS = 1 << 20
 
 
-@dataclass(frozen=True)
-class PlanInfo:
-    """What a plan file says of itself.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SavedPlan:
+    """K packs of N samples, as in ``planning.pack_plan.PackPlan``, with their caches and settings.
 
     Args:
-        capacity: tokens that a pack may hold.
-        max_length: samples longer than this were left out.
+        samples: int64 (N,).
+        offsets: int64 (K + 1,).
+        lengths: int32 (N,).
+        shared: int32 (N,), or None without shared prefixes.
+        places: int32 (N, 3): 0-based step of the first epoch, data-parallel rank, and micro-batch of the rank in the
+            step; None if the packs are not assigned.
+        capacity: maximum tokens of a pack.
+        max_length: longer samples are left out.
         seed: of the plan.
         cache: fingerprint of the caches together, in their order.
         plan: fingerprint of the packs.
         num_cached: samples in the caches.
-        parts: where steps have the parts of trees that were cut, as ``plan.prefix_trees.PartsIn``; empty where no tree
-            is cut.
+        parts: steps of the parts of divided trees, as ``planning.prefix_trees.PartsIn``; empty if no tree is divided.
     """
 
+    samples: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+    shared: npt.NDArray[np.int32] | None = None
+    places: npt.NDArray[np.int32] | None = None
     capacity: int
     max_length: int
     seed: int
     cache: str
     plan: str
     num_cached: int
-    format: str = _FORMAT
     parts: str = ""
 
-
-@dataclass(frozen=True, eq=False)
-class SavedPlan:
-    """K packs of N samples, as in ``plan.packing.PackPlan``.
-
-    Args:
-        samples: int64 (N,).
-        offsets: int64 (K + 1,).
-        lengths: int32 (N,).
-        shared: int32 (N,), or None where all samples are computed whole.
-        places: int32 (N, 3): 0-based step of the first epoch, data-parallel rank, and micro-batch of the rank in the
-            step; None where nobody has assigned the packs.
-    """
-
-    info: PlanInfo
-    samples: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int32]
-    shared: npt.NDArray[np.int32] | None = None
-    places: npt.NDArray[np.int32] | None = None
+    @property
+    def format(self) -> str:
+        """Format of the file."""
+        return _FORMAT if self.shared is None else _SHARED_FORMAT
 
 
 def write_plan(path: str, plan: SavedPlan) -> None:
-    """Write a plan file, whole or not at all.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
+    """Write a plan file."""
     sizes = np.diff(plan.offsets)
     packs = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
-    columns: list[npt.NDArray[np.integer[Any]]]
-    schema, columns, info = _SCHEMA, [packs, plan.samples, plan.lengths], plan.info
+    schema = _SCHEMA
+    columns: list[npt.NDArray[np.integer[Any]]] = [packs, plan.samples, plan.lengths]
     if plan.places is not None:
         schema = pa.schema([*schema, *_PLACES])
         columns.extend(plan.places.T)
     if plan.shared is not None:
-        schema, info = schema.append(_SHARED), replace(info, format=_SHARED_FORMAT)
+        schema = schema.append(_SHARED)
         columns.append(plan.shared)
-    told = {name: value for name, value in asdict(info).items() if value or name != "parts"}
-    schema = schema.with_metadata({_KEY: json.dumps(told).encode()})
+    metadata = {name: value for name in _METADATA if (value := getattr(plan, name)) or name != "parts"}
+    schema = schema.with_metadata({_KEY: json.dumps(metadata).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
-        for start in range(0, len(packs), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            arrays = [pa.array(column[part]) for column in columns]
+        for start in range(0, len(packs), _BATCH_ROWS):
+            arrays = [pa.array(column[start : start + _BATCH_ROWS]) for column in columns]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     storage.publish(path, sink.getvalue())
 
@@ -109,44 +98,45 @@ def read_plan(path: str) -> SavedPlan:
 
     Raises:
         MismatchError: if it is none, or damaged.
-        StorageError: if it cannot be read.
     """
-    with storage.open_read(path) as file:
-        data = file.read()
+    data = storage.read_bytes(path)
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
-        info = PlanInfo(**load_json((reader.schema.metadata or {})[_KEY]))
+        metadata = load_json((reader.schema.metadata or {})[_KEY])
+        file_format = metadata.pop("format", _FORMAT)
         table = reader.read_all()
-        packs = table.column("pack").to_numpy()
-        samples = table.column("sample").to_numpy().astype(np.int64)
-        lengths = table.column("length").to_numpy().astype(np.int32)
-        is_shared = info.format == _SHARED_FORMAT
-        shared = table.column("shared").to_numpy().astype(np.int32) if is_shared else None
-        places = None
-        if _PLACES[0].name in table.schema.names:
-            places = np.stack([table.column(field.name).to_numpy().astype(np.int32) for field in _PLACES], axis=1)
+        columns = {name: table.column(name).to_numpy() for name in table.schema.names}
+        has_places = _PLACES[0].name in columns
+        places = np.stack([columns[field.name].astype(np.int32) for field in _PLACES], axis=1) if has_places else None
+        starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
+        plan = SavedPlan(
+            samples=columns["sample"].astype(np.int64),
+            offsets=np.append(starts, len(columns["pack"])).astype(np.int64),
+            lengths=columns["length"].astype(np.int32),
+            shared=columns["shared"].astype(np.int32) if file_format == _SHARED_FORMAT else None,
+            places=places,
+            **metadata,
+        )
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
         raise MismatchError(
             f"--plan {path} is no plan file, or is damaged: {error!r}", "Make it again with packtool plan --save."
         ) from error
-    if info.format not in (_FORMAT, _SHARED_FORMAT):
-        raise MismatchError(f"--plan {path} has format {info.format!r}, not {_FORMAT!r}", "Make it again.")
-    starts = np.flatnonzero(np.diff(packs, prepend=-1))
-    return SavedPlan(info, samples, np.append(starts, len(packs)).astype(np.int64), lengths, shared, places)
+    if file_format not in (_FORMAT, _SHARED_FORMAT):
+        raise MismatchError(f"--plan {path} has format {file_format!r}, not {_FORMAT!r}", "Make it again.")
+    return plan
 
 
-def read_plan_of(reader: CacheReader, plan: str) -> SavedPlan:
-    """A saved plan of a cache.
+def read_plan_of(reader: CacheReader, path: str) -> SavedPlan:
+    """Read a plan file of the caches of a reader.
 
     Raises:
         MismatchError: if the plan belongs to other caches, or is damaged.
-        StorageError: if it cannot be read.
     """
-    saved = read_plan(plan)
-    if saved.info.cache != reader.fingerprint:
+    plan = read_plan(path)
+    if plan.cache != reader.fingerprint:
         raise MismatchError(
-            f"--plan {plan} belongs to the cache {saved.info.cache}, and {' '.join(reader.directories)} is "
+            f"--plan {path} belongs to the cache {plan.cache}, and {' '.join(reader.directories)} is "
             f"{reader.fingerprint}",
             "Give the cache that the plan was made for.",
         )
-    return saved
+    return plan

@@ -6,17 +6,17 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.index import MappedPrefixes, SplitPrefixes, read_index, read_prefixes, with_guesses
+from packtool.cache.index import MappedPrefixes, SplitPrefixes, read_index, read_prefixes, with_estimates
 from packtool.cache.local import LocalCopies, MappedBlocks
 from packtool.cache.manifest import Manifest
 from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
@@ -24,22 +24,24 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, E
 from packtool.errors import MismatchError, PacktoolError
 from packtool.rows.sample import RowPart
 
+T = TypeVar("T")
+
 # Each mapped shard holds a file descriptor.
-_OPEN_SHARDS = 128
+_MAX_OPEN_SHARDS = 128
 _FETCH_AGAIN = "It is a copy of a remote cache's shard: run again with --verify-cache always, which fetches it again."
 
 
 @dataclass(frozen=True)
 class SplitIndex:
-    """All that planning reads of a split; arrays of shape (N,).
+    """The index of a split, which planning reads; arrays of shape (N,).
 
     Args:
         length: tokens of each sample.
-        target_tokens: tokens that carry loss.
+        target_tokens: tokens with loss.
         media_tokens: placeholder tokens of its media.
-        audio_tokens: those of them that stand for sounds.
-        patch_squares: int64, sum over the frames of its media of (patches of the frame)^2: what attention in a vision
-            tower grows with.
+        audio_tokens: those of them that represent sounds.
+        patch_squares: int64, sum over the frames of its media of (patches of the frame)^2, which determines the cost of
+            attention in a vision tower.
         num_images, num_videos, num_audios: media by kind.
         channel: position in ``channels``, or -1.
         channels: names.
@@ -63,16 +65,16 @@ class SplitIndex:
 
 
 class CacheReader:
-    """Samples of one split of one or several caches, numbered through.
+    """Samples of one split of one or several caches, numbered consecutively.
 
-    Can be sent to other processes; files are opened there when they are first needed. A shard of a remote cache is
-    copied to this machine then, once for all its processes.
+    It can be sent to other processes. Files are opened when they are first needed; a shard of a remote cache is then
+    copied to this machine, once for all its processes.
 
     Args:
         directories: of the caches, in order.
         manifests: theirs.
         split: ``train`` or ``val``.
-        copies: where remote caches are copied to, and whether files are held against their checksums.
+        copies: directory of copies of remote caches, and whether files are verified.
 
     Attributes:
         offsets: int64 (C + 1,), where the samples of each of the C caches begin, and their number at the end.
@@ -101,15 +103,13 @@ class CacheReader:
     def open(
         cls, directories: Sequence[str], split: str = TRAIN_SPLIT, copies: LocalCopies | None = None
     ) -> CacheReader:
-        """Open caches that fit each other; ``DIR/train`` is accepted for ``DIR``. No shard is read.
+        """Open compatible caches without reading shards; ``DIR/train`` is accepted for ``DIR``.
 
         Args:
-            copies: where remote caches are copied to; by default where the environment says.
+            copies: directory of copies of remote caches; by default that of the environment.
 
         Raises:
-            ConfigError: if remote caches do not fit into the directory of copies.
             MismatchError: if one is unfinished, has no such split, or was made for another model or other limits.
-            StorageError: if a remote one cannot be read.
         """
         roots = [_root(directory) for directory in directories]
         manifests = [Manifest.read(root) for root in roots]
@@ -127,7 +127,7 @@ class CacheReader:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint of all caches, in their order."""
+        """Fingerprint of all caches in their order."""
         names = [self.split, *(manifest.fingerprint for manifest in self.manifests)]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
@@ -135,7 +135,7 @@ class CacheReader:
         return int(self.offsets[-1])
 
     def sample(self, position: int) -> EncodedSample:
-        """One sample; its arrays are views of the mapped file and must not be written to.
+        """Return a sample; its arrays are views of the mapped file and must not be written to.
 
         Raises:
             MismatchError: if its shard is damaged, naming the shard and the sample's row there.
@@ -157,21 +157,21 @@ class CacheReader:
         return replace(sample, prefix_hashes=prefixes.hashes(position - int(self.offsets[cache])))
 
     def describe(self, position: int) -> str:
-        """Where a sample came from, for messages."""
+        """Return the source and row of a sample, for messages."""
         return self.sample(position).place
 
     def places(self, cache: int) -> tuple[IntArray, IntArray]:
-        """Shard and row in the shard of the samples of one of the caches, (N,) each."""
+        """Return shard and row in the shard of the samples of a cache, (N,) each."""
         here = slice(int(self.offsets[cache]), int(self.offsets[cache + 1]))
         return self._shard[here], self._row_in_shard[here]
 
     def cache_of(self, position: int) -> tuple[int, int]:
-        """Which of the caches a sample is in, and its number there."""
+        """Return the cache of a sample, and its position there."""
         cache = self._shard_of(position)[0]
         return cache, position - int(self.offsets[cache])
 
     def shard_table(self, cache: int, shard: int, names: Sequence[str]) -> pa.Table:
-        """Some columns of a shard, those of them that it has."""
+        """Return columns of a shard, except those that it lacks."""
         return self._shard_file(cache, shard).table(names)
 
     def _shard_of(self, position: int) -> tuple[int, int]:
@@ -183,7 +183,7 @@ class CacheReader:
         key = cache, shard
         if key not in self._open:
             self._open[key] = self._open_shard(cache, shard)
-            if len(self._open) > _OPEN_SHARDS:
+            if len(self._open) > _MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)
         self._open.move_to_end(key)
         return self._open[key]
@@ -203,57 +203,51 @@ class CacheReader:
             return self.copies.shard(path, fingerprint, info)
         return path, self.copies.check(path, fingerprint, info.sha256)
 
+    def _read_file(self, cache: int, name: str, read: Callable[[str], T]) -> T:
+        """Return ``read(path)`` of a file of the split, or of its local copy."""
+        directory = self.directories[cache]
+        if storage.is_remote(directory):
+            return self.copies.index(directory, self.split, self.manifests[cache].fingerprint, read, name)
+        return read(storage.join(directory, self.split, name))
+
     def _index_of(self, cache: int) -> dict[str, IntArray]:
-        directory, manifest = self.directories[cache], self.manifests[cache]
+        manifest = self.manifests[cache]
         if self.copies.verify == "never":
             splits = {name: replace(info, index_sha256="") for name, info in manifest.splits.items()}
             manifest = replace(manifest, splits=splits)
-        if not storage.is_remote(directory):
-            return read_index(directory, manifest, self.split)
-        read = partial(read_index, directory, manifest, self.split)
-        return self.copies.index(directory, self.split, manifest.fingerprint, read)
+        return self._read_file(cache, INDEX_NAME, partial(read_index, self.directories[cache], manifest, self.split))
 
     def prefixes(self) -> SplitPrefixes | None:
-        """What the samples begin with; None where a cache does not tell it.
-
-        Raises:
-            MismatchError: if a file is missing or damaged.
-        """
+        """Return the prefixes of all samples; None if a cache has none."""
         digests = [manifest.splits[self.split].prefixes_sha256 for manifest in self.manifests]
         if not all(digests):
             return None
         lengths = np.split(self.index.length, self.offsets[1:-1])
-        of = enumerate(zip(digests, lengths, strict=True))
-        return SplitPrefixes.joined([self._prefixes_of(cache, *each) for cache, each in of])
-
-    def _prefixes_of(self, cache: int, sha256: str, lengths: IntArray) -> SplitPrefixes:
-        directory = self.directories[cache]
-        place = storage.join(directory, self.split, PREFIXES_NAME)
-        read = partial(read_prefixes, place, None if self.copies.verify == "never" else sha256, lengths)
-        if not storage.is_remote(directory):
-            return read()
-        return self.copies.index(directory, self.split, self.manifests[cache].fingerprint, read, PREFIXES_NAME)
+        parts = []
+        for cache, (directory, sha256) in enumerate(zip(self.directories, digests, strict=True)):
+            place = storage.join(directory, self.split, PREFIXES_NAME)
+            expected = None if self.copies.verify == "never" else sha256
+            parts.append(self._read_file(cache, PREFIXES_NAME, partial(read_prefixes, place, expected, lengths[cache])))
+        return SplitPrefixes.joined(parts)
 
     def _mapped_prefixes(self, cache: int) -> MappedPrefixes | None:
-        """The prefixes of a cache on this machine; None where they cannot be read, for samples can do without."""
-        directory, manifest = self.directories[cache], self.manifests[cache]
+        """Map the prefixes of a cache; None if they cannot be read, because samples are usable without them."""
+        manifest = self.manifests[cache]
         sha256 = manifest.splits[self.split].prefixes_sha256
 
-        def mapped(path: str) -> MappedPrefixes | None:
+        def read(path: str) -> MappedPrefixes | None:
             self.copies.check(path, manifest.fingerprint, sha256)
             return MappedPrefixes(storage.normalize(path)) if sha256 else None
 
         try:
-            if storage.is_remote(directory):
-                return self.copies.index(directory, self.split, manifest.fingerprint, mapped, PREFIXES_NAME)
-            return mapped(storage.join(directory, self.split, PREFIXES_NAME))
+            return self._read_file(cache, PREFIXES_NAME, read)
         except (PacktoolError, OSError, pa.ArrowException):
             return None
 
     def prefetch(self) -> threading.Thread | None:
-        """Copy the shards of remote caches in the background, for one process of a machine to call.
+        """Copy the shards of remote caches in the background; called by one process of a machine.
 
-        What fails is left to whoever needs that shard. None if no cache is remote.
+        After an error, the rest is copied when it is needed. None if no cache is remote.
         """
         wanted = [
             (cache, shard)
@@ -279,7 +273,7 @@ class CacheReader:
 
 
 def has_media_files(sample: EncodedSample) -> bool:
-    """Return whether a local file holds a medium of a sample."""
+    """Return whether a medium of a sample is in a local file."""
     media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
     files = (file for medium in media for file in files_of(medium))
     return any(path is not None and data is None and not storage.is_remote(path) for path, data in files)
@@ -290,8 +284,8 @@ class ShardFile:
 
     Args:
         path: of the file.
-        sums: checksums of its blocks, which are compared when they are first read; None compares nothing.
-        remedy: against damage, where it is not the usual one.
+        sums: checksums of its blocks, which are compared when they are first read; None skips the check.
+        remedy: of errors about damage; by default for a file of a local cache.
 
     Raises:
         MismatchError: if it cannot be read; from the methods, if what they read is damaged, with the row.
@@ -305,7 +299,7 @@ class ShardFile:
             self._blocks = None if sums is None else MappedBlocks(path, data, sums, remedy)
             head, *messages = pa.ipc.MessageReader.open_stream(data)
             headers = [message.metadata for message in (head, *messages)]
-            if self._blocks and not all(self._blocks.are_right(each.address, each.size) for each in headers):
+            if self._blocks and not all(self._blocks.verify(each.address, each.size) for each in headers):
                 raise self._blocks.damaged("the description of its rows changed after it was verified")
             self._batches = [pa.ipc.read_record_batch(message, pa.ipc.read_schema(head)) for message in messages]
             for batch in self._batches:
@@ -321,38 +315,34 @@ class ShardFile:
         return int(self._starts[-1])
 
     def table(self, names: Sequence[str]) -> pa.Table:
-        """Some columns, those of them that it has."""
+        """Return columns of the file, except those that it lacks."""
         batches = [batch.select([name for name in names if name in batch.schema.names]) for batch in self._batches]
         for number, batch in enumerate(batches):
             self._check(number, batch, 0, batch.num_rows)
         return pa.Table.from_batches(batches)
 
     def _check(self, number: int, columns: pa.RecordBatch, start: int, stop: int) -> None:
-        """Compare the blocks that hold some rows of a batch with their checksums, where that was not done yet.
-
-        Args:
-            number: of the batch, of which ``columns`` may be some.
-        """
+        """Verify the blocks of rows of a batch; ``columns`` are some columns of the batch with this number."""
         if self._blocks is None:
             return
         self._blocks.note_changes()
-        if not self._blocks.were_right(*self._bodies[number]):
+        if not self._blocks.are_verified(*self._bodies[number]):
             ranges = (each for column in columns.columns for each in _ranges(column, start, stop))
-            if not all(self._blocks.are_right(*each) for each in ranges):
+            if not all(self._blocks.verify(*each) for each in ranges):
                 first, last = (int(self._starts[number]) + row for row in (start, stop - 1))
                 rows = f"row {first}" if first == last else f"rows {first} to {last}"
                 raise self._blocks.damaged(f"{rows} changed after it was verified")
 
     def sample(self, row: int) -> EncodedSample:
-        """The sample in a row."""
+        """Return the sample in a row."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         batch, i = self._batches[number], row - int(self._starts[number])
         self._check(number, batch, i, i + 1)
         return EncodedSample(
-            input_ids=_ints(batch.column("input_ids"), i),
-            labels=_ints(batch.column("labels"), i),
-            turns=_ints(batch.column("turns"), i),
-            loss_scale=_weights(batch.column("loss_scale"), i),
+            input_ids=_values(batch.column("input_ids"), i),
+            labels=_values(batch.column("labels"), i),
+            turns=_values(batch.column("turns"), i),
+            loss_scale=_values(batch.column("loss_scale"), i),
             images=tuple(_image(raw) for raw in batch.column("images")[i].as_py() or ()),
             videos=tuple(_video(raw) for raw in batch.column("videos")[i].as_py() or ()),
             audios=tuple(_audio(raw) for raw in batch.column("audios")[i].as_py() or ()),
@@ -365,9 +355,9 @@ class ShardFile:
 
 
 def _ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Address and size of the memory that holds some elements of an array, nested ones included.
+    """Yield address and size of the memory of elements of an array, nested ones included.
 
-    Offsets come before what they lead to: they are read only after the caller has checked them.
+    Offsets come before the memory that they refer to: they are read only after the caller has verified them.
     """
     if start == stop:
         return
@@ -392,20 +382,15 @@ def _ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]
 
 
 def _part(batch: pa.RecordBatch, i: int) -> dict[str, Any]:
-    """Which part of its row a sample is, if the shard tells it."""
+    """Return the part of its row that a sample is, if the shard has that column."""
     raw = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
     if raw is None:
         return {}
-    borders = batch.column("borders")
-    return {"part": RowPart(**raw), "borders": _ints(borders, i) if borders[i].is_valid else None}
+    return {"part": RowPart(**raw), "borders": _values(batch.column("borders"), i)}
 
 
-def _ints(column: pa.ListArray, i: int) -> IntArray:
-    start, end = column.offsets[i].as_py(), column.offsets[i + 1].as_py()
-    return column.values.to_numpy(zero_copy_only=True)[start:end]
-
-
-def _weights(column: pa.ListArray, i: int) -> npt.NDArray[np.float32] | None:
+def _values(column: pa.ListArray, i: int) -> Any:
+    """Return a list of numbers as an array; None for null."""
     if not column[i].is_valid:
         return None
     start, end = column.offsets[i].as_py(), column.offsets[i + 1].as_py()
@@ -441,7 +426,7 @@ def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -
     channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
     of = list(zip(parts, manifests, strict=True))
     codes = [_common_codes(part["channel"], manifest.channels, channels) for part, manifest in of]
-    known = [with_guesses(part, manifest.identity.media_limits) for part, manifest in of]
+    known = [with_estimates(part, manifest.identity.media_limits) for part, manifest in of]
     names = [field.name for field in fields(SplitIndex) if not field.name.startswith("channel")]
     joined: dict[str, Any] = {name: np.concatenate([part[name] for part in known]) for name in names}
     return SplitIndex(channel=np.concatenate(codes), channels=channels, **joined)
@@ -461,22 +446,17 @@ def _root(directory: str) -> str:
 
 
 def exported_model(directory: str) -> str:
-    """The model that a cache was exported for: a directory, or an id of the hub."""
+    """Return the model that a cache was exported for: a directory, or a hub id."""
     return str(Manifest.read(_root(directory)).identity.spec["model"])
 
 
 def common_splits(directories: Sequence[str]) -> set[str]:
-    """Names of the splits that all of these caches have.
-
-    Raises:
-        MismatchError: if one is unfinished.
-        StorageError: if a remote one cannot be read.
-    """
+    """Return the names of the splits that all of these caches have."""
     return set.intersection(*(set(Manifest.read(_root(directory)).splits) for directory in directories))
 
 
 def check_sizes(root: str, manifest: Manifest, split: str) -> None:
-    """Compare the data files with the manifest, in one listing. Web servers list nothing: there it waits for the copy.
+    """Compare the sizes of the shards with the manifest, by one listing; not on web servers, which have no listings.
 
     Raises:
         MismatchError: if one is missing or has another size.

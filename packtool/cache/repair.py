@@ -1,12 +1,13 @@
-"""``packtool export --repair``: what is damaged of a finished cache is made again, and nothing else.
+"""``packtool export --repair``: recreate only the damaged files of a finished cache.
 
 An export is a function of rows, settings and model: the task that wrote a shard writes the same bytes again, which the
-manifest's checksum proves. Index and prefixes are put together again from the shards.
+manifest's checksum proves. Index and prefixes are rebuilt from the shards.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
@@ -14,24 +15,23 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.index import joined_batches, prefix_batch, with_fields
 from packtool.cache.local import check_all
-from packtool.cache.manifest import Manifest, ShardInfo
+from packtool.cache.manifest import Manifest
 from packtool.cache.reader import ShardFile
-from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, index_batch, index_part
+from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, atomic_file, index_batch, index_part
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.constants import INDEX_NAME, MIN_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import MediumKey, by_address, by_content, prefix_hashes
 from packtool.errors import MismatchError
-from packtool.storage import AtomicFile
 
 _SCRATCH = "repair"
 _CHUNK_BYTES = 4 * 2**20
 
 
 def damaged_files(directory: str, manifest: Manifest) -> list[str]:
-    """Paths below the cache's directory: ``train/data-00003-of-00016.arrow``."""
-    return [check.file for check in check_all(directory, manifest) if check.problem]
+    """Return the damaged files by paths below the directory: ``train/data-00003-of-00016.arrow``."""
+    return [file for file, problem, _ in check_all(directory, manifest) if problem]
 
 
 def repair(
@@ -42,16 +42,15 @@ def repair(
     media_tokens: MediaTokens,
     run: Callable[[Sequence[Task], str], Mapping[int, TaskResult]],
 ) -> None:
-    """Make damaged files again.
+    """Recreate damaged files.
 
     Args:
-        tasks: of the export, all.
+        tasks: all tasks of the export.
         media_tokens: of the model.
-        run: runs tasks that write below a directory.
+        run: runs tasks that write below a directory; returns results by task number.
 
     Raises:
-        MismatchError: if what comes out is not what was there, as with another version of a library.
-        StorageError: if reading or writing fails.
+        MismatchError: if a recreated file differs, as with another version of a library.
     """
     scratch = storage.join(directory, TASKS_DIR, _SCRATCH)
     storage.remove(scratch)
@@ -67,19 +66,19 @@ def repair(
             for shard in info.shards:
                 file = f"{split}/{shard.file}"
                 if file in damaged:
-                    _confirm(directory, file, made.get(file), shard)
-                    _copy(storage.join(scratch, file), storage.join(directory, file))
+                    if made.get(file) != shard.sha256:
+                        raise _not_the_same(directory, file)
+                    with (
+                        storage.open_read(storage.join(scratch, file)) as source,
+                        atomic_file(storage.join(directory, file)) as target,
+                    ):
+                        shutil.copyfileobj(source, target, _CHUNK_BYTES)
             if f"{split}/{INDEX_NAME}" in damaged:
                 _rebuild_index(directory, manifest, split)
             if f"{split}/{PREFIXES_NAME}" in damaged:
                 _rebuild_prefixes(directory, manifest, split, media_tokens)
     finally:
         storage.remove(storage.join(directory, TASKS_DIR))
-
-
-def _confirm(directory: str, file: str, sha256: str | None, shard: ShardInfo) -> None:
-    if sha256 != shard.sha256:
-        raise _not_the_same(directory, file)
 
 
 def _not_the_same(directory: str, file: str) -> MismatchError:
@@ -90,18 +89,6 @@ def _not_the_same(directory: str, file: str) -> MismatchError:
     )
 
 
-def _copy(source: str, target: str) -> None:
-    file = AtomicFile(target)
-    try:
-        with storage.open_read(source) as data:
-            while chunk := data.read(_CHUNK_BYTES):
-                file.write(chunk)
-        file.commit()
-    except BaseException:
-        file.discard()
-        raise
-
-
 def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
     info = manifest.splits[split]
     codes = {name: code for code, name in enumerate(manifest.channels)}
@@ -109,7 +96,7 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
         index_batch(index_part(samples, number, 0, codes))
         for number, samples in enumerate(_samples_of_shards(directory, manifest, split))
     ]
-    # An older packtool wrote fewer columns.
+    # Older caches have fewer columns.
     older = pa.schema([field for field in INDEX if field.name not in ADDED])
     for schema in (INDEX, older):
         data = _file_of([batch.select(schema.names) for batch in batches], schema)
@@ -120,7 +107,7 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 
 
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
-    # An older packtool knew media by their addresses, or wrote fewer fields.
+    # Older caches identify media by their addresses, or have fewer fields.
     for medium_key in (by_content, by_address):
         joined = _prefix_batches(directory, manifest, split, media_tokens, medium_key)
         for fields in (PREFIX, PREFIX_BEFORE):

@@ -1,4 +1,4 @@
-"""What an output directory already holds, and whether this export may resume, replace or leave it."""
+"""Resume, replace or keep the content of an export's output directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from packtool import storage
@@ -32,11 +32,7 @@ _STATE_NAME = "export.json"
 
 
 def check_is_cache(directory: str) -> None:
-    """Hold ``--overwrite`` to caches.
-
-    Raises:
-        ConfigError: if the directory holds something else.
-    """
+    """Raise a ConfigError for ``--overwrite`` or ``--repair`` of a directory that holds no cache."""
     names = [name for name in storage.list_names(directory) if not is_of_lock(name)]
     if names and MANIFEST_NAME not in names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(
@@ -46,7 +42,7 @@ def check_is_cache(directory: str) -> None:
 
 
 def clear(directory: str) -> None:
-    """Remove a cache, finished or not, and nothing else. Interrupted, it leaves what another export can clear."""
+    """Remove a cache, finished or not, and nothing else; if interrupted, the next export can continue."""
     storage.make_directory(storage.join(directory, TASKS_DIR))
     _clear_tasks(directory)
     for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME):
@@ -54,33 +50,31 @@ def clear(directory: str) -> None:
 
 
 def forget_tasks(directory: str) -> None:
-    """Remove what tasks have finished: what they made is of no use, and stands in the way of nothing."""
+    """Remove the files of all tasks of an export that kept no row."""
     _clear_tasks(directory)
     for name in (TASKS_DIR, TRAIN_SPLIT, VAL_SPLIT):
         storage.remove(storage.join(directory, name))
 
 
 def _clear_tasks(directory: str) -> None:
-    """Remove what tasks left, markers first: none may outlive its shard or the parts that it tells of."""
+    """Remove the files of ``TASKS_DIR``, markers first, because none may outlive the files that it describes."""
     tasks = storage.join(directory, TASKS_DIR)
     for name in sorted(storage.list_names(tasks), key=_is_marker, reverse=True):
         storage.remove(storage.join(tasks, name))
 
 
 def published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> Manifest | None:
-    """The manifest of this very export, if another part of it has published it."""
-    if not storage.exists(storage.join(directory, MANIFEST_NAME)):
-        return None
-    manifest = Manifest.read(directory)
-    return manifest if manifest.fingerprint == fingerprint_of(identity, sources) else None
+    """Return the manifest of this export, if another part of it has published it."""
+    manifest = _read_manifest(directory)
+    return manifest if manifest and manifest.fingerprint == fingerprint_of(identity, sources) else None
+
+
+def _read_manifest(directory: str) -> Manifest | None:
+    return Manifest.read(directory) if storage.exists(storage.join(directory, MANIFEST_NAME)) else None
 
 
 def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """The manifest of a finished cache in the directory, if it is the one that would be made and is whole.
-
-    Raises:
-        MismatchError: if it is another, naming every setting that differs, or is damaged.
-    """
+    """Return the manifest of the finished cache of this export; None if there is no finished cache."""
     manifest = find_same(directory, identity, specs)
     if manifest is not None:
         for split in manifest.splits:
@@ -92,14 +86,13 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
 
 
 def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """The manifest of a finished cache in the directory, whole or damaged, if it is the one that would be made.
+    """Return the manifest of the finished cache of this export, which may be damaged; None if there is none.
 
     Raises:
-        MismatchError: if it is another, naming every setting that differs.
+        MismatchError: if it has other settings, naming all of them.
     """
-    if not storage.exists(storage.join(directory, MANIFEST_NAME)):
+    if (manifest := _read_manifest(directory)) is None:
         return None
-    manifest = Manifest.read(directory)
     different = differences(manifest.identity.as_dict(), identity.as_dict())
     there = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
     here = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
@@ -121,7 +114,7 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
 
 def _changed(source: SourceInfo, spec: SourceSpec) -> list[str]:
     if not storage.exists(spec.path):
-        return []  # the cache is what is left of it
+        return []  # only the cache remains
     state = storage.stat(spec.path)
     if (state.size, state.modified) == (source.size, source.modified):
         return []
@@ -131,7 +124,7 @@ def _changed(source: SourceInfo, spec: SourceSpec) -> list[str]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """One line for each value that differs, nested names with dots. A model's or a template's path alone is none."""
+    """Return a line for each value that differs, nested names with dots; paths of model and template are ignored."""
     lines = []
     for key in there.keys() | here.keys():
         a, b = there.get(key), here.get(key)
@@ -142,56 +135,45 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
     return sorted(lines)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What an unfinished directory says that it will be.
+def export_state(identity: Identity, sources: tuple[SourceInfo, ...]) -> bytes:
+    """Return the content of ``.tasks/export.json``, which identifies an unfinished export."""
+    paths = [(source.path, source.settings) for source in sources]
+    return json.dumps([VERSION, fingerprint_of(identity, sources), paths]).encode()
+
+
+def export_id(state: bytes) -> str:
+    """Return the identifier of an export in the markers of its tasks."""
+    return hashlib.sha256(state).hexdigest()[:16]
+
+
+def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
+    """Make the directories; return the results of tasks that an interrupted run of the same export has finished.
 
     Args:
-        state: for ``.tasks/export.json``.
-    """
-
-    state: bytes
-
-    @classmethod
-    def of(cls, identity: Identity, sources: tuple[SourceInfo, ...]) -> Claim:
-        """The claim of an export."""
-        paths = [(source.path, source.settings) for source in sources]
-        return cls(json.dumps([VERSION, fingerprint_of(identity, sources), paths]).encode())
-
-    @property
-    def export(self) -> str:
-        """Names the export in the markers of its tasks."""
-        return hashlib.sha256(self.state).hexdigest()[:16]
-
-
-def begin(directory: str, claim: Claim, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
-    """Make the directories, or find what an interrupted run of the same export has finished.
-
-    Args:
+        state: of this export (``export_state``).
         splits: that will have shards.
-        is_part: other machines work on the same export at this moment, so nothing may be cleared away.
+        is_part: other machines may work on the same export, so nothing may be removed.
 
     Raises:
-        ConfigError: if the directory holds something else.
-        MismatchError: if it holds the beginning of another export.
+        MismatchError: if the directory holds another unfinished export.
     """
     check_is_ours(directory)
     started = storage.join(directory, TASKS_DIR, _STATE_NAME)
     there = storage.read_bytes(started) if storage.exists(started) else None
-    if there != claim.state:
+    if there != state:
         old = num_finished(directory)
         if old or (is_part and there is not None):
             raise _other_export(directory, old)
     if not is_part:
-        if there != claim.state:
+        if there != state:
             clear(directory)
-        with suppress(StorageError):  # uploads that cannot be listed cost money, but no cache
+        with suppress(StorageError):  # unlisted uploads cost money, but do no harm to the cache
             storage.discard_unfinished(directory)
     for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(storage.join(directory, name))
-    if there != claim.state and not storage.publish_new(started, claim.state):
-        raise _other_export(directory, 0)  # another part was quicker, and is a part of something else
-    return finished_tasks(directory, claim.export)
+    if there != state and not storage.publish_new(started, state):
+        raise _other_export(directory, 0)  # a part of another export was quicker
+    return finished_tasks(directory, export_id(state))
 
 
 def _other_export(directory: str, num_finished: int) -> MismatchError:
@@ -202,13 +184,9 @@ def _other_export(directory: str, num_finished: int) -> MismatchError:
 
 
 def check_is_ours(directory: str) -> None:
-    """Hold an export to directories that are empty or hold an export's beginning.
-
-    Raises:
-        ConfigError: if the directory holds something else.
-    """
+    """Raise a ConfigError unless the directory is empty or holds an unfinished export."""
     names = [name for name in storage.list_names(directory) if not is_of_lock(name)]
-    # What is left of an export that dropped every row is its list of reasons.
+    # An export that kept no row leaves only its list of reasons.
     if names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(
             f"--output-dir {directory} is not empty and holds no cache: {', '.join(names[:3])}",
@@ -217,7 +195,7 @@ def check_is_ours(directory: str) -> None:
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
-    """Results of the tasks of this export whose marker is there, and the very shards and parts that it tells of."""
+    """Return the results of tasks of this export that have a marker and intact shards and parts."""
     done = {}
     states: dict[str, dict[str, storage.FileState | None]] = {}
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
@@ -241,7 +219,7 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
 
 
 def num_finished(directory: str) -> int:
-    """Tasks of an unfinished cache that have a marker."""
+    """Count the tasks of an unfinished cache that have a marker."""
     return sum(_is_marker(name) for name in storage.list_names(storage.join(directory, TASKS_DIR)))
 
 
@@ -250,17 +228,13 @@ def _is_marker(name: str) -> bool:
 
 
 def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
-    """What decides the content of the cache that an export makes.
-
-    Args:
-        limits: on media, of the model with the user's options.
-    """
+    """Return the identity of an export's cache; ``limits``: of the model with the user's options."""
     return Identity(
-        # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
+        # The path of the model is absolute, so that it is found from any directory; the fingerprint ignores it.
         spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
         | {
             "model": place_of(config.model),
-            # As it is meant, so that a cache whose empty thinking blocks are targets is not taken for one without.
+            # Resolved, because the default depends on whether the model has hybrid thinking.
             "loss_scale": loss_scale_of(config.loss_scale, is_hybrid_thinking(files)),
         },
         model_type=files.model_type,
@@ -275,11 +249,11 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
 
 
 @contextlib.contextmanager
-def collecting_later() -> Iterator[Callable[[], None]]:
-    """Look for no garbage until the function is called that this gives, and in what there is by then not at all.
+def delayed_gc() -> Iterator[Callable[[], None]]:
+    """Disable garbage collection until the yielded function is called, which also excludes all objects so far.
 
-    What is found of many thousand files all stays; it would be looked through again with every quarter more of it.
-    Where a program has switched collections off, they stay off, and what it has frozen stays frozen.
+    The descriptions of many thousand files all stay alive, and would be traversed by every collection. If garbage
+    collection is disabled already, nothing changes.
     """
     if not gc.isenabled():
         yield lambda: None

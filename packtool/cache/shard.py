@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, files_of
 from packtool.media.opening import MediaProblem, open_medium
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import Dropped, MediaRef
@@ -56,7 +57,7 @@ SAMPLES = pa.schema(
         ("truncated", pa.int32()),
     ]
 )
-"""One row a sample: the fields of ``EncodedSample`` and of its media.
+"""The columns of a shard, one row a sample: the fields of ``EncodedSample`` and of its media.
 
 ``turns``: [start, end) of each assistant turn that may be trained, flat. ``loss_scale``: null where all labels weigh 1.
 ``truncated``: tokens removed.
@@ -71,9 +72,9 @@ PARTS = pa.schema(
         ("borders", _INTS),
     ]
 )
-"""Further columns where rows may become several samples, by ``--expand-turns`` or by their responses.
+"""Further columns if rows may become several samples, by ``--expand-turns`` or by their responses.
 
-``part``: which part of its row a sample is, null for a whole row. ``borders``: where its turns begin and end.
+``part``: the part of its row that a sample is, null for a whole row. ``borders``: where its turns begin and end.
 """
 
 INDEX = pa.schema(
@@ -91,14 +92,14 @@ INDEX = pa.schema(
         ("patch_squares", pa.int64()),
     ]
 )
-"""All that planning reads; ``channel`` is -1 or a position in the manifest's list.
+"""The columns of an index, which planning reads; ``channel`` is -1 or a position in the manifest's list.
 
-The last two are what towers cost: tokens of sounds, and the sum over frames of (patches of the frame)^2. Caches that
-were made before they were kept lack them.
+The last two determine the cost of towers: tokens of sounds, and the sum over frames of (patches of the frame)^2. Older
+caches lack them.
 """
 
 UNKNOWN = -1
-"""Stands in the last two columns of an index for what an older packtool did not keep."""
+"""Value in the columns ``ADDED`` for a cache that lacks them."""
 ADDED = ("audio_tokens", "patch_squares")
 
 
@@ -115,14 +116,14 @@ PREFIX = pa.struct(
 """One prefix of a sample: the fields of ``PrefixHashes``."""
 
 PREFIX_BEFORE = pa.struct([field for field in PREFIX if field.name != "target_tokens"])
-"""What older caches tell of one."""
+"""The fields of a prefix in older caches."""
 
 PREFIXES = pa.schema([("prefixes", pa.list_(PREFIX))])
-"""A line for each line of the index: some prefixes of the sample, the shorter ones first."""
+"""One row for each row of the index: some prefixes of the sample, the shorter ones first."""
 
 
 def with_added_columns(table: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
-    """An index, or a part of one, with all columns of ``INDEX``: ``UNKNOWN`` in those that it lacks."""
+    """Add the columns that an index, or a part of one, lacks, filled with ``UNKNOWN``."""
     for name in ADDED:
         if name not in table.schema.names:
             field = INDEX.field(name)
@@ -139,23 +140,19 @@ def _feature(kind: pa.DataType) -> dict[str, Any]:
 
 
 def samples_schema(has_parts: bool) -> pa.Schema:
-    """The columns of a shard.
-
-    Args:
-        has_parts: whether rows may become several samples.
-    """
+    """Return the columns of a shard; ``has_parts``: rows may become several samples."""
     return pa.schema([*SAMPLES, *PARTS]) if has_parts else SAMPLES
 
 
 def dataset_info(has_parts: bool) -> bytes:
-    """``dataset_info.json``, which ``datasets.load_from_disk`` reads the columns' types from."""
+    """Return ``dataset_info.json``, from which ``datasets.load_from_disk`` reads the types of the columns."""
     features = {field.name: _feature(field.type) for field in samples_schema(has_parts)}
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
     return json.dumps(info, indent=1).encode()
 
 
 def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
-    """``state.json``, which ``datasets.load_from_disk`` finds the shards by."""
+    """Return ``state.json``, from which ``datasets.load_from_disk`` reads the names of the shards."""
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in files],
         "_fingerprint": fingerprint,
@@ -168,12 +165,34 @@ def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
     return json.dumps(state, indent=1).encode()
 
 
+@contextmanager
+def atomic_file(path: str) -> Iterator[AtomicFile]:
+    """Open a file that appears under its path at the end of the block, and not at all after an error."""
+    file = AtomicFile(path)
+    try:
+        yield file
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
+
+
+def write_arrow_file(path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> str:
+    """Write record batches as one Arrow file and return its SHA-256."""
+    with atomic_file(path) as file:
+        sink = HashingSink(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+    return sink.digest.hexdigest()
+
+
 IndexPart = dict[str, npt.NDArray[np.integer[Any]]]
 """The index columns of some samples, (S,) each."""
 
 
 class ShardWriter:
-    """Writes samples in batches; the file appears whole on ``close`` or not at all.
+    """Writes samples in batches; the file appears on ``close``.
 
     Args:
         path: of the data file.
@@ -192,18 +211,17 @@ class ShardWriter:
             self._writer.write_batch(_batch(samples, self._schema))
 
     def close(self) -> tuple[str, FileState]:
-        """Finish the file: its SHA-256, and size and time as the place has them."""
+        """Finish the file; return its SHA-256, and its size and time as the store has them."""
         self._writer.close()
-        state = self._file.commit()
-        return self._sink.digest.hexdigest(), state
+        return self._sink.digest.hexdigest(), self._file.commit()
 
     def discard(self) -> None:
-        """Forget what was written."""
+        """Remove the unfinished file."""
         self._file.discard()
 
 
 class HashingSink:
-    """What pyarrow writes to: hashes on the way to the file."""
+    """A file for pyarrow to write to, which computes the SHA-256 on the way."""
 
     closed = False
 
@@ -220,16 +238,16 @@ class HashingSink:
         return view.nbytes
 
     def discard(self) -> None:
-        """Forget the file. A writer that is cleared away afterwards may still write its end, to nowhere."""
+        """Remove the unfinished file; what a garbage-collected writer still writes is ignored."""
         if self._file is not None:
             self._file.discard()
         self._file = None
 
     def flush(self) -> None:
-        """Do nothing; pyarrow calls it, and every write goes to the file at once."""
+        """Do nothing: writes are not buffered. pyarrow calls it."""
 
     def close(self) -> None:
-        """The file is committed by whoever made it."""
+        """Mark as closed; the owner of the file commits it."""
         self.closed = True
 
 
@@ -274,44 +292,45 @@ def _video(video: EncodedVideo) -> dict[str, object]:
 
 
 def media_columns(media: Mapping[str, Sequence[Any]]) -> dict[str, list[dict[str, object]]]:
-    """Media as the columns ``images``, ``videos`` and ``audios`` hold them, by these names."""
+    """Return media in the form of the columns ``images``, ``videos`` and ``audios``, by these names."""
     makers: dict[str, Callable[[Any], dict[str, object]]] = {"images": _image, "videos": _video, "audios": _audio}
-    return {kind: [makers[kind](medium) for medium in found] for kind, found in media.items()}
+    return {kind: list(map(makers[kind], items)) for kind, items in media.items()}
 
 
 def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatch:
-    def column(name: str, values: Sequence[object]) -> pa.Array:
-        return pa.array(values, schema.field(name).type)
-
-    columns = {
+    columns: dict[str, Any] = {
         "input_ids": _ints([sample.input_ids for sample in samples]),
         "labels": _ints([sample.labels for sample in samples]),
-        "length": pa.array([sample.length for sample in samples], pa.int32()),
+        "length": [sample.length for sample in samples],
         "turns": _ints([sample.turns for sample in samples]),
-        "loss_scale": column("loss_scale", [sample.loss_scale for sample in samples]),
-        "images": column("images", [[_image(image) for image in sample.images] for sample in samples]),
-        "videos": column("videos", [[_video(video) for video in sample.videos] for sample in samples]),
-        "audios": column("audios", [[_audio(audio) for audio in sample.audios] for sample in samples]),
-        "channel": pa.array([sample.channel for sample in samples], pa.string()),
-        "source": pa.array([sample.source for sample in samples], pa.string()),
-        "row": pa.array([sample.row for sample in samples], pa.int64()),
-        "truncated": pa.array([sample.num_truncated for sample in samples], pa.int32()),
+        "loss_scale": [sample.loss_scale for sample in samples],
+        "images": [list(map(_image, sample.images)) for sample in samples],
+        "videos": [list(map(_video, sample.videos)) for sample in samples],
+        "audios": [list(map(_audio, sample.audios)) for sample in samples],
+        "channel": [sample.channel for sample in samples],
+        "source": [sample.source for sample in samples],
+        "row": [sample.row for sample in samples],
+        "truncated": [sample.num_truncated for sample in samples],
+        "part": [None if sample.part is None else vars(sample.part) for sample in samples],
+        "borders": [sample.borders for sample in samples],
     }
-    if "part" in schema.names:
-        columns["part"] = column("part", [None if sample.part is None else vars(sample.part) for sample in samples])
-        columns["borders"] = column("borders", [sample.borders for sample in samples])
-    return pa.record_batch([columns[name] for name in schema.names], schema=schema)
+    arrays = [columns[field.name] for field in schema]
+    arrays = [
+        values if isinstance(values, pa.Array) else pa.array(values, field.type)
+        for values, field in zip(arrays, schema, strict=True)
+    ]
+    return pa.record_batch(arrays, schema=schema)
 
 
 def num_targets(sample: EncodedSample) -> int:
-    """Tokens that carry loss: labels from the second position on, since nothing comes before the first."""
+    """Count the tokens with loss: labels from the second position on, since nothing predicts the first."""
     return int(np.count_nonzero(sample.labels[1:] >= 0))
 
 
 def index_part(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
 ) -> IndexPart:
-    """The index columns of samples that follow one another in a shard, (S,) each; new channels get the next code."""
+    """Return the index columns of consecutive samples of a shard, (S,) each; new channels get the next code."""
     codes = [
         -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
         for sample in samples
@@ -333,38 +352,34 @@ def index_part(
 
 
 def index_batch(columns: IndexPart) -> pa.RecordBatch:
-    """Index columns, (S,) each, as a record batch in the schema's types."""
-    arrays = [pa.array(columns[field.name], field.type) for field in INDEX]
-    return pa.record_batch(arrays, schema=INDEX)
+    """Return index columns, (S,) each, as a record batch."""
+    return pa.record_batch([pa.array(columns[field.name], field.type) for field in INDEX], schema=INDEX)
 
 
-# Rows are handed on once so much has been read: a batch of long videos must not fill the memory.
-_BYTES_AT_ONCE = 64 << 20
+# A batch of long videos must not fill the memory.
+_GROUP_BYTES = 64 << 20
 
 
 def embedded(
-    rows: Sequence[list[EncodedSample]], rights_of: Mapping[str, MediaPolicy], lose: Callable[[Dropped], None]
+    rows: Sequence[list[EncodedSample]], policies: Mapping[str, MediaPolicy], drop: Callable[[Dropped], None]
 ) -> Iterator[list[list[EncodedSample]]]:
-    """Rows with the bytes of their samples' media, in groups of bounded size; paths stay, for messages.
+    """Yield rows with the bytes of their samples' media, in groups of bounded size; paths stay, for messages.
 
     Args:
-        rows: the samples of each.
-        rights_of: what the rows of a source may reach, by the source's label.
-        lose: told of a row with a medium that cannot be read although it was measured a moment ago.
-
-    Raises:
-        StorageError: if a store is down for everything.
+        rows: the samples of each row.
+        policies: media access policy of each source, by the source's label.
+        drop: called with each row that has a medium which became unreadable after it was measured.
     """
     group: list[list[EncodedSample]] = []
     size = 0
     for row in rows:
         try:
-            group.append([_with_bytes(sample, rights_of[sample.source]) for sample in row])
+            group.append([_with_bytes(sample, policies[sample.source]) for sample in row])
         except MediaProblem as problem:
-            lose(Dropped(row[0].source, row[0].row, problem.reason, problem.detail))
+            drop(Dropped(row[0].source, row[0].row, problem.reason, problem.detail))
             continue
         size += sum(map(_size, group[-1]))
-        if size > _BYTES_AT_ONCE:
+        if size > _GROUP_BYTES:
             yield group
             group, size = [], 0
     if group:
@@ -372,42 +387,27 @@ def embedded(
 
 
 def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
-    return replace(
-        sample,
-        images=tuple(
-            replace(image, path=_shown(image.path), data=_bytes(image.path, image.data, policy))
-            for image in sample.images
-        ),
-        audios=tuple(
-            replace(audio, path=_shown(audio.path), data=_bytes(audio.path, audio.data, policy))
-            for audio in sample.audios
-        ),
-        videos=tuple(
-            replace(
-                video,
-                path=_shown(video.path),
-                data=None if video.frames else _bytes(video.path, video.data, policy),
-                frames=tuple((_shown(path), _bytes(path, data, policy)) for path, data in video.frames),
-            )
-            for video in sample.videos
-        ),
-    )
+    def read(path: str | None, data: bytes | None) -> bytes:
+        if data is not None:
+            return data
+        with open_medium(MediaRef(path, policy=policy), storage.ROWS_BLOCK) as file:
+            return file.read()
 
+    def files(medium: Any) -> dict[str, Any]:
+        path = None if medium.path is None else storage.masked(medium.path)
+        if not isinstance(medium, EncodedVideo) or not medium.frames:
+            return {"path": path, "data": read(medium.path, medium.data)}
+        frames = [(None if name is None else storage.masked(name), read(name, data)) for name, data in medium.frames]
+        return {"path": path, "data": None, "frames": tuple(frames)}
 
-def _shown(path: str | None) -> str | None:
-    return None if path is None else storage.masked(path)
-
-
-def _bytes(path: str | None, data: bytes | None, policy: MediaPolicy) -> bytes:
-    if data is not None:
-        return data
-    with open_medium(MediaRef(path, policy=policy), storage.ROWS_BLOCK) as file:
-        return file.read()
+    kinds: dict[str, tuple[Any, ...]] = {"images": sample.images, "audios": sample.audios, "videos": sample.videos}
+    embedded_media: dict[str, Any] = {
+        kind: tuple(replace(medium, **files(medium)) for medium in media) for kind, media in kinds.items()
+    }
+    return replace(sample, **embedded_media)
 
 
 def _size(sample: EncodedSample) -> int:
-    files = [image.data for image in sample.images]
-    files += [audio.data for audio in sample.audios]
-    files += [video.data for video in sample.videos]
-    files += [data for video in sample.videos for _, data in video.frames]
-    return sum(len(data) for data in files if data is not None)
+    """Return the number of bytes of a sample's media."""
+    media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
+    return sum(len(data) for medium in media for _, data in files_of(medium) if data is not None)

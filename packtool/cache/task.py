@@ -1,11 +1,9 @@
-"""One task: a stretch of rows becomes one shard of each split it has rows for.
+"""Tasks of an export: each encodes a stretch of rows into one shard of each split that it has rows for.
 
-A task knows nothing of the others or of where it runs. Its last act is a marker with its counts, the export it belongs
-to and the digests of what it wrote; a task with such a marker is done and need not run again. Only with its shards does
-it wait until they are on the disk: where a power failure leaves no marker, or not what it tells of, the task runs
-again.
-
-All rows of an export cut into tasks: the same tasks for any number of processes, machines or interruptions.
+The tasks are the same for any number of processes, machines or interruptions. A task is independent of the others and
+of the machine that runs it. At its end it writes a marker with its counts, its export and the digests of its files; a
+task with a marker need not run again. Only shards are written durably: if a power failure leaves no marker, or files
+that differ from it, the task runs again.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.index import joined_batches, prefix_batch
-from packtool.cache.lock import LockStamp, lost
+from packtool.cache.lock import lost_error
 from packtool.cache.manifest import InputCounts, SampleCounts
 from packtool.cache.shard import INDEX, PREFIXES, IndexPart, ShardWriter, embedded, index_batch, index_part
 from packtool.config.data import EncodeSpec, ExportConfig
@@ -41,14 +39,13 @@ BATCH_ROWS = 128
 
 @dataclass(frozen=True)
 class Task:
-    """What one worker does at a time.
+    """A stretch of rows that one worker encodes.
 
     Args:
         number: 0-based among all tasks.
-        stretches: where its rows lie: blocks of one source or, where these are small, of several.
-        val_rows: positions in this task, ascending, of the rows that go to the val split; all of them do where
-            there is no shard of the train split.
-        shards: file name of the task's shard in each split that it writes to.
+        stretches: blocks of one source or, if these are small, of several.
+        val_rows: ascending positions in this task of the rows of the val split; all rows if there is no train shard.
+        shards: number and file name of the task's shard in each split that it writes to.
     """
 
     number: int
@@ -58,20 +55,25 @@ class Task:
 
     @property
     def num_rows(self) -> int:
-        """Rows that go in."""
+        """Number of rows of the task."""
         return sum(blocks.num_rows for _, blocks in self.stretches)
+
+
+def always() -> bool:
+    """Return true: the default of ``Work.is_locked``, for a directory that no other process writes to."""
+    return True
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all tasks of an export share.
+    """Settings that all tasks of an export share.
 
     Args:
-        directory: of the cache; None counts and writes nothing.
-        strict: the first row that cannot be used is an error.
+        directory: of the cache; None to count and write nothing.
+        strict: the first unusable row is an error.
         has_parts: whether rows may become several samples.
-        export: names the export by settings and rows: ``restart.Claim``.
-        lock: that must hold when a shard is put in its place; None where nobody else can write.
+        export: identifier of the export by settings and rows (``restart.export_id``).
+        is_locked: whether the lock still holds, checked before shards are published.
     """
 
     spec: EncodeSpec
@@ -79,18 +81,18 @@ class Work:
     strict: bool
     has_parts: bool = False
     export: str = ""
-    lock: LockStamp | None = None
+    is_locked: Callable[[], bool] = always
 
 
 @dataclass
 class SplitResult:
-    """What a task put into one split.
+    """The counts and files of a task in one split.
 
     Args:
-        bytes, sha256, modified: of the shard; the last is what the place said of the file that was written.
+        bytes, sha256, modified: of the shard; ``modified`` as the store returned it after writing.
         index_sha256: of its part of the index.
-        prefixes_sha256: of its part of the prefixes; empty where an older packtool wrote it.
-        lengths: samples by tokens.
+        prefixes_sha256: of its part of the prefixes; empty if an older packtool wrote it.
+        lengths: number of samples by tokens.
     """
 
     shard: int = 0
@@ -104,7 +106,7 @@ class SplitResult:
     lengths: dict[int, int] = field(default_factory=dict)
 
     def add(self, rows: Sequence[Sequence[EncodedSample]], index: IndexPart) -> None:
-        """Count the samples of rows, with their part of the index."""
+        """Add the samples of rows, with their part of the index, to the counts."""
         removed = [sample.num_truncated for row in rows for sample in row]
         self.counts += SampleCounts(
             rows=len(removed),
@@ -121,12 +123,12 @@ class SplitResult:
 
 @dataclass
 class TaskResult:
-    """Counts of a finished task: rows in are samples of its splits, but for added pieces, plus drops.
+    """Counts of a finished task: its rows are samples of its splits (except added pieces) or dropped.
 
     Args:
-        export: that it belongs to.
+        export: identifier of the export.
         dropped_sha256: of its part of ``dropped.jsonl``.
-        first_dropped: by reason, which row was the first and what is wrong with it.
+        first_dropped: description of the first dropped row, by reason.
     """
 
     number: int
@@ -138,12 +140,12 @@ class TaskResult:
     channels: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
-        """The content of the marker file, as JSON."""
+        """Return the content of the marker file."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> TaskResult:
-        """The result that a marker file holds."""
+        """Return the result in a marker file."""
         raw = load_json(data)
         for split in raw["splits"].values():
             split["counts"] = SampleCounts(**split["counts"])
@@ -153,51 +155,38 @@ class TaskResult:
 
 
 def marker_path(directory: str, number: int) -> str:
-    """Where a task's marker lies."""
+    """Return the path of a task's marker."""
     return storage.join(directory, TASKS_DIR, f"{number:05d}.json")
 
 
 def index_path(directory: str, number: int, split: str) -> str:
-    """Where a task's part of a split's index lies until the export is finished."""
+    """Return the path of a task's part of a split's index until the export is finished."""
     return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.arrow")
 
 
 def prefixes_path(directory: str, number: int, split: str) -> str:
-    """Where a task's part of a split's prefixes lies until the export is finished."""
+    """Return the path of a task's part of a split's prefixes until the export is finished."""
     return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.prefixes.arrow")
 
 
 def dropped_path(directory: str, number: int) -> str:
-    """Where a task's part of ``dropped.jsonl`` lies until the export is finished."""
+    """Return the path of a task's part of ``dropped.jsonl`` until the export is finished."""
     return storage.join(directory, TASKS_DIR, f"{number:05d}.dropped.jsonl")
 
 
 Report = Callable[[int, int, int], None]
-"""Is told of every group: rows, drops and tokens since the last time."""
+"""Takes rows, drops and tokens since the last call."""
 
 
-def _to_nobody(rows: int, dropped: int, tokens: int) -> None:
-    pass
-
-
-def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobody) -> TaskResult:
-    """Encode a task's rows and write its shards, its parts of index and drops, and at the end its marker.
-
-    Args:
-        report: told of progress.
-
-    Raises:
-        RowError: in strict mode, or for an over-long row when the strategy is ``raise``.
-        MismatchError: if another export has taken the directory over.
-        StorageError: if writing fails.
-    """
+def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *_: None) -> TaskResult:
+    """Encode a task's rows and write its shards, its parts of index and drops, and at the end its marker."""
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, work, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
     position = 0
     rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
     try:
-        for group in _groups(rows):
+        while group := tuple(islice(rows, BATCH_ROWS)):
             kept: dict[str, list[list[EncodedSample]]] = {name: [] for name in task.shards}
             before = outputs.num_dropped
             for item in encode_samples(group, encoder):
@@ -220,18 +209,13 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobo
         raise
 
 
-def _groups(rows: Iterator[Sample | Dropped]) -> Iterator[tuple[Sample | Dropped, ...]]:
-    while group := tuple(islice(rows, BATCH_ROWS)):
-        yield group
-
-
 class _Outputs:
     """The files of one task."""
 
     def __init__(self, task: Task, work: Work, media_tokens: MediaTokens, embed: bool) -> None:
         self.result = TaskResult(task.number, work.export)
         self._embed, self._strict, self._media_tokens = embed, work.strict, media_tokens
-        self._task, self._directory, self._lock = task, work.directory, work.lock
+        self._task, self._directory, self._is_locked = task, work.directory, work.is_locked
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
         self._policy = {source.label: source.media_policy for source, _ in task.stretches} if embed else {}
@@ -245,11 +229,11 @@ class _Outputs:
 
     @property
     def num_dropped(self) -> int:
-        """Rows that were dropped so far."""
+        """Number of rows dropped so far."""
         return sum(self.result.counts.dropped.values())
 
     def drop(self, item: Dropped) -> None:
-        """Count and write down a row that is left out, or a turn or a response of a row that is kept without it.
+        """Record a dropped row, or a dropped turn or response of a row that is kept.
 
         Raises:
             RowError: in strict mode.
@@ -271,22 +255,24 @@ class _Outputs:
                 result.add(rows, index)
                 if self._directory is not None:
                     self._index[split].append(index)
-                    found = prefix_hashes(part, self._media_tokens, longer_than=MIN_SHARED)
-                    self._prefixes[split].append(prefix_batch(*found))
+                    hashes = prefix_hashes(part, self._media_tokens, longer_than=MIN_SHARED)
+                    self._prefixes[split].append(prefix_batch(*hashes))
                     self._writers[split].write(part)
 
     def commit(self) -> TaskResult:
         self.result.channels = list(self._codes)
         if self._directory is None:
             return self.result
-        if self._lock is not None and not self._lock.is_held():
-            raise lost(self._directory)
+        if not self._is_locked():
+            raise lost_error(self._directory)
         number = self._task.number
         for split, writer in self._writers.items():
             result = self.result.splits[split]
             result.sha256, state = writer.close()
             result.bytes, result.modified = state.size, state.modified
-            index = _index_bytes(self._index[split])
+            parts = self._index[split]
+            columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
+            index = _stream_of([] if columns is None else [index_batch(columns)], INDEX)
             result.index_sha256 = hashlib.sha256(index).hexdigest()
             storage.publish(index_path(self._directory, number, split), index, durable=False)
             prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
@@ -304,11 +290,6 @@ class _Outputs:
             writer.discard()
 
 
-def _index_bytes(parts: list[IndexPart]) -> bytes:
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
-    return _stream_of([] if columns is None else [index_batch(columns)], INDEX)
-
-
 def _stream_of(batches: list[pa.RecordBatch], schema: pa.Schema) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
@@ -319,21 +300,21 @@ def _stream_of(batches: list[pa.RecordBatch], schema: pa.Schema) -> bytes:
 
 Stretches = tuple[tuple[Source, RowBlocks], ...]
 
-LEAST_SHARD_ROWS = 256
-"""Rows of a shard where nothing else is asked for and there are so many."""
-_MOST_SHARD_ROWS, _SHARDS = 16384, 64
+MIN_SHARD_ROWS = 256
+"""Minimum rows of a shard, unless ``--rows-per-shard`` is given or there are fewer."""
+_MAX_SHARD_ROWS, _SHARDS = 16384, 64
 
 
 def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
-    """Cut all sources into stretches of rows, each of which becomes one shard of every split it has rows for."""
+    """Divide all sources into tasks."""
     total = sum(source.num_rows for source in scanned)
-    shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), LEAST_SHARD_ROWS), _MOST_SHARD_ROWS)
+    shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
     num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
     val_rows = _val_rows(num_train, config.split_dataset_ratio, config.seed)
     first = 0  # among the rows of --dataset
     parts: list[tuple[Stretches, tuple[int, ...], list[str]]] = []
-    for split, sources in groupby(scanned, key=lambda found: found.spec.split):
-        for stretches in _filled([(found.source, found.blocks) for found in sources], shard_rows):
+    for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
+        for stretches in _filled([(each.source, each.blocks) for each in sources], shard_rows):
             if split == VAL_SPLIT:
                 parts.append((stretches, (), [VAL_SPLIT]))
                 continue
@@ -355,7 +336,7 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
 
 
 def _filled(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
-    """Neighbouring blocks of about ``shard_rows`` rows; a stretch goes on in the next source where one ends early."""
+    """Yield neighbouring blocks of about ``shard_rows`` rows, which continue in the next source if one is too small."""
     stretches: list[tuple[Source, RowBlocks]] = []
     rows = 0
     for source, blocks in sources:

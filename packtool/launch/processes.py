@@ -109,9 +109,6 @@ def launch_command(
         environ: the environment; inside torchrun the answer is None.
         even_one: a single process needs torchrun's environment, too.
         max_wait: seconds to wait for other machines; by default 1800.
-
-    Raises:
-        ConfigError: see ``Processes.from_environment``.
     """
     if is_launched(environ):
         return None
@@ -190,9 +187,6 @@ def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False, max_wai
         arguments: of packtool, from the subcommand on.
         even_one: a single process needs torchrun's environment, too.
         max_wait: seconds to wait for other machines; by default 1800.
-
-    Raises:
-        ConfigError: if the environment is wrong.
     """
     command = launch_command(arguments, os.environ, even_one=even_one, max_wait=max_wait)
     if command is None:
@@ -219,11 +213,7 @@ def _number(
 
 
 def begins_run() -> bool:
-    """Whether this command starts a run: not one of torchrun's processes, and on the first machine.
-
-    Raises:
-        ConfigError: if the environment is wrong.
-    """
+    """Whether this command starts a run: not one of torchrun's processes, and on the first machine."""
     return not is_launched() and Processes.from_environment(os.environ).node_rank == 0
 
 
@@ -246,9 +236,6 @@ def find_place(
         even_one: a single process needs torchrun's environment, too.
         starts_none: this process stands for all: the run is only looked at, or one process does all of its work.
         max_wait: seconds to wait for other machines; by default 1800.
-
-    Raises:
-        ConfigError: if the environment is wrong, or its processes cannot be divided into groups.
     """
     share_cores_politely()
     world = World.from_environment()

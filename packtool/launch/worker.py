@@ -146,9 +146,6 @@ class WorkerPool(Generic[Job, Result]):
 
         Args:
             wait_s: seconds to wait for it; None waits until it has returned. Not during ``map``.
-
-        Raises:
-            WorkerDied: the process ended.
         """
         while self._workers and not self._is_ready:
             pipe = self._workers[0][1]
@@ -167,10 +164,6 @@ class WorkerPool(Generic[Job, Result]):
             num_ahead: maximum number of jobs begun and not yet yielded; by default twice the number of processes.
             in_order: yield in the order of the jobs; otherwise as they finish.
             report: called in this thread with the progress that the jobs report.
-
-        Raises:
-            WorkerDied: a process ended.
-            Exception: what a job, or ``make``, raised.
         """
         jobs, num_ahead = iter(jobs), num_ahead or 2 * self.num_proc
         pending = deque[Future[Result]]()

@@ -158,7 +158,7 @@ def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64
         saved = read_plan_of(reader, config.plan)
         if saved.shared is not None:
             raise ConfigError(f"--plan {config.plan} shares prefixes among samples.", _SHARED_REMEDY)
-        return saved.samples, saved.offsets, saved.info.capacity, len(reader) - len(np.unique(saved.samples))
+        return saved.samples, saved.offsets, saved.capacity, len(reader) - len(np.unique(saved.samples))
     lengths = reader.index.length
     most = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
     kept = np.flatnonzero(lengths <= most)

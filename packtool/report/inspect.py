@@ -455,16 +455,16 @@ def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
     manifest = Manifest.read(directory)
     begin = time.perf_counter()
     progress.start("verify", sum(len(split.shards) + 1 for split in manifest.splits.values()))
-    checks = []
-    for check in check_all(directory, manifest):
-        checks.append(check)
+    files = []
+    for file in check_all(directory, manifest):
+        files.append(file)
         progress.advance(1)
     progress.finish()
-    damaged = [{"file": check.file, "problem": check.problem} for check in checks if check.problem]
+    damaged = [{"file": name, "problem": problem} for name, problem, _ in files if problem]
     return {
         "directory": directory,
-        "num_files": len(checks),
-        "bytes": sum(check.bytes for check in checks),
+        "num_files": len(files),
+        "bytes": sum(num_bytes for _, _, num_bytes in files),
         "seconds": round(time.perf_counter() - begin, 3),
         "without_checksum": [f"{name}/index.arrow" for name, info in manifest.splits.items() if not info.index_sha256],
         "damaged": damaged,

@@ -51,7 +51,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
         "pack": pack,
         "tokens": sum(branch.num_tokens for branch in branches),
         "tokens_without": sum(sample.length for sample in samples),
-        "packing_length": saved.info.capacity,
+        "packing_length": saved.capacity,
         "prefixes": prefixes,
         "samples": own,
     }

@@ -122,7 +122,7 @@ class ShownPacks:
         return {
             "shown": len(self.numbers),
             "all": len(self._plan.offsets) - 1,
-            "capacity": self._plan.info.capacity,
+            "capacity": self._plan.capacity,
             "sharesPrefixes": self._plan.shared is not None,
             "ranks": ranks,
             "places": [_base64(column) for column in placement],

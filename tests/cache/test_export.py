@@ -599,7 +599,7 @@ def test_workers_import_only_what_rows_of_text_need(model: Path, rows: Path, tmp
     code = (
         "import sys; from packtool.cache import executors, task; from packtool.config.data import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
-        "import pyarrow; executors._leave_pandas_out(); pyarrow.array(['a']);"
+        "import pyarrow; executors._block_pandas(); pyarrow.array(['a']);"
         "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
         "heavy = 'torch', 'transformers', 'datasets', 'fsspec', 'av', 'pandas';"
         "print([name for name in heavy if name in sys.modules]);"

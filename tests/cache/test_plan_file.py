@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from packtool.cache.plan_file import PlanInfo, SavedPlan, read_plan, write_plan
+from packtool.cache.plan_file import SavedPlan, read_plan, write_plan
 from packtool.errors import MismatchError
 from packtool.planning.packing import pack
 
@@ -13,16 +15,17 @@ from packtool.planning.packing import pack
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 5000).astype(np.int32)
     plan = pack(lengths, 128, seed=3)
-    info = PlanInfo(capacity=128, max_length=128, seed=3, cache="c", plan=plan.fingerprint, num_cached=5000)
+    info: dict[str, Any] = {"capacity": 128, "max_length": 128, "seed": 3, "cache": "c", "num_cached": 5000}
+    info["plan"] = plan.fingerprint
     path = str(tmp_path / "a.plan")
-    write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths))
+    write_plan(path, SavedPlan(samples=plan.samples, offsets=plan.offsets, lengths=plan.lengths, **info))
     found = read_plan(path)
-    assert found.info == info
+    assert {name: getattr(found, name) for name in info} == info
     for name in ("samples", "offsets", "lengths"):
         np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
     assert found.places is None
     places = np.arange(15_000, dtype=np.int32).reshape(5000, 3)
-    write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths, None, places))
+    write_plan(path, dataclasses.replace(found, places=places))
     np.testing.assert_array_equal(read_plan(path).places, places)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,7 @@ import pytest
 
 from packtool.cache import task as task_module
 from packtool.cache.finish import ExportSummary
-from packtool.cache.index import with_guesses
+from packtool.cache.index import with_estimates
 from packtool.cache.reader import CacheReader
 from packtool.cache.shard import ADDED, INDEX, UNKNOWN
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
@@ -91,18 +90,14 @@ def test_an_export_goes_on_from_parts_of_an_older_one(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_export("whole")
-    written = task_module._index_bytes
+    write = task_module._stream_of
 
-    def older(parts: list[dict[str, Any]]) -> bytes:
-        with pa.ipc.open_stream(written(parts)) as stream:
-            table = stream.read_all().select(OLDER.names)
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, OLDER) as writer:
-            writer.write_table(table)
-        return sink.getvalue().to_pybytes()
+    def older(batches: list[pa.RecordBatch], schema: pa.Schema) -> bytes:
+        is_index = schema is INDEX
+        return write([batch.select(OLDER.names) for batch in batches], OLDER) if is_index else write(batches, schema)
 
     with monkeypatch.context() as patched:
-        patched.setattr(task_module, "_index_bytes", older)
+        patched.setattr(task_module, "_stream_of", older)
         run_export(num_tasks=2, task_index=0)
     run_export(num_tasks=2, task_index=1)
     found, whole = (CacheReader.open([str(tmp_path / name)]).index for name in ("cache", "whole"))
@@ -123,10 +118,10 @@ def test_what_is_not_known_is_guessed_from_counts() -> None:
         "audio_tokens": np.array([-1, -1, -1, -1, -1, 0], np.int32),
         "patch_squares": np.array([-1, -1, -1, -1, -1, 5]),
     }
-    found = with_guesses(columns, limits)
+    found = with_estimates(columns, limits)
     assert found["audio_tokens"].tolist() == [0, 0, 0, 60, 60, 0]
     frames = 1024 / 256
     assert found["patch_squares"].tolist() == [0, 2 * 200**2, frames * 1024**2, 0, 120**2, 5]
     assert found["audio_tokens"].dtype == np.int32
-    without = with_guesses(columns, MediaLimits())
+    without = with_estimates(columns, MediaLimits())
     assert without["patch_squares"].tolist() == [0, 0, 0, 0, 0, 5]

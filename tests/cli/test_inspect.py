@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
+from packtool.cache.plan_file import SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.planning.packing import pack
@@ -72,9 +72,19 @@ def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) ->
 def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = CacheReader.open([cache])
     plan = pack(reader.index.length, 400, seed=0)
-    info = PlanInfo(400, 200, 0, reader.fingerprint, plan.fingerprint, len(reader))
     path = str(tmp_path / "a.plan")
-    write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths))
+    saved = SavedPlan(
+        samples=plan.samples,
+        offsets=plan.offsets,
+        lengths=plan.lengths,
+        capacity=400,
+        max_length=200,
+        seed=0,
+        cache=reader.fingerprint,
+        plan=plan.fingerprint,
+        num_cached=len(reader),
+    )
+    write_plan(path, saved)
     assert run(["inspect", cache, "--plan", path, "--pack", "3", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [sample["sample"] for sample in shown["samples"]] == plan.pack(3).tolist()

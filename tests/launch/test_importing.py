@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from packtool.cache.restart import collecting_later
+from packtool.cache.restart import delayed_gc
 from packtool.launch.processes import imported_at_once
 
 
@@ -41,7 +41,7 @@ def test_a_program_that_has_imported_it_all_is_left_alone(monkeypatch: pytest.Mo
 def test_collections_that_were_off_stay_off() -> None:
     assert not gc.isenabled()
     frozen = gc.get_freeze_count()
-    with collecting_later() as collect, imported_at_once():
+    with delayed_gc() as collect, imported_at_once():
         collect()
         assert not gc.isenabled()
     assert (gc.isenabled(), gc.get_freeze_count()) == (False, frozen)

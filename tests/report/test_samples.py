@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 import packtool
-from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
+from packtool.cache.plan_file import SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.commands import InspectConfig
@@ -362,9 +362,19 @@ def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_
     reader, path = CacheReader.open([cache]), str(tmp_path / "tree.plan")
     lengths = reader.index.length[:3]
     shared = np.array([0, 20, 25], np.int32)
-    info = PlanInfo(4000, 4000, 0, reader.fingerprint, "", len(reader))
-    offsets = np.array([0, 3])
-    write_plan(path, SavedPlan(info, np.arange(3), offsets, (lengths - shared).astype(np.int32), shared))
+    plan = SavedPlan(
+        samples=np.arange(3),
+        offsets=np.array([0, 3]),
+        lengths=(lengths - shared).astype(np.int32),
+        shared=shared,
+        capacity=4000,
+        max_length=4000,
+        seed=0,
+        cache=reader.fingerprint,
+        plan="",
+        num_cached=len(reader),
+    )
+    write_plan(path, plan)
     pages = Pages(InspectConfig(directory=cache, plan=path), shows_all=False)
     (pack,) = given(pages.content("data/packs-0.js"))
     first, second, third = lengths.tolist()

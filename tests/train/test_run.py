@@ -167,8 +167,7 @@ def test_a_plan_of_some_samples_says_so(tiny: TinyWorld, tmp_path: Path) -> None
     some = dataclasses.replace(
         saved, samples=saved.samples[:end], offsets=saved.offsets[:4], lengths=saved.lengths[:end], places=None
     )
-    info = dataclasses.replace(saved.info, plan=packs_of(some).fingerprint)
-    write_plan(path, dataclasses.replace(some, info=info))
+    write_plan(path, dataclasses.replace(some, plan=packs_of(some).fingerprint))
     progress = Recording()
     result = train(tiny.config(tmp_path / "out", plan=path, dry_run=True), progress)
     assert result.filtered == 40 - end > 0

@@ -271,7 +271,7 @@ class CheckpointCallback(TrainerCallback):
             MismatchError: if another run has taken the output directory over.
         """
         if self.lock is not None:
-            (self.lock.check if control.should_save else self.lock.check_soon)()
+            (self.lock.check if control.should_save else self.lock.check_last_renewal)()
         if control.should_save and state.is_world_process_zero:
             discard_run_state(os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}"))
 

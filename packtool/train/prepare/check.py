@@ -166,7 +166,7 @@ def check_policies(directory: str, manifest: Manifest, config: TrainConfig, file
 
 def packs_of(saved: SavedPlan) -> PackPlan:
     """A saved plan as the planner has it."""
-    return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.info.capacity, saved.shared)
+    return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.capacity, saved.shared)
 
 
 def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
@@ -175,15 +175,15 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     Raises:
         MismatchError: naming both sides.
     """
-    path, info = config.plan, saved.info
-    if packs_of(saved).fingerprint != info.plan:
+    path = config.plan
+    if packs_of(saved).fingerprint != saved.plan:
         raise MismatchError(f"--plan {path} is damaged: its packs are not those it was saved with", "Save it again.")
     there = "false" if saved.shared is None else "true"
     pairs = {
-        "caches": (info.cache, reader.fingerprint),
-        "samples in the caches": (info.num_cached, len(reader)),
-        "--packing-length": (info.capacity, config.packing_length or info.capacity),
-        "--max-length": (info.max_length, config.max_length or info.max_length),
+        "caches": (saved.cache, reader.fingerprint),
+        "samples in the caches": (saved.num_cached, len(reader)),
+        "--packing-length": (saved.capacity, config.packing_length or saved.capacity),
+        "--max-length": (saved.max_length, config.max_length or saved.max_length),
         "--share-prefix": (there, there if config.share_prefix == "auto" else config.share_prefix),
     }
     different = [f"  - {name}: {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
@@ -194,7 +194,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
             "plan",
             *config.cached_dataset,
             "--packing-length",
-            str(config.packing_length or info.capacity),
+            str(config.packing_length or saved.capacity),
             *(["--share-prefix", config.share_prefix] if config.share_prefix != "auto" else []),
         ]
         raise MismatchError(

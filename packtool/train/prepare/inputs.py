@@ -93,7 +93,7 @@ class Inputs:
             return self
         assert self.options.cost is not None, "caches are planned with costs"
         if self.saved is not None:
-            packs, parts = packs_of(self.saved), self.saved.info.parts
+            packs, parts = packs_of(self.saved), self.saved.parts
             shared, unshared = shared_of_plan(packs, parts, self.model, self.reader), None
         else:
             shared, unshared = shared_in_packs(self.config, self.options, self.model, self.reader)

@@ -56,7 +56,7 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
     options = plan_options(config, max_length=max_length, world_size=1)
     options = with_model(options, files.config, config, read_hardware(config.hardware), config.sequence_parallel_type)
     if saved is not None:
-        options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
+        options = dataclasses.replace(options, max_length=saved.max_length, packing_length=saved.capacity)
     assert options.cost is not None, "the model tells them"
     inputs = Inputs(
         config=config,

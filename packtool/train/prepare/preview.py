@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
+from packtool.cache.plan_file import SavedPlan, write_plan
 from packtool.config.mixture import MixOptions
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError
@@ -275,7 +275,14 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
     assert reader is not None, "checked with the settings"
     # A file keeps packs, and not what else epochs of a mixture would draw.
     packs, trained = dataclasses.replace(found.plan.whole_packs, mixture=""), found.plan.packs
-    info = PlanInfo(
+    # Skrull trains a pack's samples one by one, in the packs' order.
+    places = np.repeat(found.plan.steps.places(), np.diff(trained.offsets), axis=0)
+    plan = SavedPlan(
+        samples=packs.samples,
+        offsets=packs.offsets,
+        lengths=packs.lengths,
+        shared=packs.shared,
+        places=places,
         capacity=packs.capacity,
         max_length=found.options.max_length,
         seed=config.seed,
@@ -284,9 +291,7 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
         num_cached=len(reader),
         parts="" if found.parts is None else found.parts.placement,
     )
-    # Skrull trains a pack's samples one by one, in the packs' order.
-    places = np.repeat(found.plan.steps.places(), np.diff(trained.offsets), axis=0)
-    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths, packs.shared, places))
+    write_plan(config.save, plan)
 
 
 def _trains_packs(summary: PlanSummary) -> bool:

@@ -267,7 +267,7 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
     save_plan(preview(config), config)
     saved = read_plan(path)
     assert saved.shared is not None
-    assert saved.info.format == "packtool plan 2"
+    assert saved.format == "packtool plan 2"
     direct, run = prepared(alike, tmp_path), prepared(alike, tmp_path, plan=path, packing_length=None)
     assert run.timeline.first.packs.fingerprint == direct.timeline.first.packs.fingerprint
     assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint
@@ -290,7 +290,7 @@ def test_the_parts_of_a_tree_are_placed_and_told(alike: TinyWorld, tmp_path: Pat
         found = preview(PlanConfig(cached_dataset=(alike.cache,), save=path, **cut))
         told = found.figures()["shared_prefixes"]
         save_plan(found, PlanConfig(cached_dataset=(alike.cache,), save=path, **cut))
-        assert read_plan(path).info.parts == wanted
+        assert read_plan(path).parts == wanted
         if wanted:
             in_one, meeting = told["of_them_in_one_step"], told["of_them_meeting_in_a_step"]
             assert told["trees_in_several_packs"] == NUM_TREES
@@ -359,7 +359,7 @@ def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: 
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path, share_prefix="false")
     save_plan(preview(config), config)
-    assert read_plan(path).info.format == "packtool plan 1"
+    assert read_plan(path).format == "packtool plan 1"
     assert prepared(alike, tmp_path, plan=path).source.min_shared is None
     with pytest.raises(MismatchError, match="--share-prefix: false there, true here"):
         prepared(alike, tmp_path, plan=path, share_prefix="true")
