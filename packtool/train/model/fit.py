@@ -115,7 +115,7 @@ class Proposal:
 
     def command(self, gpus_per_node: int) -> str:
         """The command that trains with these settings; ``packtool train`` alone for one process."""
-        bare = dataclasses.replace(self.run, hardware=None, dry_run=False)
+        bare = dataclasses.replace(self.run, output_dir="output", hardware=None, dry_run=False)
         words = shlex.join(["packtool", "train", *option_words(bare)])
         nodes = -(-self.world_size // gpus_per_node)
         if nodes > 1:
@@ -224,7 +224,7 @@ class Search:
 
         model = config.model or str(CacheReader.open(config.cached_dataset).manifests[0].identity.spec["model"])
         self.config, self.hardware = config, read_hardware(config.hardware)
-        self.base = part_of(TrainConfig, config, model=model, output_dir="output", share_prefix="false")
+        self.base = part_of(TrainConfig, config, model=model, share_prefix="false")
         self.inputs = open_to_train(self.base)
         _, self.files, self.reader = self.inputs.of_run
         self.max_length = self.inputs.options.max_length

@@ -29,7 +29,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import route_towers, set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec, auto_class
-from packtool.config.commands import EvalConfig
+from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.config.model import QuantizationOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
@@ -86,7 +86,9 @@ def _check_names(names: list[str], run: TrainConfig) -> None:
 _SHOWN_NAMES = 4
 
 
-def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on_gpu: bool) -> torch.dtype:
+def resolve_dtype(
+    config: PreTrainedConfig, run: TrainConfig | EvalConfig | VerifyConfig, *, on_gpu: bool
+) -> torch.dtype:
     """Precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU.
 
     ``--bf16 true`` and ``--fp16 true`` come before ``--torch-dtype``.

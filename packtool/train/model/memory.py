@@ -317,8 +317,7 @@ def planned_memory(config: PlanConfig, found: Preview) -> MemoryEstimate:
 def _memory_of(config: PlanConfig, found: Preview, plan: EpochPlan, room: int, size: int) -> MemoryEstimate:
     """What a rank holds that trains packs of ``room`` tokens, each on ``size`` processes."""
     assert config.model is not None, "asked for"
-    output = "output"
-    run = with_recomputing(part_of(TrainConfig, config, model=config.model, output_dir=output, packing_length=room))
+    run = with_recomputing(part_of(TrainConfig, config, model=config.model, packing_length=room))
     run, files = with_shares(run, size), ModelFiles.load(config.model)
     try:
         model = model_config(files.directory)

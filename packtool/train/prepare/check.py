@@ -15,7 +15,7 @@ from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
-from packtool.config.commands import EvalConfig
+from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.config.data import BOX_SETTINGS, EncodeSpec, MediaOptions
 from packtool.config.mixture import Recipe
 from packtool.config.settings import flag, load_json
@@ -30,11 +30,10 @@ from packtool.planning.pack_plan import PackPlan
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
 
-def open_caches(directories: Sequence[str], config: TrainConfig, files: ModelFiles) -> CacheReader:
-    """Open all caches of a run and check that this model, with these options, may train on them.
+def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, files: ModelFiles) -> CacheReader:
+    """Open all caches of a run, and check that they are for its model and options.
 
     Args:
-        directories: of the caches.
         files: of ``config.model``.
 
     Raises:
@@ -43,6 +42,8 @@ def open_caches(directories: Sequence[str], config: TrainConfig, files: ModelFil
     reader = CacheReader.open(directories, copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
+        if isinstance(config, VerifyConfig):
+            continue
         check_limits(directory, manifest, config)
         check_video_and_audio(directory, manifest, config, files)
         check_length(directory, manifest, config)
@@ -78,7 +79,9 @@ def with_template_of(reader: CacheReader, files: ModelFiles) -> ModelFiles:
     return found if found.template_hash == identity.template_hash else files
 
 
-def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig | EvalConfig) -> None:
+def check_model(
+    directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig | EvalConfig | VerifyConfig
+) -> None:
     """The tokens were made with this model's tokenizer and template, for a model of its type."""
     there = manifest.identity
     pairs = {

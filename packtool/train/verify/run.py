@@ -22,8 +22,6 @@ from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.commands import VerifyConfig
-from packtool.config.settings import part_of
-from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
@@ -107,8 +105,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     begin, progress = time.perf_counter(), progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
-    run = _as_training(config)
-    reader = open_caches(config.cached_dataset, run, files)
+    reader = open_caches(config.cached_dataset, config, files)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,7 +113,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         return _verify_trajectory(config, reader, spec, device, progress)
     trees = _trees(config, files, reader, progress)
     packs = choose_packs(reader, config, trees)
-    dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")
+    dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
     collate, min_shared = (collate_packs, None) if trees is None else (collate_tree, MIN_SHARED)
@@ -160,7 +157,7 @@ def _verify_trajectory(
     assert config.trajectory is not None, "asked for"
     capacity, num_samples = _capacity(config, reader), config.samples_per_step or _SAMPLES_PER_STEP
     options = PlanOptions(max_length=capacity, packing_length=capacity, samples_per_step=num_samples)
-    steps = plan_steps(dataclasses.replace(_as_training(config), max_steps=config.trajectory), options, reader)
+    steps = plan_steps(config, options, reader)
     kernel = choose(config.attn_impl, device, torch.float32).name
 
     def load() -> PreTrainedModel:
@@ -249,8 +246,3 @@ def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress:
             progress.advance(1)
     progress.finish()
     return checks
-
-
-def _as_training(config: VerifyConfig) -> TrainConfig:
-    """The training run whose packs these would be."""
-    return part_of(TrainConfig, config, output_dir="", packing=True)

@@ -25,6 +25,8 @@ from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
+from packtool.config.commands import VerifyConfig
+from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError
@@ -70,18 +72,16 @@ class StepSamples:
     num_targets: int
 
 
-def plan_steps(config: TrainConfig, options: PlanOptions, reader: CacheReader) -> list[StepSamples]:
-    """The steps that training would plan on one process, through as many epochs as it takes.
-
-    Args:
-        config: with ``max_steps``.
+def plan_steps(config: VerifyConfig, options: PlanOptions, reader: CacheReader) -> list[StepSamples]:
+    """The first ``--trajectory`` steps that training would plan on one process.
 
     Raises:
         ConfigError: if no two samples of them share a pack.
         DataError: if no sample fits into one.
     """
     lengths, targets = reader.index.length, reader.index.target_tokens
-    inputs = Inputs(config=config, options=options, lengths=lengths, targets=targets)
+    run = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory)
+    inputs = Inputs(config=run, options=options, lengths=lengths, targets=targets)
     steps: list[StepSamples] = []
     for stretch in Timeline.of(inputs, ((0, 1, 1, 1),)).stretches():
         plan = stretch.plan
