@@ -197,7 +197,7 @@ def test_the_installed_torch_agrees_with_its_entry() -> None:
 
 
 def test_the_documentation_names_these_versions(repository: Path) -> None:
-    page = (repository / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (repository / "docs" / "training-reference.md").read_text(encoding="utf-8")
     for package, kernel in KERNEL_OF.items():
         named = ", ".join(version for _, version in versions(package))
         assert f"| `{kernel}` | {package} | {named} |" in page

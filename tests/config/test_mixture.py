@@ -12,12 +12,15 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import resolve
 from packtool.errors import ConfigError
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "mixtures.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 @pytest.mark.smoke
-def test_the_recipe_of_the_page() -> None:
-    text, stages = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def test_the_recipes_of_the_documentation() -> None:
+    (text,), (stages,) = (
+        re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+        for page in ("mixtures.md", "curriculum.md")
+    )
     recipe = parse_recipe(text, "mix.yaml", MixOptions(mix_stop="all", resample=False))
     assert [source.weight for source in recipe.sources] == [3, 1, 2]
     assert (recipe.unit, recipe.stop, recipe.resample) == ("tokens", "all", False)

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from packtool.config.train import TrainConfig
 
-DOCS = Path(__file__).parents[3] / "docs" / "training.md"
+DOCS = Path(__file__).parents[3] / "docs" / "training-reference.md"
 # Decided elsewhere when they are left out, or none of training's.
 NOT_SAID = {"output_dir", "metric_for_best_model", "lr_scheduler_kwargs", "max_steps", "bf16", "fsdp", "warmup_steps"}
 
