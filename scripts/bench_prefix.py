@@ -47,8 +47,8 @@ from packtool.batch.micro_batch import PlannedEpoch
 from packtool.cache.shard import num_targets
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
+from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model as make_demo_model
-from packtool.demo.world import make_rows
 from packtool.launch.world import World as Processes
 from packtool.train.model.loss import HeadLoss
 from packtool.train.prepare.preview import preview

@@ -59,8 +59,8 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
 from packtool.config.data import ExportConfig
 from packtool.config.train import TrainConfig
+from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model as make_demo_model
-from packtool.demo.world import make_rows
 from packtool.launch.world import World
 from packtool.media.content import SETTLED_SECONDS
 from packtool.planning.cost import CostModel

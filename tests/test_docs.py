@@ -12,8 +12,8 @@ import yaml
 
 from packtool.cli.main import _SETTINGS
 from packtool.cli.options import option_kinds
+from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model
-from packtool.demo.world import make_rows
 from tests.cli.commands import run_here
 from tests.scripts.loading import SCRIPTS, load_script
 

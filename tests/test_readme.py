@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model
-from packtool.demo.world import make_rows
 from tests.cli.commands import run_here, run_in_shell
 
 

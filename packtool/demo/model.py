@@ -1,6 +1,6 @@
-"""A Qwen3-VL of a few million random parameters with a real processor, made on the spot.
+"""A loadable Qwen3-VL with a few million random parameters and a real processor.
 
-Nothing is downloaded: the tokenizer is a byte-level BPE trained here on the small world's sentences, with the special
+Nothing is downloaded: the tokenizer is a byte-level BPE trained on the synthetic dataset's sentences, with the special
 tokens and the splitting rule of the Qwen tokenizers; the processor settings have the form of Qwen3-VL's, with limits
 that fit small pictures. ``AutoProcessor`` and ``AutoModelForImageTextToText`` load the directory like any other.
 """
@@ -16,11 +16,11 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from packtool.demo.world import sentences
+from packtool.demo.dataset import sentences
 from packtool.train.model.load import quiet_transformers
 
 VOCAB_SIZE = 512
-"""Rows of the embedding; the small world's words do not give enough merges to fill it, as with the real ones."""
+"""Rows of the embedding. As in real models, some stay unused: the dataset's words give too few merges."""
 
 NUM_SENTENCES = 4000
 
@@ -30,34 +30,13 @@ PRE_TOKENIZER = (
 """How Qwen2 and Qwen3 cut text before merging (transformers, models/qwen2/tokenization_qwen2.py)."""
 
 CONTROL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 PLAIN_ADDED_TOKENS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
 )
 """Tokens that are added but not special: they are decoded even where special tokens are skipped."""
 
@@ -85,28 +64,20 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-PIXEL_SETTINGS: dict[str, Any] = {
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
 MIN_PIXELS = 64 * 64
 MAX_PIXELS = 112 * 112
-"""4 to 12 tokens of 32 x 32 pixels a picture: larger ones are shrunk."""
-
+"""4 to 12 tokens of 32 x 32 pixels per picture: larger pictures are shrunk."""
 
 INITIALIZER_RANGE = 0.05
-"""Standard deviation of the weights. The usual 0.02 is meant for models ten times as wide; at this width it would take
-the model some forty steps more to see anything."""
+"""Standard deviation of the weights. The usual 0.02 is meant for models ten times as wide; here it would delay the
+first progress by some forty steps."""
 
 
 def make_model(directory: str, seed: int) -> int:
     """Write a loadable Qwen3-VL with random weights, its tokenizer and its processor settings.
 
     Args:
-        directory: made if it is not there.
+        directory: created if it does not exist.
         seed: the same seed writes the same weights.
 
     Returns:
@@ -117,8 +88,10 @@ def make_model(directory: str, seed: int) -> int:
     tokenizer = _train_tokenizer()
     tokenizer.save(str(root / "tokenizer.json"))
     _write_json(root / "tokenizer_config.json", _tokenizer_config())
-    _write_json(root / "preprocessor_config.json", _image_settings())
-    _write_json(root / "video_preprocessor_config.json", _video_settings())
+    images = _processor_settings("image", "Qwen2VLImageProcessorFast", MAX_PIXELS)
+    videos = _processor_settings("video", "Qwen3VLVideoProcessor", 16 * MAX_PIXELS)
+    _write_json(root / "preprocessor_config.json", images)
+    _write_json(root / "video_preprocessor_config.json", videos)
     (root / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     config = _model_config(tokenizer)
     with torch.random.fork_rng(devices=[]):
@@ -182,9 +155,9 @@ def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
         "intermediate_size": 512,
         "num_heads": 6,
         "out_hidden_size": width,
-        "patch_size": PIXEL_SETTINGS["patch_size"],
-        "temporal_patch_size": PIXEL_SETTINGS["temporal_patch_size"],
-        "spatial_merge_size": PIXEL_SETTINGS["merge_size"],
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
         "initializer_range": INITIALIZER_RANGE,
@@ -218,21 +191,16 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _image_settings() -> dict[str, Any]:
+def _processor_settings(kind: str, class_name: str, max_pixels: int) -> dict[str, Any]:
     return {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
+        f"{kind}_processor_type": class_name,
         "processor_class": "Qwen3VLProcessor",
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
-        **PIXEL_SETTINGS,
-    }
-
-
-def _video_settings() -> dict[str, Any]:
-    return {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "processor_class": "Qwen3VLProcessor",
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": 16 * MAX_PIXELS},
-        **PIXEL_SETTINGS,
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
     }
 
 

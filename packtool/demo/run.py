@@ -1,4 +1,4 @@
-"""The demo: makes the small world, runs the public commands on it, and measures what was learned."""
+"""The demo: create a model and a synthetic dataset, run the public commands on them, and measure the accuracy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model
-from packtool.demo.world import DemoWorld, Question, make_rows
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.processes import environment_of_one_process
 from packtool.progress import Progress
@@ -29,28 +29,32 @@ PACKING_LENGTH = 256
 NUM_EPOCHS = 1
 LEARNING_RATE = "1e-3"
 
-LEAST_ACCURACY = 0.9
+MIN_ACCURACY = 0.9
 CHANCE_MARGIN = 0.08
-"""How far above chance the accuracy with swapped pictures may lie: some 400 questions scatter by 0.02."""
+"""Tolerance of the accuracy with swapped pictures above chance; with some 400 questions its deviation is 0.02."""
 
 _MARKER = ".packtool-demo"
+_OF_TRAINING = (
+    *("num_packs", "fill", "steps", "steps_without_packing", "target_tokens_per_second"),
+    *("first_loss", "last_loss", "checkpoint"),
+)
 _OWN = ("model", "data", "cache", "held-out", "swapped", "output", _MARKER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """What the demo shows.
+    """Results of the demo.
 
     Args:
-        num_rows, dropped: of the training rows, and how many export left out.
+        num_rows, dropped: training rows, and how many of them export dropped.
         num_packs, fill, steps, steps_without_packing: of the training.
         first_loss, last_loss: mean over target tokens of the first and last log line.
         num_questions: held-out questions about pictures.
         accuracy: share of them answered exactly.
         swapped_accuracy: the same with each picture exchanged for another row's.
-        chance: what the best guesser reaches who sees no picture.
+        chance: accuracy of the best guesser without pictures.
         accuracy_by_kind: by kind of question.
-        seconds: for everything.
+        seconds: of the whole demo.
     """
 
     num_rows: int
@@ -72,12 +76,12 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the model has learned to see, and sees the right pictures."""
-        return self.accuracy >= LEAST_ACCURACY and self.swapped_accuracy <= self.chance + CHANCE_MARGIN
+        """Whether the model answers from its pictures, and from the right ones."""
+        return self.accuracy >= MIN_ACCURACY and self.swapped_accuracy <= self.chance + CHANCE_MARGIN
 
 
 def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
-    """Make the world in ``output_dir``, export, train and evaluate.
+    """Create model and dataset in ``output_dir``, export, train and evaluate.
 
     Raises:
         ConfigError: if the folder holds something else.
@@ -87,38 +91,33 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     folder = _fresh_folder(output_dir)
     progress.note(f"making a small world in {output_dir}: a model, its processor, {NUM_ROWS:,} rows and their pictures")
     num_parameters = make_model(str(folder / "model"), seed)
-    world = make_rows(str(folder / "data"), NUM_ROWS, seed, NUM_UNUSABLE)
-    progress.note(f"a Qwen3-VL of {num_parameters / 1e6:.1f}M random parameters; {world.num_pictures:,} pictures")
-    exported = _export(world.train, folder, "cache", progress)
-    for path, cache in ((world.held_out, "held-out"), (world.swapped, "swapped")):
-        _export(path, folder, cache, progress)
+    dataset = make_rows(str(folder / "data"), NUM_ROWS, seed, NUM_UNUSABLE)
+    progress.note(f"a Qwen3-VL of {num_parameters / 1e6:.1f}M random parameters; {dataset.num_pictures:,} pictures")
+    exported = _export(dataset.train, folder, "cache", progress)
+    _export(dataset.held_out, folder, "held-out", progress)
+    _export(dataset.swapped, folder, "swapped", progress)
     trained = _train(folder, seed, progress)
-    seen, swapped = (
-        _answers(trained["checkpoint"], str(folder / cache), world, progress) for cache in ("held-out", "swapped")
+    questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
+    answers, swapped = (
+        _answers(trained["checkpoint"], str(folder / cache), len(questions), progress)
+        for cache in ("held-out", "swapped")
     )
-    questions = [question for asked in world.held_out_questions for question in asked]
+    kinds = np.array([question.kind for question in questions])
     return DemoResult(
         num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
-        num_packs=trained["num_packs"],
-        fill=trained["fill"],
-        steps=trained["steps"],
-        steps_without_packing=trained["steps_without_packing"],
-        target_tokens_per_second=trained["target_tokens_per_second"],
-        first_loss=trained["first_loss"],
-        last_loss=trained["last_loss"],
-        num_questions=seen.num_turns,
-        accuracy=seen.accuracy,
+        **{name: trained[name] for name in _OF_TRAINING},
+        num_questions=answers.num_turns,
+        accuracy=answers.accuracy,
         swapped_accuracy=swapped.accuracy,
-        chance=world.chance,
-        accuracy_by_kind=_by_kind(questions, seen),
+        chance=dataset.chance,
+        accuracy_by_kind={str(kind): float(answers.exact[kinds == kind].mean()) for kind in np.unique(kinds)},
         seconds=time.perf_counter() - begin,
-        checkpoint=trained["checkpoint"],
     )
 
 
 def _fresh_folder(output_dir: str) -> Path:
-    """The demo's folder, emptied of what an earlier demo made; nothing else is ever removed."""
+    """Create the demo's folder, or remove what an earlier demo made there; nothing else is ever removed."""
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / _MARKER).exists())):
         raise ConfigError(
@@ -161,14 +160,8 @@ def _run(arguments: list[str], progress: Progress) -> dict[str, Any]:
     return result
 
 
-def _answers(checkpoint: str, cache: str, world: DemoWorld, progress: Progress) -> ExactMatch:
-    found = exact_match(checkpoint, cache, packing_length=4 * PACKING_LENGTH, progress=progress)
-    expected = sum(map(len, world.held_out_questions))
-    if found.num_turns != expected:
-        raise PacktoolError(f"{cache} holds {found.num_turns} of {expected} held-out questions")
-    return found
-
-
-def _by_kind(questions: list[Question], answers: ExactMatch) -> dict[str, float]:
-    kinds = np.array([question.kind for question in questions])
-    return {str(kind): float(answers.exact[kinds == kind].mean()) for kind in np.unique(kinds)}
+def _answers(checkpoint: str, cache: str, num_questions: int, progress: Progress) -> ExactMatch:
+    answers = exact_match(checkpoint, cache, packing_length=4 * PACKING_LENGTH, progress=progress)
+    if answers.num_turns != num_questions:
+        raise PacktoolError(f"{cache} holds {answers.num_turns} of {num_questions} held-out questions")
+    return answers

@@ -1,4 +1,4 @@
-"""How long steps take on paper: a cost model of compute, communication, launching and memory, for any schedule.
+"""Estimated step times: a cost model of compute, communication, launching and memory, for any schedule.
 
 N ranks share a micro-batch; each sequence is local to one of them or sharded over all. For rank j of a micro-batch
 
@@ -6,7 +6,7 @@ N ranks share a micro-batch; each sequence is local to one of them or sharded ov
                    and attention in sliding layers, by what each sequence has in their windows
     local(j)     = its part of linear + sum of s (s + a0) * g / (peak * attention share)         local sequences
     sharded      = its part of linear + sum of s (s / N + a0) * g / (peak * attention share)     sharded sequences
-    exposed(j)   = what its attention does not hide of the exchanges of keys, values and gradients (``exchanges_of``)
+    exposed(j)   = exchanges of keys, values and gradients that its attention does not hide (``exchanges_of``)
     time(j)      = max(launches, local(j) + sharded + exposed(j))
     micro-batch  = max over j of time(j)
     step         = when the device is done that is done last + gradients out + weights back
@@ -71,19 +71,20 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedSchedule:
-    """K sequences in C micro-batches of some steps on W devices: what every strategy comes to.
+    """K sequences in C micro-batches of S steps on W devices: the result of every strategy.
 
-    Micro-batches that share devices run one after the other, as they are listed. Of two that do, the devices of the
-    later one are among those of the earlier, so that all of them begin it together.
+    Micro-batches that share devices run one after the other, in this order. Of two that do, the devices of the later
+    one are among those of the earlier, so that all of them begin it together. A *row* is one device's part of a
+    micro-batch; there are R rows, micro-batch by micro-batch.
 
     Args:
         num_devices: W.
         num_steps: S.
-        samples: int64 (K,), which sequences.
-        tokens: int64 (K,), that each costs: its own, or with padding.
+        samples: int64 (K,), numbers of the sequences.
+        tokens: int64 (K,), of each sequence, with padding.
         places: int64 (K,), the rank of its micro-batch that it is local to, or ``SHARDED``.
-        cells: int64 (K,), its micro-batch, rising.
-        cell_steps: int64 (C,), step of each micro-batch, rising.
+        cells: int64 (K,), its micro-batch, ascending.
+        cell_steps: int64 (C,), step of each micro-batch, ascending.
         cell_ranks: int64 (C,), N: devices that share it.
         cell_devices: int64 (C,), the first of these; the others follow it.
     """
@@ -105,7 +106,7 @@ class SimulatedSchedule:
 
     @cached_property
     def row_starts(self) -> Int64Array:
-        """int64 (C,): a row stands for a device's part of a micro-batch; this is the first row of each."""
+        """int64 (C,): the first row of each micro-batch."""
         return np.cumsum(self.cell_ranks) - self.cell_ranks
 
     @cached_property
@@ -114,34 +115,30 @@ class SimulatedSchedule:
         return np.repeat(np.arange(self.num_cells), self.cell_ranks)
 
     @cached_property
-    def row_devices(self) -> Int64Array:
-        """int64 (R,): the device of each row."""
-        return np.arange(len(self.row_cells)) - self.row_starts[self.row_cells] + self.cell_devices[self.row_cells]
-
-    @cached_property
     def row_keys(self) -> Int64Array:
-        """int64 (R,): step and device of each row, as one number."""
-        return self.cell_steps[self.row_cells] * self.num_devices + self.row_devices
+        """int64 (R,): step * W + device of each row."""
+        cells = self.row_cells
+        devices = np.arange(len(cells)) - self.row_starts[cells] + self.cell_devices[cells]
+        return self.cell_steps[cells] * self.num_devices + devices
 
     @cached_property
     def rounds(self) -> Int64Array:
-        """int64 (C,): how many micro-batches the busiest of its devices has before it in its step."""
+        """int64 (C,): micro-batches that the busiest of its devices has before it in its step."""
         order = np.argsort(self.row_keys, kind="stable")
         keys = self.row_keys[order]
-        first = np.searchsorted(keys, keys)
-        place = np.empty(len(keys), np.int64)
-        place[order] = np.arange(len(keys)) - first
-        return np.maximum.reduceat(place, self.row_starts)
+        num_before = np.empty(len(keys), np.int64)
+        num_before[order] = np.arange(len(keys)) - np.searchsorted(keys, keys)
+        return np.maximum.reduceat(num_before, self.row_starts)
 
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """A schedule with its times; R rows, see ``SimulatedSchedule.row_cells``.
+    """A schedule with its times, by its R rows.
 
     Args:
         local: (R,), seconds of the sequences local to each rank.
         sharded: (R,), seconds of the shards.
-        exposed: (R,), seconds of exchanges in the open.
+        exposed: (R,), seconds of exchanges that no attention hides.
         ranks: (R,), seconds until each rank is done.
         memory: (R,), bytes on each rank.
         tokens: (R,), tokens on each rank.
@@ -161,25 +158,25 @@ class Timing:
 
     @cached_property
     def launching(self) -> Seconds:
-        """(R,): seconds in which a rank has nothing to do because kernels are not launched, or weights not there."""
+        """(R,): idle seconds because kernels are not launched or weights not gathered."""
         return np.maximum(self.ranks - self.local - self.sharded - self.exposed, 0.0)
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """What the devices' time goes to, over all steps; the shares add up to 1."""
+        """Share of the devices' time by activity, over all steps; the shares add up to 1."""
         total = float(self.step_seconds.sum()) * self.schedule.num_devices
-        found = {
+        seconds = {
             "local": float(self.local.sum()),
             "sharded": float(self.sharded.sum()),
             "communication": float(self.exposed.sum()),
             "launching": float(self.launching.sum()),
             "synchronisation": total / float(self.step_seconds.mean()) * self.synchronisation,
         }
-        found = {name: seconds / total for name, seconds in found.items()}
-        return {**found, "waiting": max(1 - sum(found.values()), 0.0)}
+        shares = {name: value / total for name, value in seconds.items()}
+        return {**shares, "waiting": max(1 - sum(shares.values()), 0.0)}
 
     def sums(self, per_row: npt.NDArray[Any]) -> Seconds:
-        """(S, W): of each step and device."""
+        """Sum values (R,) of rows by step and device, (S, W)."""
         plan = self.schedule
         return _sums(plan.row_keys, per_row, plan.num_steps * plan.num_devices).reshape(plan.num_steps, -1)
 
@@ -196,36 +193,35 @@ class Timing:
     @cached_property
     def cell_starts(self) -> Seconds:
         """(C,): seconds from the step's beginning at which all devices of each micro-batch are free."""
-        return self._played[0]
+        return self._starts_and_ends[0]
 
     @cached_property
     def device_seconds(self) -> Seconds:
         """(S, W): until each device is done with its micro-batches."""
-        return self._played[1]
+        return self._starts_and_ends[1]
 
     @cached_property
-    def _played(self) -> tuple[Seconds, Seconds]:
+    def _starts_and_ends(self) -> tuple[Seconds, Seconds]:
         plan = self.schedule
         free = np.zeros((plan.num_steps, plan.num_devices))
         starts = np.zeros(plan.num_cells)
-        of_rows = plan.rounds[plan.row_cells]
+        row_rounds = plan.rounds[plan.row_cells]
         for number in range(int(plan.rounds.max(initial=-1)) + 1):
             if self.in_step:
                 free[:] = free.max(axis=1, keepdims=True)
-            rows = np.flatnonzero(of_rows == number)
+            rows = np.flatnonzero(row_rounds == number)
             np.maximum.at(starts, plan.row_cells[rows], free.reshape(-1)[plan.row_keys[rows]])
-            done = starts + self.cell_seconds
-            free.reshape(-1)[plan.row_keys[rows]] = done[plan.row_cells[rows]]
+            free.reshape(-1)[plan.row_keys[rows]] = (starts + self.cell_seconds)[plan.row_cells[rows]]
         return starts, free
 
     @cached_property
     def step_seconds(self) -> Seconds:
-        """Seconds of each step, (S,): the slowest device, and the synchronisation."""
+        """(S,): seconds of each step: the slowest device, and the synchronisation."""
         return np.asarray(self.device_seconds.max(axis=1) + self.synchronisation)
 
     @cached_property
     def waited(self) -> Seconds:
-        """(S,): seconds of exchanges in the open, on the ranks that the device which is done last waits for."""
+        """(S,): seconds of exposed exchanges on the ranks that the slowest device waits for."""
         plan = self.schedule
         # The last row of each micro-batch in this order is that of its slowest rank.
         slowest = np.lexsort((self.ranks, plan.row_cells))[plan.row_starts + plan.cell_ranks - 1]
@@ -235,13 +231,12 @@ class Timing:
 
 
 def _sums(keys: Int64Array, values: npt.NDArray[Any], num: int) -> Seconds:
-    """Sums of the values of each key, (num,)."""
     return np.asarray(np.bincount(keys, values, num), dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A model on devices: what a schedule is timed by.
+    """A model on devices, by which schedules are timed.
 
     Args:
         sizes: of the model.
@@ -249,7 +244,7 @@ class Machine:
         constants: of the software.
         world_size: devices, over which gradients and optimizer are sharded.
         recompute: activations are computed again in backward, which costs a third more and saves memory.
-        way: how ranks exchange what they share, see ``exchanges_of``.
+        way: how ranks that share a sequence exchange keys and values, see ``exchanges_of``.
         zero_stage: 3 shards the weights, too.
     """
 
@@ -262,10 +257,10 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Times and memory of every micro-batch on every rank.
+        """Return the times and memory of every micro-batch on every rank.
 
         Args:
-            targets: int64 (K,), of the schedule's sequences: tokens with a label.
+            targets: int64 (K,), tokens with a label of the schedule's sequences.
         """
         local = schedule.places != SHARDED
         num_ranks = schedule.cell_ranks[schedule.row_cells].astype(np.float64)
@@ -289,11 +284,11 @@ class Machine:
         sharded_seconds = linear * sharded_tokens / num_ranks + shard_attention + shared(windows) / num_ranks
         exposed = np.zeros(len(tokens))
         for size in np.unique(schedule.cell_ranks).tolist():
-            some = num_ranks == size
+            rows = num_ranks == size
             times = self.step_time(size)
-            exposed[some] = times.waited(sharded_tokens[some], own_attention[some], shard_attention[some])
-        least = max(self.launch_seconds, self.gather_seconds)
-        ranks = np.where(tokens > 0, np.maximum(local_seconds + sharded_seconds + exposed, least), 0.0)
+            exposed[rows] = times.waited(sharded_tokens[rows], own_attention[rows], shard_attention[rows])
+        min_seconds = max(self.launch_seconds, self.gather_seconds)
+        ranks = np.where(tokens > 0, np.maximum(local_seconds + sharded_seconds + exposed, min_seconds), 0.0)
         gathered = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
         return Timing(
             schedule=schedule,
@@ -301,7 +296,7 @@ class Machine:
             sharded=sharded_seconds,
             exposed=exposed,
             ranks=ranks,
-            memory=self.memory_bytes(tokens) + gathered,
+            memory=self.state_bytes + tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered,
             tokens=tokens,
             synchronisation=self.synchronisation_seconds,
             in_step=self.zero_stage == 3,
@@ -309,51 +304,50 @@ class Machine:
 
     @property
     def synchronisation_seconds(self) -> float:
-        """Gradients to their owners, and weights back, which ZeRO-3 gathers ahead of each layer instead."""
+        """Seconds to send gradients to their owners and weights back, the latter not with ZeRO-3."""
         once = self.hardware.collective_seconds(self.sizes.weight_bytes, self.world_size)
         return once if self.zero_stage == 3 else 2 * once
 
     @property
     def gather_seconds(self) -> float:
-        """ZeRO-3: the weights of all layers gathered, forward and backward, in every micro-batch."""
+        """ZeRO-3: seconds to gather the weights of all layers, forward and backward, in every micro-batch."""
         if self.zero_stage != 3:
             return 0.0
         layer = self.sizes.weight_bytes / self.sizes.num_layers
         return 2 * self.sizes.num_layers * self.hardware.collective_seconds(layer, self.world_size)
 
     @property
-    def passes(self) -> float:
-        """Matrix products in units of one forward and backward pass."""
-        return 4 / 3 if self.recompute else 1.0
+    def _linear_speed(self) -> float:
+        """FLOP/s of matrix products, of one forward and backward pass."""
+        return self.hardware.peak * self.hardware.matmul_share / (4 / 3 if self.recompute else 1.0)
 
     @property
-    def attention_passes(self) -> float:
+    def _attention_passes(self) -> float:
         """Attention in units of one forward and backward pass, the latter two and a half times the former."""
         return 4.5 / 3.5 if self.recompute else 1.0
 
     def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
-        """Seconds of the matrix products on so many tokens, so many of them targets, of any shape; 0 for none."""
-        cost, speed = self.sizes.cost, self.hardware.peak * self.hardware.matmul_share / self.passes
+        """Return the seconds of the matrix products on ``tokens``, of which ``targets``; any shape, 0 for no tokens."""
+        cost = self.sizes.cost
         flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
-        return np.where(tokens > 0, flops / speed, 0.0)
+        return np.where(tokens > 0, flops / self._linear_speed, 0.0)
 
     def window_seconds(self, lengths: npt.NDArray[Any]) -> Seconds:
-        """Seconds of each sequence's attention in sliding layers on one rank, (K,): at the speed of matrix products."""
-        speed = self.hardware.peak * self.hardware.matmul_share / self.attention_passes
+        """Return the seconds (K,) of each sequence's attention in sliding layers, at the speed of matrix products."""
+        speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
         return np.asarray(self.sizes.cost.seen_in_windows(lengths) * (self.sizes.cost.per_window / speed))
 
     def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
-        """Seconds of each sequence's attention, (K,), on one of the ranks that share it; lengths in tokens."""
+        """Return the seconds (K,) of each sequence's attention on one of the ranks that share it; lengths in tokens."""
         speed = self.hardware.peak * self.hardware.attention_share
         queries = np.asarray(lengths, dtype=np.float64)
         work = queries * (queries / num_ranks + self.constants.attention_half_tokens)
-        return work * (self.attention_passes * self.sizes.cost.per_square / speed)
+        return work * (self._attention_passes * self.sizes.cost.per_square / speed)
 
     def step_time(self, num_ranks: int) -> StepTime:
-        """What Skrull's planner is told of this machine: the same links, speeds and launches."""
-        hardware, square = self.hardware, self.sizes.cost.per_square
-        speed = hardware.peak * hardware.matmul_share / self.passes
-        slower = speed / (hardware.peak * hardware.attention_share / self.attention_passes)
+        """Return the same links, speeds and launches for Skrull's planner."""
+        hardware, square, speed = self.hardware, self.sizes.cost.per_square, self._linear_speed
+        slower = speed / (hardware.peak * hardware.attention_share / self._attention_passes)
         return StepTime(
             flops_per_second=speed,
             exchanges=exchanges_of(self.way, self.sizes, hardware, num_ranks, recompute=self.recompute),
@@ -367,14 +361,9 @@ class Machine:
 
     @property
     def launch_seconds(self) -> float:
-        """Time that the CPU needs to launch a micro-batch, however small it is."""
-        constants = self.constants
-        return self.sizes.num_layers * constants.kernels_per_layer * constants.launch_us * 1e-6 * self.passes
-
-    def memory_bytes(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Bytes of weights, gradients, optimizer states and the activations of so many tokens, of any shape."""
-        per_token = self.sizes.token_bytes(recompute=self.recompute)
-        return np.asarray(self.state_bytes + tokens * per_token)
+        """Seconds that the CPU needs to launch a micro-batch, however small it is."""
+        constants, passes = self.constants, 4 / 3 if self.recompute else 1.0
+        return self.sizes.num_layers * constants.kernels_per_layer * constants.launch_us * 1e-6 * passes
 
     @property
     def state_bytes(self) -> float:
@@ -387,13 +376,14 @@ class Machine:
         return self.hardware.memory_gb * 1e9 * self.constants.usable_memory
 
     def largest_bucket(self, sequence_parallel_size: int) -> int:
-        """Tokens that fit on a device, with keys and values of a layer gathered from all that share; below 1 if none.
+        """Return the tokens that fit on a device, with keys and values of a layer gathered from all that share.
 
-        In whole thousands where there are as many.
+        Returns:
+            full thousands where there are any; below 1 if none fit.
         """
-        left = self.usable_bytes - self.state_bytes
+        free = self.usable_bytes - self.state_bytes
         gathered = self.sizes.kv_bytes * _GATHERED * sequence_parallel_size if sequence_parallel_size > 1 else 0
-        tokens = int(left // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
+        tokens = int(free // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
         return tokens // 1000 * 1000 if tokens >= 1000 else tokens
 
 
@@ -401,14 +391,14 @@ _BACKWARD = 2.5  # of attention, in units of its forward pass
 
 
 def can_share_heads(sizes: ModelSizes, num_ranks: int) -> bool:
-    """Whether Ulysses can share a model's heads among so many ranks."""
+    """Return whether Ulysses can share a model's heads among ``num_ranks``."""
     return sizes.num_heads % math.lcm(sizes.num_key_heads, num_ranks) == 0
 
 
 def exchanges_of(
     way: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int, *, recompute: bool
 ) -> tuple[Exchange, ...]:
-    """What the ranks that share a sequence send each other in a micro-batch, and which attention runs meanwhile.
+    """Return the exchanges of a micro-batch among ranks that share a sequence, and the attention that hides them.
 
     It follows ``attention/parallel``, layer by layer and pass by pass. P ranks share V tokens; *own* is the first P-th
     of a rank's attention to them, that to its own keys.
@@ -424,77 +414,55 @@ def exchanges_of(
     these are repeated.
 
     Args:
-        way: how K and V, or heads, travel. ``auto`` is Ulysses within a node and all-gather beyond; all-gather it is
-            also where Ulysses cannot share the heads.
-        sizes: of the model.
-        hardware: whose links they travel on.
-        num_ranks: P; none for one.
+        num_ranks: P; one rank exchanges nothing.
         recompute: forward runs twice.
     """
     if num_ranks == 1:
         return ()
-    forward, backward = _attention_shares(recompute)
-    build = {"allgather": _all_gather, "ring": _ring, "ulysses": _ulysses}[way_of(way, sizes, hardware, num_ranks)]
-    return build(sizes, hardware, num_ranks, 1 + recompute, forward, backward)
+    way = way_of(way, sizes, hardware, num_ranks)
+    layers, fixed, passes = sizes.num_layers, hardware.fixed_seconds(num_ranks), 1 + recompute
+    # Shares of a micro-batch's attention that run forward, in all passes, and backward.
+    forward, backward = passes / (passes + _BACKWARD), _BACKWARD / (passes + _BACKWARD)
+    if way == "allgather":
+        gathered = sizes.kv_bytes / hardware.bytes_per_second(num_ranks)
+        # The sum is an all-to-all of what every rank has for the others (``attention.parallel.exchange``).
+        summed = 2 * sizes.kv_bytes / hardware.all_to_all_bytes_per_second(num_ranks)
+        return (
+            Exchange(passes * layers, fixed, gathered, forward, forward / num_ranks),
+            Exchange(layers, fixed, gathered, backward, backward / num_ranks),
+            Exchange(layers, fixed, summed),
+        )
+    if way == "ring":
+        hop = sizes.kv_bytes / num_ranks / hardware.hop_bytes_per_second(num_ranks)
+        num_further, block = num_ranks - 2, backward / num_ranks
+        return (
+            Exchange(passes * layers, fixed, hop, forward, forward / num_ranks),
+            Exchange(passes * layers * num_further, fixed, hop, 0.0, forward / num_ranks * num_further),
+            Exchange(layers, fixed, hop, backward, block),
+            # K and V of the next block, and gradients of the last one, one after the other.
+            Exchange(layers * num_further, 2 * fixed, 3 * hop, 0.0, block * num_further),
+            Exchange(layers, fixed, 2 * hop, 0.0, block),
+            Exchange(layers, fixed, 2 * hop),
+        )
+    num_copies = math.lcm(sizes.num_key_heads, num_ranks) // sizes.num_key_heads
+    per_byte = 1 / num_ranks / hardware.all_to_all_bytes_per_second(num_ranks)
+    output, inputs = sizes.query_bytes * per_byte, (sizes.query_bytes + num_copies * sizes.kv_bytes) * per_byte
+    return (
+        Exchange(passes * layers, fixed, inputs, forward),
+        Exchange(passes * layers, fixed, output),
+        Exchange(layers, fixed, output, backward),
+        Exchange(layers, fixed, inputs),
+    )
 
 
 def way_of(
     way: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int
 ) -> Literal["allgather", "ring", "ulysses"]:
-    """The way that is gone where so many ranks share a sequence, args as for ``exchanges_of``."""
+    """Resolve how keys and values, or heads, travel among ``num_ranks`` that share a sequence.
+
+    ``auto`` is Ulysses within a node and all-gather beyond; where Ulysses cannot share the heads, all-gather.
+    """
     if way in ("ring", "allgather"):
         return way
     is_near = way == "ulysses" or num_ranks <= hardware.gpus_per_node
     return "ulysses" if is_near and can_share_heads(sizes, num_ranks) else "allgather"
-
-
-def _attention_shares(recompute: bool) -> tuple[float, float]:
-    """Shares of a micro-batch's attention that run forward, in all passes, and backward."""
-    forward = 1.0 + recompute
-    return forward / (forward + _BACKWARD), _BACKWARD / (forward + _BACKWARD)
-
-
-def _all_gather(
-    sizes: ModelSizes, hardware: Hardware, num_ranks: int, num_forward: int, forward: float, backward: float
-) -> tuple[Exchange, ...]:
-    layers, fixed = sizes.num_layers, hardware.fixed_seconds(num_ranks)
-    gathered = sizes.kv_bytes / hardware.bytes_per_second(num_ranks)
-    # The sum is an all-to-all of what every rank has for the others (``attention.parallel.exchange.sum_to_owners``).
-    summed = 2 * sizes.kv_bytes / hardware.all_to_all_bytes_per_second(num_ranks)
-    return (
-        Exchange(num_forward * layers, fixed, gathered, forward, forward / num_ranks),
-        Exchange(layers, fixed, gathered, backward, backward / num_ranks),
-        Exchange(layers, fixed, summed),
-    )
-
-
-def _ring(
-    sizes: ModelSizes, hardware: Hardware, num_ranks: int, num_forward: int, forward: float, backward: float
-) -> tuple[Exchange, ...]:
-    layers, fixed, further = sizes.num_layers, hardware.fixed_seconds(num_ranks), num_ranks - 2
-    hop = sizes.kv_bytes / num_ranks / hardware.hop_bytes_per_second(num_ranks)
-    block = backward / num_ranks
-    return (
-        Exchange(num_forward * layers, fixed, hop, forward, forward / num_ranks),
-        Exchange(num_forward * layers * further, fixed, hop, 0.0, forward / num_ranks * further),
-        Exchange(layers, fixed, hop, backward, block),
-        # K and V of the next block, and gradients of the last one, one after the other.
-        Exchange(layers * further, 2 * fixed, 3 * hop, 0.0, block * further),
-        Exchange(layers, fixed, 2 * hop, 0.0, block),
-        Exchange(layers, fixed, 2 * hop),
-    )
-
-
-def _ulysses(
-    sizes: ModelSizes, hardware: Hardware, num_ranks: int, num_forward: int, forward: float, backward: float
-) -> tuple[Exchange, ...]:
-    layers, fixed = sizes.num_layers, hardware.fixed_seconds(num_ranks)
-    copies = math.lcm(sizes.num_key_heads, num_ranks) // sizes.num_key_heads
-    per_byte = 1 / num_ranks / hardware.all_to_all_bytes_per_second(num_ranks)
-    output, inputs = sizes.query_bytes * per_byte, (sizes.query_bytes + copies * sizes.kv_bytes) * per_byte
-    return (
-        Exchange(num_forward * layers, fixed, inputs, forward),
-        Exchange(num_forward * layers, fixed, output),
-        Exchange(layers, fixed, output, backward),
-        Exchange(layers, fixed, inputs),
-    )

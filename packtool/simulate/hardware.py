@@ -1,4 +1,4 @@
-"""Accelerators on paper: peak speed, memory and links, from their makers' data sheets.
+"""Accelerators: peak speed, memory and links, from their makers' data sheets.
 
 GB and TB are powers of ten, links are counted in one direction, and speeds of matrix products are dense bfloat16 (half
 of what data sheets print "with sparsity"). A machine of another kind is a file with the same fields, see ``of_fields``.
@@ -17,18 +17,16 @@ from packtool.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One accelerator and what connects it to others.
+    """One accelerator and its links to others.
 
     Args:
-        name: for tables.
         peak_tflops: dense bfloat16, TFLOP/s.
         memory_gb: of one accelerator.
-        hbm_gb_per_s: bandwidth of its memory; printed, for what it says about short kernels.
+        hbm_gb_per_s: bandwidth of its memory; only printed, since it bounds short kernels.
         intra_node_gb_per_s: to the others of its node, one direction.
         inter_node_gb_per_s: of each accelerator's network card, one direction.
-        gpus_per_node: that the faster links join.
-        latency_us: microseconds that a collective takes in one node however few bytes it moves; 53 for 2 MB in Skrull's
-            table (arXiv 2505.19609).
+        gpus_per_node: joined by the faster links.
+        latency_us: minimum microseconds of a collective in one node; 53 for 2 MB in Skrull's table (arXiv 2505.19609).
         matmul_share: of the peak that large matrix products reach.
         attention_share: of the peak that attention of long sequences reaches, forward and backward.
         link_share: of a link's bandwidth that collectives reach.
@@ -48,13 +46,13 @@ class Hardware:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], origin: str) -> Hardware:
-        """A machine from a file's names and numbers; what is left out and has a default keeps it.
+        """Read a machine from a file's names and numbers; fields with a default may be missing.
 
         Args:
             origin: the file, for messages.
 
         Raises:
-            ConfigError: listing unknown names, missing ones, and what is no number above zero.
+            ConfigError: listing unknown and missing names, and values that are no number above zero.
         """
         declared = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [name for name in fields if name not in declared]
@@ -87,7 +85,7 @@ class Hardware:
         return self.peak_tflops * 1e12
 
     def collective_seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """An all-gather that leaves ``num_bytes`` on every rank, or a reduce-scatter of as many.
+        """Return the seconds of an all-gather that leaves ``num_bytes`` on every rank, or of such a reduce-scatter.
 
         Fixed below a size, linear above: each rank receives the other ranks' parts, (n - 1) / n of all. Over several
         nodes each node also receives the other nodes' parts, through all its network cards at once, and the slower of
@@ -101,25 +99,25 @@ class Hardware:
         return max(self.fixed_seconds(num_ranks), num_bytes / self.bytes_per_second(num_ranks))
 
     def fixed_seconds(self, num_ranks: int) -> float:
-        """Seconds that a collective takes however little it moves."""
+        """Return the minimum seconds of a collective."""
         return self.latency_us * 1e-6 * (1 + math.log2(-(-num_ranks // self.gpus_per_node)))
 
     def bytes_per_second(self, num_ranks: int) -> float:
-        """Bytes that such a collective of many leaves on every rank in a second."""
+        """Return the bytes per second that a large all-gather leaves on every rank."""
         num_nodes = -(-num_ranks // self.gpus_per_node)
         inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
         between = (num_nodes - 1) / num_nodes / (self.inter_node_gb_per_s * self.gpus_per_node)
         return self.link_share * 1e9 / max(inside, between)
 
     def all_to_all_bytes_per_second(self, num_ranks: int) -> float:
-        """Bytes that each rank sends in a second, as many to every rank; those for other nodes take its own card."""
+        """Return the bytes per second that each rank sends, as many to every rank, to other nodes through its card."""
         num_nodes = -(-num_ranks // self.gpus_per_node)
         inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
         between = (num_nodes - 1) / num_nodes / self.inter_node_gb_per_s
         return self.link_share * 1e9 / max(inside, between)
 
     def hop_bytes_per_second(self, num_ranks: int) -> float:
-        """Bytes that each rank of a ring sends to the next one in a second, at the pace of the slowest link."""
+        """Return the bytes per second that each rank of a ring sends to the next, at the pace of the slowest link."""
         is_inside = num_ranks <= self.gpus_per_node
         link = self.intra_node_gb_per_s if is_inside else min(self.intra_node_gb_per_s, self.inter_node_gb_per_s)
         return self.link_share * 1e9 * link
@@ -141,27 +139,22 @@ PEAK_TFLOPS: dict[str, float] = {
     "V100": 125,
     "910B": 313,
 }
-"""TFLOP/s of dense bfloat16 (float16 where there is none) matrix products, by what a device's name has in it."""
+"""TFLOP/s of dense bfloat16 (float16 where there is none) matrix products, by a word of the device's name."""
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Peak dense TFLOP/s in 16 bits of a device by the name that its driver gives it, or None if it is not known."""
+    """Return the peak dense TFLOP/s in 16 bits of a device by its driver's name for it, or None if unknown."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
-_DEFAULT = "h100"
-# The preset that comes nearest to a device, by a word of its name; H800 and A800 have slower links.
+# Presets of similar devices, by a word of the name; H800 and A800 have slower links.
 _BY_NAME = {"H200": "h200", "H100": "h100", "H800": "h100", "A100": "a100", "A800": "a100", "910B": "910b"}
 
 
 def nearest_preset(device_names: Sequence[str]) -> Hardware:
-    """The preset for the first device that there is one for; that of an H100 where there is none.
-
-    Args:
-        device_names: as their drivers tell them.
-    """
-    found = (preset for name in device_names for word, preset in _BY_NAME.items() if word in name.upper())
-    return HARDWARE_PRESETS[next(found, _DEFAULT)]
+    """Return the preset of the first known device, by its driver's name for it; that of an H100 if none is known."""
+    presets = (preset for name in device_names for word, preset in _BY_NAME.items() if word in name.upper())
+    return HARDWARE_PRESETS[next(presets, "h100")]
 
 
 # NVIDIA H100 Tensor Core GPU data sheet, SXM5: 1,979 TFLOP/s with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both

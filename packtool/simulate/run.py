@@ -1,10 +1,9 @@
-"""``packtool simulate``: lengths, model and hardware are read, and every strategy is planned and timed. No torch.
+"""``packtool simulate``: read lengths, model and hardware, then plan and time every strategy. No torch.
 
 Lengths come from caches, from files, or are drawn like those of known data sets. Each distribution is a quantile
-function through the shares that Skrull (arXiv 2505.19609) prints of a data set: so many per cent of the samples are
-shorter than 1K, 4K, ..., the longest has so many tokens. Between two points the logarithm of the length rises linearly.
-Nothing is published below 1K tokens; there the function starts at ``SHORTEST``, which is our assumption. K is 1,024
-tokens.
+function through the shares that Skrull (arXiv 2505.19609) prints of a data set: the percentages of samples shorter than
+1K, 4K, ..., and the tokens of the longest. Between two points the logarithm of the length rises linearly. Nothing is
+published below 1K tokens; there the function starts at ``SHORTEST``, which is our assumption. K is 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -38,31 +37,16 @@ DistributionName = Literal["wikipedia", "lmsys", "chatqa2"]
 SHORTEST = 64
 _K = 1024
 
+
+def _points(longest: int, *shares: float) -> tuple[tuple[float, int], ...]:
+    tokens = (SHORTEST, _K, 4 * _K, 8 * _K, 32 * _K, longest * _K)
+    return tuple(zip((0.0, *shares, 1.0), tokens, strict=True))
+
+
 POINTS: dict[DistributionName, tuple[tuple[float, int], ...]] = {
-    "wikipedia": (
-        (0.0, SHORTEST),
-        (0.8788, _K),
-        (0.9934, 4 * _K),
-        (0.9992, 8 * _K),
-        (0.9999, 32 * _K),
-        (1.0, 78 * _K),
-    ),
-    "lmsys": (
-        (0.0, SHORTEST),
-        (0.8712, _K),
-        (0.9935, 4 * _K),
-        (0.9987, 8 * _K),
-        (0.9998, 32 * _K),
-        (1.0, 1643 * _K),
-    ),
-    "chatqa2": (
-        (0.0, SHORTEST),
-        (0.2192, _K),
-        (0.3148, 4 * _K),
-        (0.4043, 8 * _K),
-        (0.9986, 32 * _K),
-        (1.0, 99 * _K),
-    ),
+    "wikipedia": _points(78, 0.8788, 0.9934, 0.9992, 0.9999),
+    "lmsys": _points(1643, 0.8712, 0.9935, 0.9987, 0.9998),
+    "chatqa2": _points(99, 0.2192, 0.3148, 0.4043, 0.9986),
 }
 """(share of samples below, tokens) of Wikipedia, LMSYS-Chat-1M and ChatQA2-Long-SFT."""
 
@@ -70,19 +54,19 @@ assert set(POINTS) == set(get_args(DistributionName))
 
 
 def quantiles(name: DistributionName, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Tokens that these shares, 0 to 1, of the samples are shorter than; arguments and result of any shape."""
-    at, tokens = (np.array(column, dtype=np.float64) for column in zip(*POINTS[name], strict=True))
-    found: npt.NDArray[Any] = np.exp(np.interp(shares, at, np.log(tokens)))
-    return np.round(found).astype(np.int64)
+    """Return the tokens below which these shares, 0 to 1, of the samples lie; arguments and result of any shape."""
+    points, tokens = (np.array(column, dtype=np.float64) for column in zip(*POINTS[name], strict=True))
+    lengths: npt.NDArray[Any] = np.exp(np.interp(shares, points, np.log(tokens)))
+    return np.round(lengths).astype(np.int64)
 
 
 def draw_lengths(name: DistributionName, num: int, *, seed: int) -> npt.NDArray[np.int64]:
-    """int64 (num,): lengths, always the same for a seed; more of them begin with the same ones."""
+    """Draw lengths, int64 (num,), always the same for a seed; a larger ``num`` begins with the same ones."""
     return quantiles(name, np.random.default_rng([seed, RandomStream.SIMULATED_LENGTHS]).random(num))
 
 
 def read_lengths(path: str) -> npt.NDArray[np.int64]:
-    """Lengths, int64 (N,), from a .npy file, a JSON list of numbers, or a text file with a number a line.
+    """Read lengths, int64 (N,), from a .npy file, a JSON list of numbers, or a text file with a number per line.
 
     Raises:
         ConfigError: if the file is of another kind.
@@ -107,33 +91,36 @@ def read_lengths(path: str) -> npt.NDArray[np.int64]:
 
 
 def names_of(paths: Sequence[str]) -> str:
-    """Caches or files by their own names, without the folders that they lie in: the title of a page."""
+    """Return the title of a page on caches or files: their names without folders."""
     return " + ".join(storage.name(path if storage.is_remote(path) else os.path.abspath(path)) for path in paths)
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a strategy costs, over its simulated steps.
+    """Cost of a strategy over its simulated steps.
 
     Args:
         name: of the strategy.
         timing: of every micro-batch.
         num_tokens: true tokens, without padding.
-        num_sequences: trained.
-        flops: that they need, forward and backward.
-        local_share: of its tokens, the part that no other device has a share of, 0 to 1.
-        out_of_memory: bool (S,), steps in which a device holds more than it can.
-        options: that were simulated.
+        flops: of these tokens, forward and backward.
+        local_share: share, 0 to 1, of the tokens of sequences on one device.
+        out_of_memory: bool (S,), steps in which a device exceeds its memory.
+        options: of the simulation.
     """
 
     name: StrategyName
     timing: Timing
     num_tokens: int
-    num_sequences: int
     flops: float
     local_share: float
     out_of_memory: npt.NDArray[np.bool_]
     options: SimulateOptions
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of trained sequences."""
+        return len(self.timing.schedule.samples)
 
     @property
     def title(self) -> str:
@@ -147,15 +134,15 @@ class Outcome:
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds of the whole run divided by its true tokens."""
+        """Seconds of all steps divided by their true tokens."""
         return float(self.timing.step_seconds.sum()) / self.num_tokens
 
     def speedup_over(self, other: Outcome) -> float:
-        """How many times as many tokens a second."""
+        """Return the tokens per second relative to another outcome's."""
         return other.seconds_per_token / self.seconds_per_token
 
     def figures(self, baseline: Outcome) -> dict[str, Any]:
-        """All figures by name, as JSON has them; times in seconds, memory in GB of 10^9 bytes."""
+        """Return all figures by their names in JSON; times in seconds, memory in GB of 10^9 bytes."""
         timing, machine = self.timing, self.options.machine
         steps = timing.step_seconds
         balance = imbalance(timing.busy)
@@ -190,11 +177,14 @@ def arrange(
     options: SimulateOptions,
     targets: npt.NDArray[np.integer[Any]] | None = None,
 ) -> tuple[Sequences, int]:
-    """The sequences in an order drawn by the seed, without those that no strategy could train; how many these are.
+    """Shuffle sequences by the seed, without those that no strategy could train.
 
     Args:
         lengths: (N,), tokens.
         targets: (N,), those with a label; None for all.
+
+    Returns:
+        the sequences, and the number of those left out.
 
     Raises:
         DataError: if none is left, or one has no tokens.
@@ -209,65 +199,59 @@ def arrange(
             f"{options.sequence_parallel_size} x {options.bucket_size:,} can hold.",
             "Raise --bucket-size or --sequence-parallel-size.",
         )
-    labelled = lengths if targets is None else targets
-    found = Sequences(lengths[kept].astype(np.int32), labelled[kept].astype(np.int64))
-    return found, len(lengths) - len(kept)
+    targets = lengths if targets is None else targets
+    sequences = Sequences(lengths[kept].astype(np.int32), targets[kept].astype(np.int64))
+    return sequences, len(lengths) - len(kept)
 
 
 def simulate(sequences: Sequences, names: Iterable[StrategyName], options: SimulateOptions) -> Iterator[Outcome]:
-    """Plan and time each strategy, one after the other.
+    """Plan and time each strategy, one after the other; ``sequences`` come from ``arrange``.
 
     Price: that of the planners, and O(sequences + micro-batches * N) to time them.
-
-    Args:
-        sequences: as ``arrange`` returns them.
-        names: of the strategies.
-        options: see ``SimulateOptions``.
     """
     for name in names:
         yield outcome(name, schedule(name, sequences, options), sequences, options)
 
 
 def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, options: SimulateOptions) -> Outcome:
-    """A schedule with its times, what it trains and where it would run out of memory."""
+    """Time a schedule, and find the steps that run out of memory."""
     machine = options.machine
     cost = machine.sizes.cost
-    true, targets = sequences.lengths[plan.samples].astype(np.int64), sequences.targets[plan.samples]
+    lengths, targets = sequences.lengths[plan.samples].astype(np.int64), sequences.targets[plan.samples]
     timing = machine.time(plan, targets)
     full = (timing.tokens > options.bucket_size) | (timing.memory > machine.usable_bytes)
-    steps_over = np.zeros(plan.num_steps, dtype=np.bool_)
-    steps_over[plan.cell_steps[plan.row_cells[full]]] = True
+    out_of_memory = np.zeros(plan.num_steps, dtype=np.bool_)
+    out_of_memory[plan.cell_steps[plan.row_cells[full]]] = True
     return Outcome(
         name=name,
         timing=timing,
-        num_tokens=int(true.sum()),
-        num_sequences=len(true),
-        flops=float(cost(true, cost.attention(true), target_tokens=targets).sum()),
-        local_share=float(true[plan.places != SHARDED].sum() / true.sum()),
-        out_of_memory=steps_over,
+        num_tokens=int(lengths.sum()),
+        flops=float(cost(lengths, cost.attention(lengths), target_tokens=targets).sum()),
+        local_share=float(lengths[plan.places != SHARDED].sum() / lengths.sum()),
+        out_of_memory=out_of_memory,
         options=options,
     )
 
 
-_SEQUENCES = 20_000  # of the steps that are simulated by default, and at least so many steps, at most so many
-_FEWEST_STEPS, _MOST_STEPS = 2, 32
-_TYPICAL = 10_000
+_DEFAULT_SEQUENCES = 20_000
+_MIN_STEPS, _MAX_STEPS = 2, 32  # simulated by default
+_NUM_TYPICAL = 10_000
 _DEFAULT_MODEL = "8b"
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Outcomes and everything around them.
+    """Outcomes and their context.
 
     Args:
-        outcomes: of the strategies, in the order asked for.
-        options: that they were made with.
+        outcomes: of the strategies, in the requested order.
+        options: they were made with.
         source: of the lengths.
-        name: the same without the folders that caches and files lie in.
-        num_sequences: that were there to plan from.
+        name: the source without the folders of caches and files.
+        num_sequences: available to plan from.
         num_left_out: longer than any strategy could train, or than ``--max-length``.
         model: whose sizes were taken.
-        seconds: that planning and timing took.
+        seconds: of planning and timing.
     """
 
     outcomes: list[Outcome]
@@ -281,11 +265,11 @@ class Simulation:
 
     @property
     def baseline(self) -> Outcome:
-        """What speed-ups are told over."""
-        return next((found for found in self.outcomes if found.name == BASELINE), self.outcomes[0])
+        """The outcome that speed-ups are relative to."""
+        return next((outcome for outcome in self.outcomes if outcome.name == BASELINE), self.outcomes[0])
 
     def figures(self) -> dict[str, Any]:
-        """All figures by name, as JSON has them."""
+        """Return all figures by their names in JSON."""
         options = self.options
         return {
             "source": self.source,
@@ -304,7 +288,7 @@ class Simulation:
             "zero_stage": options.machine.zero_stage,
             "seed": options.seed,
             "baseline": self.baseline.name,
-            "strategies": [found.figures(self.baseline) for found in self.outcomes],
+            "strategies": [outcome.figures(self.baseline) for outcome in self.outcomes],
             "seconds": round(self.seconds, 3),
             "model_sizes": dataclasses.asdict(options.machine.sizes),
         }
@@ -342,13 +326,13 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     lengths, targets, source = _lengths(config, options, reader)
     paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
     begin = time.perf_counter()
-    wanted = lengths <= (config.max_length or np.inf)
-    kept, _ = arrange(lengths[wanted], options, targets[wanted])
+    is_wanted = lengths <= (config.max_length or np.inf)
+    kept, _ = arrange(lengths[is_wanted], options, targets[is_wanted])
     names = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))
     outcomes = []
     progress.start("simulating", len(names))
-    for found in simulate(kept, names, options):
-        outcomes.append(found)
+    for each in simulate(kept, names, options):
+        outcomes.append(each)
         progress.advance(1)
     progress.finish()
     return Simulation(
@@ -366,14 +350,12 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
     bucket_size = config.bucket_tokens or machine.largest_bucket(config.sequence_parallel_size)
     if bucket_size < 1:
-        states = machine.state_bytes / 1e9
         raise ConfigError(
-            f"--model {model}: weights, gradients and optimizer take {states:,.0f} GB of a GPU, and "
+            f"--model {model}: weights, gradients and optimizer take {machine.state_bytes / 1e9:,.0f} GB of a GPU, and "
             f"{machine.hardware.name} has {machine.usable_bytes / 1e9:,.0f} GB for them.",
             "Take a smaller model, another --hardware, or --zero-stage 3.",
         )
-    num_groups = config.world_size // config.sequence_parallel_size
-    per_step = num_groups * config.sequences_per_rank
+    per_step = config.world_size // config.sequence_parallel_size * config.sequences_per_rank
     return part_of(
         SimulateOptions,
         config,
@@ -381,32 +363,32 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
         sequence_parallel_size=config.sequence_parallel_size,
         bucket_size=bucket_size,
         packing_length=min(config.packing_length or bucket_size, bucket_size),
-        num_steps=config.steps or min(max(_SEQUENCES // per_step, _FEWEST_STEPS), _MOST_STEPS),
+        num_steps=config.steps or min(max(_DEFAULT_SEQUENCES // per_step, _MIN_STEPS), _MAX_STEPS),
     )
 
 
 def _lengths(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
 ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]], str]:
-    """Tokens of the samples, those with a label (without a cache all), and where they are from."""
+    """Return the tokens of the samples, those with a label (without a cache all), and their source."""
     if reader is not None:
         return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
     if config.lengths is not None:
         lengths = read_lengths(config.lengths)
         return lengths, lengths, config.lengths
     assert config.distribution is not None, "checked with the settings"
-    typical = quantiles(config.distribution, (np.arange(_TYPICAL) + 0.5) / _TYPICAL)
+    typical = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
     typical = typical[typical <= min(options.longest, config.max_length or options.longest)]
     if not len(typical):
         raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
     # A few more: the share of those that fit is not exactly the typical one.
-    num = round(1.05 * options.sequences_wanted * _TYPICAL / len(typical)) + 10
+    num = round(1.05 * options.sequences_wanted * _NUM_TYPICAL / len(typical)) + 10
     lengths = draw_lengths(config.distribution, num, seed=config.seed)
     return lengths, lengths, f"lengths as in {config.distribution}"
 
 
 def _model_of(reader: CacheReader | None) -> str:
-    """The caches' model, if it is still where it was and tells its sizes."""
+    """Return the caches' model, if it is still in its place and its sizes are known."""
     if reader is None:
         return _DEFAULT_MODEL
     model = str(reader.manifests[0].identity.spec["model"])
@@ -436,7 +418,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
 
 
 def read_hardware(name: str | None) -> Hardware:
-    """A preset, or a machine from a YAML or JSON file; None is what there is here, or an H100.
+    """Return a preset, or hardware from a YAML or JSON file; for None the local GPUs', or an H100.
 
     Raises:
         ConfigError: if it is neither, or the file's fields are wrong.
@@ -450,7 +432,7 @@ def read_hardware(name: str | None) -> Hardware:
         raise ConfigError(f"--hardware {name}: neither {', '.join(HARDWARE_PRESETS)} nor a .yaml or .json file.")
     with storage.open_read(name) as file:
         text = file.read()
-    import yaml  # here, because most runs need none of it
+    import yaml  # here, because most runs need no YAML
 
     try:
         fields = load_json(text) if name.endswith(".json") else parse_yaml(text.decode())

@@ -1,16 +1,16 @@
-"""What the planners make of the same sequences, one strategy each, as schedules that can be timed.
+"""Schedules of the same sequences by the planner of each strategy, which can be timed.
 
-Every strategy sees as many sequences in every step, and all but sorted batches the same ones, so that they are compared
-at equal global batches. Nothing that packtool trains is imitated: packs are those of ``rearrange``, which
-``--dynamic-batch-tokens`` trains, rows are sorted by ``group_by_length``, and Skrull is ``schedule_step``. Two are on
-paper only: packs of equal work (WLB-LLM), and groups of many sizes (``place_in_groups``).
+Every strategy has equally many sequences in every step, and all except sorted batches the same ones, so that they are
+compared at equal global batches. They are packtool's own: packs are those of ``rearrange``, which
+``--dynamic-batch-tokens`` trains, rows are sorted by ``group_by_length``, and Skrull is ``schedule_step``. Two are only
+simulated: packs of equal work (WLB-LLM), and groups of many sizes (``place_in_groups``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,11 @@ from packtool.planning.packing import pack_singletons
 from packtool.planning.skrull import SHARDED, schedule_step
 from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule, way_of
 
-_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
-"""Times for one sequence that are tried, in units of what a step takes at the least."""
+_TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
+"""Times for one sequence that are tried, in units of the least time of a step."""
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedBatch:
+class PlacedBatch(NamedTuple):
     """n sequences of a micro-batch.
 
     Args:
@@ -53,37 +52,37 @@ def place_in_groups(
     machine: Machine,
     bucket_size: int,
 ) -> Iterator[list[PlacedBatch]]:
-    """Dynamic context parallelism on paper: each sequence of step 0 on a group as large as it needs, in several ways.
+    """Place sequences by dynamic context parallelism: each of step 0 on a group of its own size, in several ways.
 
-    What Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
-    arXiv 2502.21231) do: of W devices, aligned groups of 1, 2, 4, ... share a sequence, long ones many, short ones one.
+    As in Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
+    arXiv 2502.21231): of W devices, aligned groups of 1, 2, 4, ... share a sequence, long ones many, short ones one.
 
         four devices       [    160 by four    ]
                            [40 by two][18][21]
                            [ 9 ][ 11 ]
 
     Larger groups come first, and those of the next size lie within them, so that devices begin each sequence together
-    and none waits but at the end. The sequences of a group are divided into micro-batches of what its devices can hold.
-    A sequence gets the smallest group that holds it and is done with it in a given time; several such times are tried.
+    and none waits but at the end. The sequences of a group are divided into micro-batches that fit its devices. A
+    sequence gets the smallest group that holds it and finishes it in a given time; several such times are tried.
 
-    A group is of a power of two devices, and begins at a multiple of it; in a micro-batch, samples come by number.
+    A group has a power of two devices, and begins at a multiple of it; in a micro-batch, samples come by number.
 
     Args:
-        lengths: (n,), tokens; what the largest group cannot hold is placed there all the same.
+        lengths: (n,), tokens; sequences that the largest group cannot hold are placed there all the same.
         targets: (n,), tokens with a label.
         bucket_size: tokens that a device may hold.
 
     Price: O(n W) for each way.
     """
     sizes = [1 << level for level in range((machine.world_size & -machine.world_size).bit_length())]
-    tokens = np.stack([_aligned(lengths.astype(np.int64), 2 * size if size > 1 else 1) for size in sizes])
+    tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
     seconds = np.stack([_seconds(machine, row, targets, size) for row, size in zip(tokens, sizes, strict=True)])
-    held = tokens <= bucket_size * np.array(sizes)[:, None]
-    smallest = np.where(held.any(axis=0), held.argmax(axis=0), len(sizes) - 1)
-    least = seconds[0].sum() / machine.world_size
+    fits = tokens <= bucket_size * np.array(sizes)[:, None]
+    smallest = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes) - 1)
+    unit = seconds[0].sum() / machine.world_size
     before = None
-    for limit in _LIMITS:
-        quick = seconds <= limit * least
+    for limit in _TIME_LIMITS:
+        quick = seconds <= limit * unit
         levels = np.maximum(smallest, np.where(quick.any(axis=0), quick.argmax(axis=0), seconds.argmin(axis=0)))
         if before is None or (levels != before).any():
             yield _placed(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
@@ -93,7 +92,7 @@ def place_in_groups(
 def _seconds(
     machine: Machine, tokens: Int64Array, targets: npt.NDArray[np.integer[Any]], size: int
 ) -> npt.NDArray[np.float64]:
-    """Times (n,) of each sequence alone on a group of this size, without what every micro-batch costs besides."""
+    """Return the seconds (n,) of each sequence alone on a group of this size, without the cost of a micro-batch."""
     times = machine.step_time(size)
     cost = machine.sizes.cost
     busy, attention = times.work(tokens, cost(tokens, cost.attention(tokens), targets), size)
@@ -109,29 +108,29 @@ def _placed(
     bucket_size: int,
     world_size: int,
 ) -> list[PlacedBatch]:
-    """The largest groups first; in each size the longest-running sequence first, to the group with the least so far."""
-    loads, found = np.zeros(world_size), list[PlacedBatch]()
+    """Place the largest groups first; in each size the slowest sequence first, on the group with the least work."""
+    loads, batches = np.zeros(world_size), list[PlacedBatch]()
     for level in range(len(sizes) - 1, -1, -1):
         size = sizes[level]
         members: list[list[int]] = [[] for _ in range(world_size // size)]
-        mine = np.flatnonzero(levels == level)
-        for one in mine[np.argsort(-seconds[level, mine], kind="stable")].tolist():
+        at_level = np.flatnonzero(levels == level)
+        for sample in at_level[np.argsort(-seconds[level, at_level], kind="stable")].tolist():
             group = int(loads[::size].argmin())
-            members[group].append(one)
-            loads[group * size : (group + 1) * size] += seconds[level, one]
-        for group, hand in enumerate(members):
-            for batch in _micro_batches(hand, tokens[level], bucket_size * size):
-                found.append(PlacedBatch(group * size, size, batch))
-    return found
+            members[group].append(sample)
+            loads[group * size : (group + 1) * size] += seconds[level, sample]
+        for group, samples in enumerate(members):
+            for batch in _micro_batches(samples, tokens[level], bucket_size * size):
+                batches.append(PlacedBatch(group * size, size, batch))
+    return batches
 
 
-def _micro_batches(hand: list[int], tokens: Int64Array, room: int) -> list[Int64Array]:
-    """A group's sequences in the fewest micro-batches that the emptiest-first rule manages."""
+def _micro_batches(samples: list[int], tokens: Int64Array, room: int) -> list[Int64Array]:
+    """Divide a group's sequences into the fewest micro-batches that fit, each sequence going to the emptiest one."""
     sizes = tokens.tolist()
-    falling = sorted(hand, key=lambda i: (-sizes[i], i))
-    for num in range(min(-(-int(tokens[hand].sum()) // room), len(hand)), len(hand) + 1):
-        batches = share_out(falling, sizes, num)
-        if num == len(hand) or max(int(tokens[batch].sum()) for batch in batches) <= room:
+    descending = sorted(samples, key=lambda i: (-sizes[i], i))
+    for num in range(min(-(-int(tokens[samples].sum()) // room), len(samples)), len(samples) + 1):
+        batches = share_out(descending, sizes, num)
+        if num == len(samples) or max(int(tokens[batch].sum()) for batch in batches) <= room:
             return [np.array(sorted(batch), np.int64) for batch in batches]
     return []
 
@@ -154,7 +153,7 @@ _Integers = TypeVar("_Integers", Int32Array, Int64Array)
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What there is to train, in the order in which it comes.
+    """Sequences to train, in order.
 
     Args:
         lengths: int32 (N,), tokens.
@@ -167,20 +166,20 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, some: slice) -> Sequences:
-        return Sequences(self.lengths[some], self.targets[some])
+    def __getitem__(self, index: slice | Int64Array) -> Sequences:
+        return Sequences(self.lengths[index], self.targets[index])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(StrategyOptions):
-    """What is simulated: the options as they were declared, and what they come to.
+    """The declared options of a simulation, and the values derived from them.
 
     Args:
         machine: model and devices.
-        sequence_parallel_size: N, ranks that share a micro-batch, where any do; divides the devices.
+        sequence_parallel_size: N, ranks that share a micro-batch, in strategies that share; divides the devices.
         bucket_size: C, tokens that a device may hold at a time; more is out of memory.
         packing_length: tokens of a pack, on each device.
-        num_steps: to simulate, where there are as many.
+        num_steps: maximum number of steps to simulate.
     """
 
     machine: Machine
@@ -200,6 +199,11 @@ class SimulateOptions(StrategyOptions):
         return self.num_groups * self.sequences_per_rank
 
     @property
+    def sequences_wanted(self) -> int:
+        """Sequences for all steps of every strategy."""
+        return self.num_steps * self.sequences_per_step
+
+    @property
     def skrull(self) -> SkrullOptions:
         """The options of Skrull on these devices."""
         return SkrullOptions(
@@ -216,23 +220,18 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def way(self) -> str:
-        """How the devices of a group exchange what they share; nothing where nothing is shared."""
+        """How the devices of a group exchange keys and values, or heads; "" if nothing is shared."""
         machine, size = self.machine, self.sequence_parallel_size
         return way_of(machine.way, machine.sizes, machine.hardware, size) if size > 1 else ""
 
-    @property
-    def sequences_wanted(self) -> int:
-        """How many sequences give every strategy its number of full steps."""
-        return self.num_steps * self.sequences_per_step
-
 
 def alignment_of(num_ranks: int) -> int:
-    """Tokens that a sequence which so many ranks share is padded to a multiple of: two chunks each, for equal work."""
+    """Return the tokens that a sequence shared by ``num_ranks`` is padded to a multiple of: two equal chunks each."""
     return 2 * num_ranks if num_ranks > 1 else 1
 
 
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """What a strategy makes of sequences.
+    """Schedule sequences by a strategy.
 
     Args:
         sequences: in a random order; none longer than ``options.longest``.
@@ -251,35 +250,29 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     num_groups = options.machine.world_size if is_alone else options.num_groups
     batches: list[PlacedBatch] = []
     for step, first in enumerate(range(0, len(order), per_step)):
-        here = order[first : first + per_step]
-        placed = _STRATEGIES[name](Sequences(sequences.lengths[here], sequences.targets[here]), options, num_groups)
-        batches += [replace(batch, step=step, samples=here[batch.samples]) for batch in placed]
-    return schedule_of(batches, sequences, options, is_padded=_STRATEGIES[name] in (_padded_rows, _shared_rows))
-
-
-def _padded_rows(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
-    """Micro-batches of padded rows, in the order in which they come, given to the groups in turn."""
-    return _rows(part, options, num_groups, options.padded_batch_size)
-
-
-def _shared_rows(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
-    """``_padded_rows`` of the strategies whose devices share every sequence."""
-    return _rows(part, options, num_groups, options.shared_batch_size)
+        samples = order[first : first + per_step]
+        placed = _STRATEGIES[name](sequences[samples], options, num_groups)
+        batches += [batch._replace(step=step, samples=samples[batch.samples]) for batch in placed]
+    return schedule_of(batches, sequences, options, is_padded=name in ("padded", "context-parallel", "sorted"))
 
 
 def _rows(part: Sequences, options: SimulateOptions, num_groups: int, max_rows: int) -> Iterator[PlacedBatch]:
-    rows = max(1, min(max_rows, options.sequences_per_step // num_groups))
+    """Yield micro-batches of padded rows, in their order, given to the groups in turn."""
+    num_rows = max(1, min(max_rows, options.sequences_per_step // num_groups))
     size = options.machine.world_size // num_groups
-    for number, start in enumerate(range(0, len(part), rows)):
-        samples = np.arange(start, min(start + rows, len(part)))
-        yield PlacedBatch(number % num_groups * size, size, samples)
+    for number, start in enumerate(range(0, len(part), num_rows)):
+        yield PlacedBatch(number % num_groups * size, size, np.arange(start, min(start + num_rows, len(part))))
+
+
+def _shared_rows(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+    return _rows(part, options, num_groups, options.shared_batch_size)
 
 
 def _equal_tokens(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
-    """Packs of a step's sequences, as ``--dynamic-batch-tokens`` makes them: as few as fit, about equally full."""
+    """Yield packs of a step's sequences as ``--dynamic-batch-tokens`` makes them: few, and about equally full."""
     size = options.machine.world_size // num_groups
     capacity = options.packing_length * size
-    # What is longer than a pack gets one of its own, and is out of memory.
+    # Sequences longer than a pack get one of their own, and are out of memory.
     lengths = np.minimum(_aligned(part.lengths, alignment_of(size)), capacity)
     assignment = rearrange(lengths, samples_per_step=len(part), num_ranks=num_groups, max_tokens=capacity)
     packs = np.split(assignment.order, np.cumsum(assignment.cell_sizes)[:-1])
@@ -288,10 +281,10 @@ def _equal_tokens(part: Sequences, options: SimulateOptions, num_groups: int) ->
 
 
 def _equal_work(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
-    """Packs of a step's sequences that take equally long, attention and all else together, as many on every rank.
+    """Yield packs of a step's sequences that take equally long, attention and all else together, as many on every rank.
 
     WLB-LLM (Wang et al. 2025, arXiv 2503.17924) balances packs of several lengths by both, under a limit of tokens, and
-    treats every document by itself, as packtool does. Its queue for outliers, which changes a step's sequences, is left
+    attends within each document, as packtool does. Its queue for outliers, which changes a step's sequences, is left
     out.
     """
     size = options.machine.world_size // num_groups
@@ -319,11 +312,11 @@ def _skrull(part: Sequences, options: SimulateOptions, num_groups: int) -> Itera
 
 
 def _dynamic_cp(part: Sequences, options: SimulateOptions, num_groups: int) -> list[PlacedBatch]:
-    """A step's sequences in groups of their own sizes: of several ways to place them, the one that is timed fastest."""
+    """Return the fastest of several placements of a step's sequences in groups of their own sizes."""
 
     def seconds(batches: list[PlacedBatch]) -> float:
-        one = schedule_of(batches, part, options)
-        return float(options.machine.time(one, part.targets[one.samples]).step_seconds[0])
+        plan = schedule_of(batches, part, options)
+        return float(options.machine.time(plan, part.targets[plan.samples]).step_seconds[0])
 
     return min(place_in_groups(part.lengths, part.targets, options.machine, options.bucket_size), key=seconds)
 
@@ -331,15 +324,21 @@ def _dynamic_cp(part: Sequences, options: SimulateOptions, num_groups: int) -> l
 def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Micro-batches as a schedule, without empty ones; the batches come by step.
+    """Join micro-batches, which come by step, to a schedule without empty ones.
 
     Args:
         is_padded: a micro-batch's sequences are padded to its longest.
     """
     cells = [batch for batch in batches if len(batch.samples)]
-    nothing = np.zeros(0, dtype=np.int64)
-    samples = np.concatenate([nothing, *(batch.samples for batch in cells)])
-    places = np.concatenate([nothing, *(_places_on(batch) for batch in cells)])
+    samples = np.concatenate([batch.samples for batch in cells]).astype(np.int64)
+    places = np.concatenate(
+        [
+            batch.places
+            if batch.places is not None and batch.num_devices > 1
+            else np.full(len(batch.samples), SHARDED if batch.num_devices > 1 else 0, np.int64)
+            for batch in cells
+        ]
+    )
     sizes = np.array([len(batch.samples) for batch in cells], dtype=np.int64)
     ranks = np.array([batch.num_devices for batch in cells], dtype=np.int64)
     tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
@@ -358,19 +357,12 @@ def schedule_of(
     )
 
 
-def _places_on(batch: PlacedBatch) -> Int64Array:
-    """Its places; a lone device shares nothing."""
-    if batch.num_devices == 1:
-        return np.zeros(len(batch.samples), np.int64)
-    return np.full(len(batch.samples), SHARDED, np.int64) if batch.places is None else batch.places
-
-
 def _aligned(tokens: _Integers, alignment: int | Int64Array) -> _Integers:
     return -(-tokens // alignment) * alignment
 
 
 _STRATEGIES: dict[StrategyName, Callable[[Sequences, SimulateOptions, int], Iterable[PlacedBatch]]] = {
-    "padded": _padded_rows,
+    "padded": lambda part, options, num_groups: _rows(part, options, num_groups, options.padded_batch_size),
     "packed": _equal_tokens,
     "packed-balanced": _equal_work,
     "context-parallel": _shared_rows,

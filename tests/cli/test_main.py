@@ -106,7 +106,7 @@ def test_a_missing_cache_is_exit_4(model: str, tmp_path: Path, capsys: pytest.Ca
 def test_settings_from_a_file_and_one_json_document(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from packtool.demo.world import make_rows
+    from packtool.demo.dataset import make_rows
 
     make_rows(str(tmp_path / "data"), 40, 0)
     (tmp_path / "export.yaml").write_text(
@@ -126,7 +126,7 @@ def test_settings_from_a_file_and_one_json_document(
 
 
 def test_ctrl_c_while_training_says_how_to_go_on(model: str, tmp_path: Path) -> None:
-    from packtool.demo.world import make_rows
+    from packtool.demo.dataset import make_rows
 
     make_rows(str(tmp_path / "data"), 40, 0)
     export = ["export", "--model", model, "--dataset", f"{tmp_path}/data/train.json"]

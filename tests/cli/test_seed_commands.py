@@ -11,8 +11,8 @@ import pytest
 from packtool.cli.main import run
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
+from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model
-from packtool.demo.world import make_rows
 from packtool.errors import EXIT_USAGE
 from tests.cli.commands import run_here, run_in_shell
 from tests.conftest import REPOSITORY

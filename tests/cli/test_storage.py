@@ -10,8 +10,8 @@ import pytest
 
 from packtool import storage
 from packtool.cli.main import run
+from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model
-from packtool.demo.world import make_rows
 from packtool.errors import EXIT_STORAGE
 from tests.s3_server import Proxy, S3Server
 

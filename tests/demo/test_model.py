@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
+from packtool.demo.dataset import BACKDROP_COLOURS, SHAPE_COLOURS, make_rows
 from packtool.demo.model import CONTROL_TOKENS, PLAIN_ADDED_TOKENS, make_model
-from packtool.demo.world import BACKDROP_COLOURS, SHAPE_COLOURS, make_rows
 
 
 @pytest.fixture(scope="module")

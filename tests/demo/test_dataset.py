@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packtool.demo.world import BACKDROP_COLOURS, HELD_OUT_SHARE, SHAPE_COLOURS, DemoWorld, make_rows
+from packtool.demo.dataset import BACKDROP_COLOURS, HELD_OUT_SHARE, SHAPE_COLOURS, SyntheticDataset, make_rows
 
 NUM_ROWS = 1500
 NUM_UNUSABLE = 6
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world(folder: Path) -> DemoWorld:
+def world(folder: Path) -> SyntheticDataset:
     return make_rows(str(folder), NUM_ROWS, 7, NUM_UNUSABLE)
 
 
@@ -94,7 +94,7 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert files["first"]["train.json"] != files["other"]["train.json"]
 
 
-def test_the_pictures_hold_the_answers(folder: Path, world: DemoWorld) -> None:
+def test_the_pictures_hold_the_answers(folder: Path, world: SyntheticDataset) -> None:
     asked = [one for path in (world.train, world.held_out) for row in rows_of(path) for one in asked_in(row)]
     there = [one for one in asked if (folder / one.image).exists()]
     assert len(there) > NUM_ROWS
@@ -102,7 +102,7 @@ def test_the_pictures_hold_the_answers(folder: Path, world: DemoWorld) -> None:
         assert named_colours(one.answer) == true_colours(one.text, folder / one.image), one
 
 
-def test_the_questions_are_those_of_the_rows(world: DemoWorld) -> None:
+def test_the_questions_are_those_of_the_rows(world: SyntheticDataset) -> None:
     rows = rows_of(world.held_out)
     assert len(rows) == len(world.held_out_questions) == NUM_ROWS // HELD_OUT_SHARE
     for row, questions in zip(rows, world.held_out_questions, strict=True):
@@ -110,7 +110,7 @@ def test_the_questions_are_those_of_the_rows(world: DemoWorld) -> None:
         assert [(one.text, one.answer) for one in asked_in(row)] == [(q.text, q.answer) for q in questions]
 
 
-def test_nothing_but_the_picture_tells_the_answer(world: DemoWorld) -> None:
+def test_nothing_but_the_picture_tells_the_answer(world: SyntheticDataset) -> None:
     """Whoever knows by heart which answer most often follows what was said stays near chance."""
     keys = {
         "question": lambda one: one.text,
@@ -127,7 +127,7 @@ def test_nothing_but_the_picture_tells_the_answer(world: DemoWorld) -> None:
         assert float(np.mean(right)) < world.chance + 0.08, what
 
 
-def test_answers_are_even(world: DemoWorld) -> None:
+def test_answers_are_even(world: SyntheticDataset) -> None:
     counts: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for row in rows_of(world.train):
         for one in asked_in(row):
@@ -139,7 +139,7 @@ def test_answers_are_even(world: DemoWorld) -> None:
         assert max(answers.values()) < expected + 5 * expected**0.5, text
 
 
-def test_swapped_rows_differ_only_in_their_pictures(folder: Path, world: DemoWorld) -> None:
+def test_swapped_rows_differ_only_in_their_pictures(folder: Path, world: SyntheticDataset) -> None:
     held_out, swapped = rows_of(world.held_out), rows_of(world.swapped)
     assert [row["messages"] for row in held_out] == [row["messages"] for row in swapped]
     assert [len(row["images"]) for row in held_out] == [len(row["images"]) for row in swapped]
@@ -150,13 +150,13 @@ def test_swapped_rows_differ_only_in_their_pictures(folder: Path, world: DemoWor
     assert np.mean([a != b for a, b in zip(*sizes, strict=True)]) > 0.9
 
 
-def test_who_sees_the_swapped_pictures_answers_by_chance(folder: Path, world: DemoWorld) -> None:
+def test_who_sees_the_swapped_pictures_answers_by_chance(folder: Path, world: SyntheticDataset) -> None:
     asked = [one for row in rows_of(world.swapped) for one in asked_in(row)]
     agree = [named_colours(one.answer) == true_colours(one.text, folder / one.image) for one in asked]
     assert abs(float(np.mean(agree)) - world.chance) < 0.08
 
 
-def test_rows_and_pictures_are_of_many_forms(folder: Path, world: DemoWorld) -> None:
+def test_rows_and_pictures_are_of_many_forms(folder: Path, world: SyntheticDataset) -> None:
     rows = rows_of(world.train)
     assert len(rows) == NUM_ROWS
     assert {len(row["images"]) for row in rows} == {0, 1, 2}
@@ -171,7 +171,7 @@ def test_rows_and_pictures_are_of_many_forms(folder: Path, world: DemoWorld) -> 
     assert any(width < height for width, height in sizes)
 
 
-def test_unusable_rows_are_too_long_or_have_lost_their_picture(folder: Path, world: DemoWorld) -> None:
+def test_unusable_rows_are_too_long_or_have_lost_their_picture(folder: Path, world: SyntheticDataset) -> None:
     rows = rows_of(world.train)
     lost = [row for row in rows if not all((folder / image).exists() for image in row["images"])]
     long = [row for row in rows if any(len(turn["content"]) > 5000 for turn in row["messages"])]

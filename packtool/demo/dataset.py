@@ -1,0 +1,281 @@
+"""The demo's synthetic dataset: drawn pictures and questions about them, as rows of messages and images.
+
+Every fact that a question asks for is drawn independently and uniformly, so nothing but the picture gives the answer,
+not even the earlier turns of the same row:
+
+    kind      asks for                                       answers
+    shape     the colour of the shapes                             4
+    backdrop  the colour behind them                               4
+    whole     both                                                16
+
+Number, position and kind of the shapes are drawn but not asked for: a model of a few million random parameters learns
+colours, wherever they are, within a minute on two cores; counting would take it much longer.
+
+A picture has one to three shapes of one colour on a coloured backdrop. They are painted without smoothing, so every
+pixel has exactly one of the eight named colours and a test can read every answer back from the file.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw
+
+from packtool.constants import IMAGE_MARK
+
+Colour = tuple[int, int, int]
+Row = dict[str, Any]
+
+SHAPE_COLOURS: dict[str, Colour] = {
+    "red": (220, 30, 30),
+    "green": (30, 160, 60),
+    "blue": (30, 60, 220),
+    "yellow": (240, 215, 30),
+}
+BACKDROP_COLOURS: dict[str, Colour] = {
+    "white": (250, 250, 250),
+    "black": (15, 15, 15),
+    "grey": (128, 128, 128),
+    "cyan": (100, 215, 225),
+}
+SHAPE_KINDS = ("circle", "square", "triangle", "diamond")
+POSITIONS = {"left": (0.0, 0.5), "right": (1.0, 0.5), "top": (0.5, 0.0), "bottom": (0.5, 1.0)}
+"""Positions of a single shape: how far to the right and how far down, 0 to 1."""
+
+MAX_SHAPES = 3
+
+LONG_SIDES = tuple(range(96, 133, 6))
+SHORT_SIDES = tuple(range(60, 91, 6))
+"""Pixels of a picture's sides: 2 to 4 cells of the model's 32-pixel grid, rarely whole cells."""
+
+HELD_OUT_SHARE = 5
+"""Training rows per held-out row."""
+
+SYSTEM_PROMPT = "You look at pictures and answer briefly."
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+
+
+class Scene(NamedTuple):
+    """A picture's shapes, of one kind and colour.
+
+    Args:
+        width, height: pixels.
+        boxes: (left, top, right, bottom) of each shape in pixels.
+    """
+
+    width: int
+    height: int
+    backdrop: str
+    colour: str
+    kind: str
+    boxes: tuple[tuple[float, float, float, float], ...]
+
+
+def _draw_single(rng: random.Random) -> Scene:
+    """Draw one shape at an end of the longer side."""
+    long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
+    position = rng.choice(list(POSITIONS))
+    width, height = (long, short) if position in ("left", "right") else (short, long)
+    radius = short / 2 * rng.uniform(0.8, 0.95)
+    right, down = POSITIONS[position]
+    x = radius + 1 + right * (width - 2 * radius - 2)
+    y = radius + 1 + down * (height - 2 * radius - 2)
+    return _scene(rng, width, height, [(x, y)], radius)
+
+
+def _draw_several(rng: random.Random) -> Scene:
+    """Draw one to three shapes in a row along the longer side, smaller ones if there are more."""
+    long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
+    count = rng.randint(1, MAX_SHAPES)
+    radius = min(long / count, short) / 2 * rng.uniform(0.8, 0.95)
+    along = [(index + 0.5) * long / count for index in range(count)]
+    if rng.random() < 0.5:
+        return _scene(rng, long, short, [(a, short / 2) for a in along], radius)
+    return _scene(rng, short, long, [(short / 2, a) for a in along], radius)
+
+
+def _scene(rng: random.Random, width: int, height: int, middles: list[tuple[float, float]], radius: float) -> Scene:
+    return Scene(
+        width=width,
+        height=height,
+        backdrop=rng.choice(list(BACKDROP_COLOURS)),
+        colour=rng.choice(list(SHAPE_COLOURS)),
+        kind=rng.choice(SHAPE_KINDS),
+        boxes=tuple((x - radius, y - radius, x + radius, y + radius) for x, y in middles),
+    )
+
+
+def _draw_scene(rng: random.Random) -> Scene:
+    return _draw_single(rng) if rng.random() < 0.5 else _draw_several(rng)
+
+
+def paint(scene: Scene) -> Image.Image:
+    """Return the scene as an RGB picture."""
+    picture = Image.new("RGB", (scene.width, scene.height), BACKDROP_COLOURS[scene.backdrop])
+    brush = ImageDraw.Draw(picture)
+    colour = SHAPE_COLOURS[scene.colour]
+    for left, top, right, bottom in scene.boxes:
+        x, y = (left + right) / 2, (top + bottom) / 2
+        if scene.kind == "circle":
+            brush.ellipse((left, top, right, bottom), fill=colour)
+        elif scene.kind == "square":
+            brush.rectangle((left, top, right, bottom), fill=colour)
+        elif scene.kind == "triangle":
+            brush.polygon([(x, top), (right, bottom), (left, bottom)], fill=colour)
+        else:
+            brush.polygon([(x, top), (right, y), (x, bottom), (left, y)], fill=colour)
+    return picture
+
+
+class Question(NamedTuple):
+    """A user turn, its answer, and the number of equally likely answers."""
+
+    kind: str
+    text: str
+    answer: str
+    num_answers: int
+
+
+@dataclass(frozen=True)
+class SyntheticDataset:
+    """Files of the dataset and its held-out questions.
+
+    Args:
+        train: rows to train on.
+        held_out: other rows, all of them with pictures.
+        swapped: the rows of ``held_out``, each with the pictures of another one.
+        held_out_questions: for each held-out row its questions, turn by turn.
+    """
+
+    train: Path
+    held_out: Path
+    swapped: Path
+    num_pictures: int
+    held_out_questions: tuple[tuple[Question, ...], ...]
+
+    @property
+    def chance(self) -> float:
+        """Share of the held-out questions that the best guesser answers without the pictures."""
+        shares = [1 / question.num_answers for questions in self.held_out_questions for question in questions]
+        return sum(shares) / len(shares)
+
+
+def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -> SyntheticDataset:
+    """Draw pictures and write ``train.json``, ``held_out.json`` and ``swapped.json`` beside them.
+
+    Args:
+        directory: created if it does not exist; the pictures go to its ``pictures``.
+        num_rows: rows of ``train.json``; a fifth of that is held out.
+        seed: the same seed writes the same bytes.
+        num_unusable: training rows that export must drop, by turns far too long or with a missing picture.
+    """
+    root = Path(directory)
+    rng = random.Random(seed)
+    maker = _RowMaker(root, rng)
+    train = [maker.unusable_row(index) for index in range(num_unusable)]
+    for _ in range(num_rows - num_unusable):  # one in ten without pictures
+        is_text = rng.random() < 1 / 10
+        train.append({"messages": text_turns(rng), "images": []} if is_text else maker.picture_row()[0])
+    rng.shuffle(train)
+    held_out = [maker.picture_row() for _ in range(max(4, num_rows // HELD_OUT_SHARE))]
+    rows = [row for row, _ in held_out]
+    # Each row gets the pictures of the next one with as many; its text and answers stay.
+    swapped = [dict(row) for row in rows]
+    for count in {len(row["images"]) for row in rows}:
+        alike = [index for index, row in enumerate(rows) if len(row["images"]) == count]
+        for index, other in zip(alike, alike[1:] + alike[:1], strict=True):
+            swapped[index]["images"] = rows[other]["images"]
+    files = {"train": train, "held_out": rows, "swapped": swapped}
+    paths = {name: root / f"{name}.json" for name in files}
+    for name, content in files.items():
+        lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in content)
+        paths[name].write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    questions = tuple(row_questions for _, row_questions in held_out)
+    return SyntheticDataset(num_pictures=maker.num_pictures, held_out_questions=questions, **paths)
+
+
+class _RowMaker:
+    """Draws rows one after the other and saves their pictures."""
+
+    def __init__(self, root: Path, rng: random.Random) -> None:
+        self.root = root
+        self.rng = rng
+        self.num_pictures = 0
+        (root / "pictures").mkdir(parents=True, exist_ok=True)
+
+    def picture_row(self) -> tuple[Row, tuple[Question, ...]]:
+        """Return a row with one picture, or one in six times with a second one in a later turn, and its questions."""
+        scenes = [_draw_scene(self.rng) for _ in range(2 if self.rng.random() < 1 / 6 else 1)]
+        turns: list[dict[str, str]] = []
+        questions: list[Question] = []
+        for scene in scenes:
+            scene_questions = ask_about(self.rng, scene)
+            scene_turns = [turn for question in scene_questions for turn in _turns(question.text, question.answer)]
+            scene_turns[0]["content"] = IMAGE_MARK + scene_turns[0]["content"]
+            turns += scene_turns
+            questions += scene_questions
+        if self.rng.random() < 1 / 8:
+            turns.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
+        return {"messages": turns, "images": [self._save(scene) for scene in scenes]}, tuple(questions)
+
+    def unusable_row(self, index: int) -> Row:
+        """Return a row that export must drop: its text is far too long, or its picture is missing."""
+        if index % 2 == 0:
+            numbers = " ".join(str(number) for number in range(1, 2001))
+            return {"messages": _turns("Count from 1 to 2000.", numbers), "images": []}
+        question = ask_about(self.rng, _draw_scene(self.rng))[0]
+        turns = _turns(IMAGE_MARK + question.text, question.answer)
+        return {"messages": turns, "images": [f"pictures/lost-{index:04d}.png"]}
+
+    def _save(self, scene: Scene) -> str:
+        self.num_pictures += 1
+        name = f"pictures/{self.num_pictures:04d}.png"
+        paint(scene).save(self.root / name, optimize=False)
+        return name
+
+
+def ask_about(rng: random.Random, scene: Scene) -> list[Question]:
+    """Draw one or two questions about one picture, each about another fact."""
+    num_colours, num_backdrops = len(SHAPE_COLOURS), len(BACKDROP_COLOURS)
+    if rng.random() < 1 / 5:
+        answer = f"The colour is {scene.colour} on a {scene.backdrop} background."
+        return [Question("whole", "Describe the picture.", answer, num_colours * num_backdrops)]
+    shapes = "shape" if len(scene.boxes) == 1 else "shapes"
+    questions = []
+    for kind, thing, colour, num_answers in (
+        ("shape", shapes, scene.colour, num_colours),
+        ("backdrop", "background", scene.backdrop, num_backdrops),
+    ):  # answered in a word or, one in four times, in a sentence
+        text, answer = f"What is the colour of the {thing}?", colour
+        if rng.random() < 1 / 4:
+            text, answer = f"Tell me the colour of the {thing}.", f"The colour of the {thing} is {colour}."
+        questions.append(Question(kind, text, answer, num_answers))
+    return rng.sample(questions, k=rng.randint(1, 2))
+
+
+def sentences(rng: random.Random, count: int) -> Iterator[str]:
+    """Yield sentences of the dataset, questions and answers as in ``make_rows``, for training a tokenizer."""
+    for _ in range(count):
+        questions = [*ask_about(rng, _draw_single(rng)), *ask_about(rng, _draw_several(rng))]
+        turns = [turn for question in questions for turn in _turns(question.text, question.answer)]
+        yield from (turn["content"] for turn in turns + text_turns(rng))
+        yield f"{SYSTEM_PROMPT}\nsystem\nuser\nassistant\n"
+
+
+def text_turns(rng: random.Random) -> list[dict[str, str]]:
+    """Draw a conversation without pictures: counting, or the days of the week."""
+    if rng.random() < 0.5:
+        first = rng.randrange(1, 60)
+        last = first + rng.randrange(2, 12)
+        return _turns(f"Count from {first} to {last}.", " ".join(str(number) for number in range(first, last + 1)))
+    day = rng.randrange(7)
+    return _turns(f"Which day follows {DAYS[day]}?", DAYS[(day + 1) % 7])
+
+
+def _turns(text: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
