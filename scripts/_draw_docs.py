@@ -10,10 +10,10 @@ import numpy as np
 from packtool.config.packing import PackOptions
 from packtool.planning.packing import pack
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
-from packtool.report.drawing import Box, Drawing, Word, render
+from packtool.report.drawing import PAGE_COLOURS, Box, Drawing, Word, render
 
-COLOURS = ("#3b6fd4", "#e08a3c", "#3aa37a", "#b4569b", "#8a8f3c", "#c9504c", "#5a9bd0", "#7d66c4")
-EMPTY, INK, PAPER = "#e4e6ea", "#30343b", "#ffffff"
+COLOURS = [PAGE_COLOURS[f"c{number}"][0] for number in range(5)]
+EMPTY, INK, PAPER = (PAGE_COLOURS[name][0] for name in ("line", "ink", "panel"))
 LENGTHS = (900, 620, 410, 380, 300, 280, 240, 180, 150, 120, 90, 60)
 CAPACITY = 1000
 

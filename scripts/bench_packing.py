@@ -35,7 +35,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works
 from packtool.config.packing import PackOptions
 from packtool.planning.best_fit import count_lengths
 from packtool.planning.packing import pack
-from packtool.report.drawing import SIZE, Axis, Box, Drawing, Path, Word, render
+from packtool.report.drawing import CURVE_COLOURS, SIZE, Axis, Box, Drawing, Path, Word, render
 
 Lengths = npt.NDArray[np.int32]
 
@@ -261,8 +261,8 @@ def lines(x: Axis, y: Axis, measured: dict[str, list[tuple[int, float]]]) -> Ite
 
 WIDTH, HEIGHT = 920, 480
 LEFT, RIGHT, TOP, BOTTOM = 70, 620, 60, 420
-DARK, GREY, PALE = "#111827", "#4b5563", "#e5e7eb"
-COLOURS = ("#2f6fdb", "#0d9488", "#7c5cd6", "#8a8f98", "#d97706", "#b45309", "#db2777", "#9d174d")
+DARK, GREY, PALE = (CURVE_COLOURS[name] for name in ("ink", "grey", "grid"))
+COLOURS = [CURVE_COLOURS[f"c{number}"] for number in range(8)]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,16 +1,15 @@
-"""The course of a training run as one picture: ``OUTPUT_DIR/curves.png`` from ``OUTPUT_DIR/metrics.jsonl``.
+"""The curves of a training run as one picture: ``OUTPUT_DIR/curves.png`` from ``OUTPUT_DIR/metrics.jsonl``.
 
-Charts on paper: small multiples below one another as one picture, drawn with Pillow.
-
-At 200 dots per inch a picture is as wide as an A4 page, letters are of eight points, and curves that share a chart
-differ in darkness and in dashes, not in colour alone. Everything is drawn twice as large and shrunk, since Pillow's
-lines have steps otherwise.
+At 200 dots per inch the picture is as wide as an A4 page and letters have eight points. Curves that share a chart
+differ in darkness and in dashes, not in colour alone. Everything is drawn twice as large and reduced, because Pillow's
+lines are not smooth otherwise.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,175 +20,141 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from packtool.config.settings import load_json
-from packtool.report.drawing import SIZE, Axis, Box, Chart, Note, Path, Point
+from packtool.report.drawing import CURVE_COLOURS, SIZE, Axis, Chart, Note, Path, Point
 from packtool.visible import visible_line
 
-DOTS_PER_INCH = 200
-_SCALE = 2
-_WIDTH, _HEAD, _ROW = 1654, 118, 430  # pixels of the picture, of its title, of a row of charts
-_LEFT, _RIGHT, _TOP, _BOTTOM = 118, 44, 62, 84  # around a chart
-_SMALL, _NORMAL, _LARGE = 22, 25, 34
-_INK, _GREY, _WARNING = "#111827", "#4b5563", "#b91c1c"
-_COLOURS = ("#12408f", "#c2570c", "#0f766e", "#7e22ce", "#a16207", "#be185d", "#475569", "#4d7c0f")
-_DASHES: tuple[tuple[int, int] | None, ...] = (None, (18, 9), (6, 7), (28, 8))
-MOST_COLOURS = len(_COLOURS)
+CURVES_NAME = "curves.png"
+_DOTS_PER_INCH = 200
+_SCALE = 2  # of all lengths below
+_WIDTH, _HEADER, _ROW = 3308, 236, 860  # pixels of the picture, of its title, of a row of charts
+_LEFT, _RIGHT, _TOP, _BOTTOM = 236, 88, 124, 168  # margins of a chart
+_SMALL, _NORMAL, _LARGE = 44, 50, 68
+_THIN, _THICK = 3, 6
+_MARK = 10  # half the side of the square that marks a point
+_INK, _GREY, _WARNING = (CURVE_COLOURS[name] for name in ("ink", "grey", "warning"))
+_MAX_CURVES = 8
+_DASHES: tuple[tuple[int, int] | None, ...] = (None, (36, 18), (12, 14), (56, 16))
+# Colour, width and dashes (drawn and free length) of each look.
+_PENS: dict[str, tuple[str, int, tuple[int, int] | None]] = {
+    "pale": (CURVE_COLOURS["pale"], _THIN, None),
+    "grid": (CURVE_COLOURS["grid"], _THIN, None),
+    "axis": (_GREY, _THIN, None),
+}
+for _number in range(_MAX_CURVES):
+    _PENS[f"c{_number}"] = (CURVE_COLOURS[f"c{_number}"], _THICK, _DASHES[_number % len(_DASHES)])
+    _PENS[f"c{_number} solid"] = (CURVE_COLOURS[f"c{_number}"], _THICK, None)
 
+_MIN_TO_SMOOTH = 30
+_SMOOTHED_VALUES = 40
+"""A smoothed curve has about as many independent values."""
+_MAX_NAME_LENGTH = 18
+_MAX_POINTS = 750  # of a curve; of more, the minimum and maximum of each group are drawn
+_MAX_MARKED_POINTS = 12
+_NEAR_ZERO = 0.2  # an axis begins at 0 if its first value is at most this share of the last
 
-@dataclass(frozen=True)
-class _Pen:
-    """What a look means on paper: colour, width, and (drawn, free) of dashes, in pixels."""
-
-    colour: str
-    width: float = 3
-    dashes: tuple[int, int] | None = None
-
-
-_PENS = {f"c{i}": _Pen(colour, dashes=_DASHES[i % len(_DASHES)]) for i, colour in enumerate(_COLOURS)}
-_PENS |= {f"c{i} solid": _Pen(colour) for i, colour in enumerate(_COLOURS)}
-_PENS |= {"pale": _Pen("#a9bfe4", 1.5), "grid": _Pen("#e2e5ea", 1.5), "axis": _Pen(_GREY, 1.5), "bar": _Pen("#12408f")}
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a chart's axes stand, in pixels of the picture."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def at(self, point: Point) -> Point:
-        """A point of the chart in pixels."""
-        x, y = (part / SIZE for part in point)
-        return self.left + x * (self.right - self.left), self.top + y * (self.bottom - self.top)
+Records = Sequence[Mapping[str, Any]]
+Numbers = npt.NDArray[np.float64]
 
 
 def draw_charts(charts: Sequence[Chart], title: str, subtitle: str) -> Image.Image:
-    """The first chart over the whole width, the others in pairs below."""
+    """Draw the first chart over the whole width, the others in pairs below."""
     num_rows = 1 + math.ceil((len(charts) - 1) / 2)
-    size = (_WIDTH * _SCALE, (_HEAD + num_rows * _ROW) * _SCALE)
-    image = Image.new("RGB", size, "white")
-    canvas = _Canvas(ImageDraw.Draw(image))
-    canvas.text((_LEFT, 44), title, _LARGE, _INK, "lm")
-    canvas.text((_LEFT, 88), subtitle, _SMALL, _GREY, "lm")
+    image = Image.new("RGB", (_WIDTH, _HEADER + num_rows * _ROW), "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((_LEFT, 88), title, fill=_INK, font=_font(_LARGE), anchor="lm")
+    draw.text((_LEFT, 176), subtitle, fill=_GREY, font=_font(_SMALL), anchor="lm")
     for number, chart in enumerate(charts):
         row, column = divmod(number + 1, 2) if number else (0, 0)
-        left, top = column * _WIDTH // 2, _HEAD + row * _ROW
-        right = left + _WIDTH // 2 if number else _WIDTH
-        names = (canvas.width(shape.name, _SMALL) for shape in chart.shapes if isinstance(shape, Path) and shape.name)
-        right -= _RIGHT + max(names, default=0)
-        _draw_chart(canvas, chart, _Place(left + _LEFT, top + _TOP, right, top + _ROW - _BOTTOM))
+        left, top = column * _WIDTH // 2, _HEADER + row * _ROW
+        right = left + (_WIDTH // 2 if number else _WIDTH) - _RIGHT
+        names = (draw.textlength(path.name, font=_font(_SMALL)) / _SCALE for path in _named(chart))
+        right -= _SCALE * max(map(math.ceil, names), default=0)
+        _draw_chart(draw, chart, (left + _LEFT, top + _TOP, right, top + _ROW - _BOTTOM))
     return image.reduce(_SCALE)
 
 
-def _draw_chart(canvas: _Canvas, chart: Chart, place: _Place) -> None:
-    above = place.top - _TOP + 30
-    canvas.text((place.left, above), chart.y.name, _NORMAL, _INK, "lm")
+def _named(chart: Chart) -> list[Path]:
+    return [path for path in chart.shapes if isinstance(path, Path) and path.name]
+
+
+def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, int, int]) -> None:
+    """Draw a chart.
+
+    Args:
+        box: pixels of its left, upper, right and lower end.
+    """
+    left, top, right, bottom = box
+
+    def place(point: Point) -> Point:
+        x, y = (part / SIZE for part in point)
+        return left + x * (right - left), top + y * (bottom - top)
+
+    above, small = top - _TOP + 60, _font(_SMALL)
+    draw.text((left, above), chart.y.name, fill=_INK, font=_font(_NORMAL), anchor="lm")
     for note in chart.notes:
-        x, _ = place.at((note.at, 0))
-        canvas.text((x, above), " ".join(text for _, text in note.texts), _SMALL, _WARNING, "rm")
-    for shape in chart.drawing.shapes:
-        if isinstance(shape, Path):
-            for stroke in shape.strokes:
-                canvas.stroke([place.at(point) for point in stroke], _PENS[shape.look])
-        elif isinstance(shape, Box):
-            end = (shape.x + shape.width, shape.y + shape.height)
-            canvas.box(place.at((shape.x, shape.y)), place.at(end), _PENS[shape.look].colour)
+        x, _ = place((note.at, 0))
+        draw.text((x, above), " ".join(text for _, text in note.texts), fill=_WARNING, font=small, anchor="rm")
+    for path in chart.drawing.shapes:
+        for stroke in path.strokes if isinstance(path, Path) else ():
+            _draw_stroke(draw, [place(point) for point in stroke], *_PENS[path.look])
     for at, label in chart.y.places:
-        x, y = place.at((0, SIZE - at))
-        canvas.text((x - 12, y), label, _SMALL, _GREY, "rm")
+        x, y = place((0, SIZE - at))
+        draw.text((x - 24, y), label, fill=_GREY, font=small, anchor="rm")
     for at, label in chart.x.places:
-        x, y = place.at((at, SIZE))
-        canvas.stroke([(x, y), (x, y + 8)], _PENS["axis"])
-        canvas.text((x, y + 14), label, _SMALL, _GREY, "ma")
-    canvas.text(((place.left + place.right) / 2, place.bottom + 44), chart.x.name, _SMALL, _GREY, "ma")
-    _name_curves(canvas, [shape for shape in chart.shapes if isinstance(shape, Path) and shape.name], place)
+        x, y = place((at, SIZE))
+        _draw_stroke(draw, [(x, y), (x, y + 16)], *_PENS["axis"])
+        draw.text((x, y + 28), label, fill=_GREY, font=small, anchor="ma")
+    draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=small, anchor="ma")
+
+    # Names after the curves' last points, moved apart where curves end close to one another.
+    ends = sorted(((place(path.strokes[-1][-1])[1], path) for path in _named(chart)), key=lambda end: end[0])
+    heights: list[float] = []
+    for end, _ in ends:
+        heights.append(max(end, heights[-1] + _SMALL + 8) if heights else end)
+    limit: float = bottom
+    for number in reversed(range(len(heights))):  # names below the chart push the others up again
+        heights[number] = min(heights[number], limit)
+        limit = heights[number] - _SMALL - 8
+    for height, (end, path) in zip(heights, ends, strict=True):
+        colour = _PENS[path.look][0]
+        _draw_stroke(draw, [(right + 6, end), (right + 24, height)], colour, _THIN, None)
+        draw.text((right + 32, height), path.name, fill=colour, font=small, anchor="lm")
 
 
-def _name_curves(canvas: _Canvas, curves: Sequence[Path], place: _Place) -> None:
-    """Names behind the curves' last points, moved apart where curves end close to one another."""
-    ends = sorted(((place.at(curve.strokes[-1][-1])[1], curve) for curve in curves), key=lambda end: end[0])
-    places: list[float] = []
-    for at, _ in ends:
-        places.append(max(at, places[-1] + _SMALL + 4) if places else at)
-    # What was pushed out of the chart pushes the others back up.
-    limit = place.bottom
-    for number in reversed(range(len(places))):
-        places[number] = min(places[number], limit)
-        limit = places[number] - _SMALL - 4
-    for at_name, (at, curve) in zip(places, ends, strict=True):
-        colour = _PENS[curve.look].colour
-        canvas.stroke([(place.right + 3, at), (place.right + 12, at_name)], _Pen(colour, 1.5))
-        canvas.text((place.right + 16, at_name), curve.name, _SMALL, colour, "lm")
-
-
-class _Canvas:
-    """Pillow's drawing in pixels of the finished picture."""
-
-    def __init__(self, draw: ImageDraw.ImageDraw) -> None:
-        self._draw = draw
-
-    def text(self, place: tuple[float, float], text: str, size: int, colour: str, anchor: str) -> None:
-        """Where ``anchor`` is Pillow's: horizontal l, m or r, vertical m or a (top)."""
-        x, y = place
-        self._draw.text((x * _SCALE, y * _SCALE), text, fill=colour, font=_font(size), anchor=anchor)
-
-    def width(self, text: str, size: int) -> int:
-        """Pixels that a text takes."""
-        return math.ceil(self._draw.textlength(text, font=_font(size)) / _SCALE)
-
-    def stroke(self, points: Sequence[Point], pen: _Pen) -> None:
-        """A line through all points, whole or in dashes; a single point is a square."""
-        if len(points) == 1:
-            (x, y), half = points[0], 5
-            self.box((x - half, y - half), (x + half, y + half), pen.colour)
-        for part in _dashed(points, pen.dashes) if pen.dashes else [points]:
-            scaled = [(x * _SCALE, y * _SCALE) for x, y in part]
-            self._draw.line(scaled, fill=pen.colour, width=round(pen.width * _SCALE), joint="curve")
-
-    def box(self, start: Point, end: Point, colour: str) -> None:
-        """A filled rectangle between two corners."""
-        self._draw.rectangle([part * _SCALE for part in (*start, *end)], fill=colour)
+def _draw_stroke(
+    draw: ImageDraw.ImageDraw, points: Sequence[Point], colour: str, width: int, dashes: tuple[int, int] | None
+) -> None:
+    """Draw a line through all points; a single point is a square."""
+    if len(points) == 1:
+        x, y = points[0]
+        draw.rectangle([x - _MARK, y - _MARK, x + _MARK, y + _MARK], fill=colour)
+    for part in _dashed(points, dashes) if dashes else [points]:
+        draw.line(list(part), fill=colour, width=width, joint="curve")
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow brings a font of its own, so that a picture is the same on every machine."""
-    return ImageFont.load_default(size * _SCALE)
+    """Pillow's own font, so that a picture is the same on every machine."""
+    return ImageFont.load_default(size)
 
 
-def _dashed(points: Sequence[tuple[float, float]], dashes: tuple[int, int]) -> Iterator[list[tuple[float, float]]]:
-    """The drawn stretches of a line."""
-    drawn, left = True, float(dashes[0])
-    part = [points[0]]
+def _dashed(points: Sequence[Point], dashes: tuple[int, int]) -> Iterator[list[Point]]:
+    """The dashes of a line."""
+    is_drawn, left = True, float(dashes[0])
+    dash = [points[0]]
     for (x, y), (next_x, next_y) in pairwise(points):
         length = math.hypot(next_x - x, next_y - y)
         done = 0.0
         while length - done > left:
             done += left
             at = (x + (next_x - x) * done / length, y + (next_y - y) * done / length)
-            if drawn:
-                yield [*part, at]
-            drawn, part = not drawn, [at]
-            left = float(dashes[0] if drawn else dashes[1])
+            if is_drawn:
+                yield [*dash, at]
+            is_drawn, dash = not is_drawn, [at]
+            left = float(dashes[0] if is_drawn else dashes[1])
         left -= length - done
-        part.append((next_x, next_y))
-    if drawn and len(part) > 1:
-        yield part
-
-
-CURVES_NAME = "curves.png"
-
-_FEWEST_TO_SMOOTH = 30
-_SMOOTHED_OVER = 40
-"""A curve is smoothed so far that about so many separate values are left."""
-
-_LONGEST_NAME = 18
-_MOST_POINTS = 750  # of a curve; of more, the lowest and highest of each few are drawn
-_FEW_POINTS = 12  # each is marked
-_NEAR_ZERO = 0.2  # an axis whose first value is so small a part of the last begins at 0
-
-Records = Sequence[Mapping[str, Any]]
-Numbers = npt.NDArray[np.float64]
+        dash.append((next_x, next_y))
+    if is_drawn and len(dash) > 1:
+        yield dash
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,10 +162,10 @@ class Curve:
     """A figure along the steps.
 
     Args:
-        x, y: (N,), x rising; where y is not finite the curve is broken.
-        look: ``pale`` behind others, or ``c0`` to ``c7``, with `` solid`` behind it for no dashes.
+        x, y: (N,), x rising; the curve is interrupted where y is not finite.
+        look: ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
         name: written at its end; "" for none.
-        is_marked: whether every point is.
+        is_marked: mark every point.
     """
 
     x: Numbers
@@ -211,42 +176,41 @@ class Curve:
 
 
 def write_curves(metrics_path: str, output_dir: str) -> str | None:
-    """Draw loss, objective, learning rate, gradient norm, speed, fill and token accuracy against the optimizer steps.
+    """Draw loss, objective, learning rate, gradient norm, speed, fill and token accuracy along the optimizer steps.
 
-    Losses of channels (``loss_<name>``) and of an evaluation (``eval_loss``) are drawn where there are any; what the
-    log does not have is left out.
+    Losses of channels (``loss_<name>``) and of an evaluation (``eval_loss``) are drawn if the log contains them.
 
     Args:
-        metrics_path: a JSON object a line with ``step`` and figures; a broken last line is passed over.
-        output_dir: where the picture goes.
+        metrics_path: a JSON object a line with ``step`` and figures; an incomplete last line is ignored.
+        output_dir: directory of the picture.
 
     Returns:
         the picture's path; None if there is nothing to draw.
 
     Raises:
-        OSError: if the one cannot be read or the other not be written.
+        OSError: if the log cannot be read or the picture not be written.
     """
     records = list(_records(metrics_path))
     charts = charts_of(records)
     if not charts:
         return None
-    steps = max(int(record["step"]) for record in records)
+    last_step = max(int(record["step"]) for record in records)
     name = os.path.basename(os.path.abspath(output_dir))
-    smooth = "; pale: as logged, dark: smoothed" if len(records) >= _FEWEST_TO_SMOOTH else ""
-    subtitle = f"{len(records):,} log line{'s' if len(records) > 1 else ''} up to step {steps:,}{smooth}"
+    smooth = "; pale: as logged, dark: smoothed" if len(records) >= _MIN_TO_SMOOTH else ""
+    subtitle = f"{len(records):,} log line{'s' if len(records) > 1 else ''} up to step {last_step:,}{smooth}"
     image = draw_charts(charts, f"Training of {name}", subtitle)
     path = os.path.join(output_dir, CURVES_NAME)
-    image.save(path + ".tmp", format="PNG", dpi=(DOTS_PER_INCH, DOTS_PER_INCH))
+    image.save(path + ".tmp", format="PNG", dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
     os.replace(path + ".tmp", path)
     return path
 
 
 def smoothed(values: Numbers) -> Numbers:
-    """Means over neighbours with the weights of a bell, (N,); it follows the curve without lagging behind it.
+    """Means over neighbours with Gaussian weights, (N,), without delay.
 
-    Values that are not finite weigh nothing, and stay what they are.
+    Values that are not finite have no weight and stay as they are.
     """
-    width = max(len(values) / _SMOOTHED_OVER / 2, 1.0)
+    width = max(len(values) / _SMOOTHED_VALUES / 2, 1.0)
     reach = math.ceil(3 * width)
     bell = np.exp(-0.5 * np.square(np.arange(-reach, reach + 1) / width))
     finite = np.isfinite(values)
@@ -257,7 +221,7 @@ def smoothed(values: Numbers) -> Numbers:
 
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
-    """Objects with a step; a run that was killed may have left half a line."""
+    """Log lines with a step; a run that was killed may have left an incomplete line."""
     with open(path, encoding="utf-8") as file:
         for text in file:
             try:
@@ -269,30 +233,39 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
 
 
 def charts_of(records: Records) -> list[Chart]:
-    """What a log has to show, over one common axis of optimizer steps."""
+    """The charts of a log, with the optimizer steps as their common axis."""
     evaluated = _curves(records, {"eval_loss": "evaluation"}, look="c1 solid", is_marked=True)
-    losses = sorted({name for record in records for name in record if name.startswith("loss_")})
+    loss = _smooth_curves(records, "loss", name="training" if evaluated else "")
+    count = Counter(name for record in records for name in record if name.startswith("loss_"))
+    channels = sorted(count)
+    shown = sorted(sorted(channels, key=lambda name: -count[name])[:_MAX_CURVES])
+    left_out = f" ({len(shown)} of {len(channels)})" if len(shown) < len(channels) else ""
+    channel_names = {name: _channel_name(name.removeprefix("loss_")) for name in shown}
     speeds = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
-    fills = [record["fill"] for record in records if _is_logged(record.get("fill")) and math.isfinite(record["fill"])]
-    floor = min(math.floor(10 * min(fills, default=0)) * 10, 90)
-    found = [
-        _chart(records, "loss, mean over target tokens, in nats", [*_smooth(records, "loss", evaluated), *evaluated]),
-        _chart(records, "objective: the loss that training minimizes, in nats", _smooth(records, "objective")),
-        _channel_chart(records, losses),
-        _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), floor=0.0),
-        _chart(records, "gradient norm before clipping", _smooth(records, "grad_norm"), floor=0.0),
-        _chart(records, "tokens per second", _curves(records, speeds, smooth=True), floor=0.0),
+    fills = [record["fill"] for record in records if _is_number(record.get("fill")) and math.isfinite(record["fill"])]
+    min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)
+    charts = [
+        _chart(records, "loss, mean over target tokens, in nats", [*loss, *evaluated]),
+        _chart(records, "objective: the loss that training minimizes, in nats", _smooth_curves(records, "objective")),
+        _chart(
+            records,
+            f"loss by channel, in nats, smoothed{left_out}",
+            _curves(records, channel_names, smooth=True),
+        ),
+        _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), low=0.0),
+        _chart(records, "gradient norm before clipping", _smooth_curves(records, "grad_norm"), low=0.0),
+        _chart(records, "tokens per second", _curves(records, speeds, smooth=True), low=0.0),
         _chart(
             records,
             "fill: share of the computed tokens that is not padding",
-            _smooth(records, "fill", scale=100),
-            floor=floor,
-            ceiling=100,
+            _smooth_curves(records, "fill", scale=100),
+            low=min_fill,
+            high=100,
             suffix="%",
         ),
-        _chart(records, "token accuracy", _smooth(records, "token_accuracy", scale=100), suffix="%"),
+        _chart(records, "token accuracy", _smooth_curves(records, "token_accuracy", scale=100), suffix="%"),
     ]
-    return [chart for chart in found if chart is not None]
+    return [chart for chart in charts if chart is not None]
 
 
 def _chart(
@@ -300,48 +273,44 @@ def _chart(
     title: str,
     curves: Sequence[Curve],
     *,
-    floor: float | None = None,
-    ceiling: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
     suffix: str = "",
 ) -> Chart | None:
-    """Curves that share a vertical axis; None where none of them has anything to show.
+    """Curves with a common vertical axis; None if they have no finite value.
 
     Args:
         title: what is shown, and in which unit.
-        floor, ceiling: where the vertical axis ends; None for just beyond the values.
-        suffix: unit behind the numbers of the axis.
+        low, high: ends of the vertical axis; None for slightly beyond the values.
+        suffix: unit after the numbers of the axis.
     """
     shown = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not shown:
         return None
-    ends = [end for end in (floor, ceiling) if end is not None]
+    ends = [end for end in (low, high) if end is not None]
     values = np.concatenate([np.array(ends), *(curve.y[np.isfinite(curve.y)] for curve in shown)])
-    low, high = _padded(float(values.min()), float(values.max()), 0.05)
+    lowest, highest = _padded(float(values.min()), float(values.max()), 0.05)
     if suffix == "%":
-        low, high = max(low, 0.0), min(high, 100.0)
-    y = Axis.over(title, low if floor is None else floor, high if ceiling is None else ceiling, 5, suffix=suffix)
-    x = _steps(records)
+        lowest, highest = max(lowest, 0.0), min(highest, 100.0)
+    y = Axis.over(title, lowest if low is None else low, highest if high is None else high, 5, suffix=suffix)
+    first, last = (float(pick(record["step"] for record in records)) for pick in (min, max))
+    begin, end = _padded(0.0 if 0 <= first < _NEAR_ZERO * last else first, last, 0.0)
+    x = Axis.over("optimizer step", begin, end, 5, whole=True)
     shapes = []
     for curve in shown:
         strokes = list(_strokes(curve, x, y))
         shapes.append(Path(strokes, curve.look, curve.name))
-        if curve.is_marked or len(curve.x) <= _FEW_POINTS:
+        if curve.is_marked or len(curve.x) <= _MAX_MARKED_POINTS:
             shapes.append(Path([[point] for stroke in strokes for point in stroke], curve.look))
-    lost = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
-    warning = Note(SIZE, [("", f"{lost:,} value{'s' if lost > 1 else ''} not finite")])
-    return Chart(x, y, shapes, [warning] if lost else [])
-
-
-def _steps(records: Records) -> Axis:
-    first, last = (float(pick(record["step"] for record in records)) for pick in (min, max))
-    low, high = _padded(0.0 if 0 <= first < _NEAR_ZERO * last else first, last, 0.0)
-    return Axis.over("optimizer step", low, high, 5, whole=True)
+    num_lost = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
+    warning = Note(SIZE, [("", f"{num_lost:,} value{'s' if num_lost > 1 else ''} not finite")])
+    return Chart(x, y, shapes, [warning] if num_lost else [])
 
 
 def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
-    """Stretches of finite values in units of the axes, no more points than can be told apart."""
+    """Stretches of finite values in units of the axes, with no more points than can be distinguished."""
     stroke: list[Point] = []
-    for at in _kept(curve.y):
+    for at in _drawn_points(curve.y):
         if np.isfinite(curve.y[at]):
             stroke.append((x.at(float(curve.x[at])), SIZE - y.at(float(curve.y[at]))))
         elif stroke:
@@ -351,44 +320,39 @@ def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
         yield stroke
 
 
-def _kept(y: Numbers) -> list[int]:
-    """The lowest and highest of each few points where there are too many to draw, so that no spike is lost."""
-    group = math.ceil(len(y) / _MOST_POINTS)
-    if group <= 2:
+def _drawn_points(y: Numbers) -> list[int]:
+    """Indices of the minimum and maximum of each group of points if there are many, so that spikes stay visible."""
+    size = math.ceil(len(y) / _MAX_POINTS)
+    if size <= 2:
         return list(range(len(y)))
     kept: list[int] = []
-    for start in range(0, len(y), group):
-        part = y[start : start + group]
-        # A stretch without a finite value breaks the curve.
-        few = {int(np.nanargmin(part)), int(np.nanargmax(part))} if np.isfinite(part).any() else {0}
-        kept += sorted(start + i for i in few)
+    for start in range(0, len(y), size):
+        group = y[start : start + size]
+        # A group without a finite value interrupts the curve.
+        extremes = {int(np.nanargmin(group)), int(np.nanargmax(group))} if np.isfinite(group).any() else {0}
+        kept += sorted(start + i for i in extremes)
     return kept
 
 
 def _padded(low: float, high: float, share: float) -> tuple[float, float]:
-    """A little more than from ``low`` to ``high``; never nothing."""
+    """A slightly larger range, which is never empty."""
     if high <= low:
         around = abs(low) * 0.1 or 1.0
         return low - around, high + around
     return low - share * (high - low), high + share * (high - low)
 
 
-def _smooth(records: Records, name: str, beside: Sequence[Curve] = (), scale: float = 1) -> list[Curve]:
-    """A figure as it was logged, and smoothed where there is enough of it; named if another curve is beside it."""
-    curves = _curves(records, {name: "training" if beside else ""}, scale=scale)
-    if not curves or len(curves[0].x) < _FEWEST_TO_SMOOTH:
+def _smooth_curves(records: Records, figure: str, *, name: str = "", scale: float = 1) -> list[Curve]:
+    """A figure as logged and, with enough values, smoothed.
+
+    Args:
+        name: written at the curve's end.
+    """
+    curves = _curves(records, {figure: name}, scale=scale)
+    if not curves or len(curves[0].x) < _MIN_TO_SMOOTH:
         return curves
     x, y = curves[0].x, curves[0].y
-    return [Curve(x, y, "pale"), Curve(x, smoothed(y), name=curves[0].name)]
-
-
-def _channel_chart(records: Records, names: Sequence[str]) -> Chart | None:
-    """Losses by channel; of many the most often seen."""
-    count = {name: sum(name in record for record in records) for name in names}
-    shown = sorted(sorted(names, key=lambda name: -count[name])[:MOST_COLOURS])
-    left_out = f" ({len(shown)} of {len(names)})" if len(shown) < len(names) else ""
-    curves = _curves(records, {name: _short(name.removeprefix("loss_")) for name in shown}, smooth=True)
-    return _chart(records, f"loss by channel, in nats, smoothed{left_out}", curves)
+    return [Curve(x, y, "pale"), Curve(x, smoothed(y), name=name)]
 
 
 def _curves(
@@ -400,21 +364,25 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Figures of the lines that have them, by name in the log, with the names that are written beside the curves."""
-    found = []
-    for colour, (name, shown) in enumerate(names.items()):
-        points = [(record["step"], record[name]) for record in records if _is_logged(record.get(name))]
+    """Curves of the figures that the log contains.
+
+    Args:
+        names: written at the curves' ends, by the figure's name in the log.
+    """
+    curves = []
+    for number, (figure, name) in enumerate(names.items()):
+        points = [(record["step"], record[figure]) for record in records if _is_number(record.get(figure))]
         if points:
             x, y = np.array(points, np.float64).T
-            y = smoothed(y) if smooth and len(y) >= _FEWEST_TO_SMOOTH else y
-            found.append(Curve(x, y * scale, look or f"c{colour}", shown, is_marked))
-    return found
+            y = smoothed(y) if smooth and len(y) >= _MIN_TO_SMOOTH else y
+            curves.append(Curve(x, y * scale, look or f"c{number}", name, is_marked))
+    return curves
 
 
-def _is_logged(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _short(name: str) -> str:
+def _channel_name(name: str) -> str:
     name = visible_line(name)
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+    return name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…"

@@ -1,11 +1,7 @@
-"""The shapes and charts of all pictures: pages, the curves of a training run, the documentation.
+"""Shapes, axes and charts, and their rendering on pages.
 
-Shapes are plain data with a look, which is the name of a colour and a stroke. Whoever draws them gives the look its
-meaning: a page its style sheet (templates/page.css), a picture on paper its table (picture.py).
-
-Axes of charts: the round numbers along them, how these are written, and where values stand.
-
-Pages drawn by templates: what others wrote can neither become HTML nor turn or hide what stands beside it.
+Shapes are plain data with a look: the name of a colour and a stroke. Pages define the looks in ``templates/page.css``,
+and ``curves`` in a table.
 """
 
 from __future__ import annotations
@@ -24,9 +20,44 @@ from markupsafe import Markup, escape
 from packtool.constants import VERSION
 from packtool.visible import visible_line
 
+PAGE_COLOURS = {
+    "back": ("#f6f5f1", "#101417"),
+    "panel": ("#fff", "#191f23"),
+    "ink": ("#1b2126", "#e8ecee"),
+    "soft": ("#5b6670", "#a3aeb6"),
+    "line": ("#e3e1da", "#2b343a"),
+    "axis": ("#a9aeb2", "#5b676f"),
+    "accent": ("#0f766e", "#4cc2b5"),
+    "wait": ("#d3d6d8", "#46525a"),
+    "prefix": ("#3f4b55", "#c3ccd2"),
+    "waste": ("#c98f2b", "#c0923a"),
+    "c0": ("#0f766e", "#3fb0a4"),
+    "c1": ("#d0743c", "#dd8d58"),
+    "c2": ("#5569b8", "#8195dc"),
+    "c3": ("#b0497a", "#cf6f9a"),
+    "c4": ("#84943a", "#a3b658"),
+    "c5": ("#8a8f98", "#8a939b"),
+}
+"""Colours of pages in light and in dark mode."""
+CURVE_COLOURS = {
+    "ink": "#111827",
+    "grey": "#4b5563",
+    "warning": "#b91c1c",
+    "pale": "#a9bfe4",
+    "grid": "#e2e5ea",
+    "c0": "#12408f",
+    "c1": "#c2570c",
+    "c2": "#0f766e",
+    "c3": "#7e22ce",
+    "c4": "#a16207",
+    "c5": "#be185d",
+    "c6": "#475569",
+    "c7": "#4d7c0f",
+}
+"""Colours of ``curves.png``; those of the curves differ in darkness, too, for print."""
 SIZE = 1000
-"""Units that an axis is long, whatever it measures."""
-_LETTER = 36  # units that a letter of a label takes on a narrow phone
+"""Length of every axis, in units."""
+_LETTER = 36  # units of a label's letter on a narrow phone
 
 
 @dataclass(frozen=True)
@@ -34,10 +65,10 @@ class Axis:
     """A linear or logarithmic scale.
 
     Args:
-        name: what it measures, and in which unit.
+        name: quantity and unit.
         low, high: values at its ends.
-        ticks: (value, label) of numbers along it.
-        is_log: whether it is logarithmic; all values are above 0 then.
+        ticks: (value, label) along it.
+        is_log: logarithmic; all values are positive.
     """
 
     name: str
@@ -52,60 +83,58 @@ class Axis:
         name: str,
         low: float,
         high: float,
-        most: int,
+        num_ticks: int,
         *,
         whole: bool = False,
         cover: bool = False,
         suffix: str = "",
     ) -> Axis:
-        """An axis with round numbers.
+        """A linear axis with round numbers.
 
         Args:
-            most: about as many of them.
-            whole: no fractions.
-            cover: the axis ends with a round number, at or above ``high``.
-            suffix: unit behind every number.
+            num_ticks: approximate number of ticks.
+            whole: integers only.
+            cover: end the axis with a tick, at or above ``high``.
+            suffix: unit after every number.
         """
-        values = round_numbers(low, high, most, whole=whole, cover=cover)
+        values = round_numbers(low, high, num_ticks, whole=whole, cover=cover)
         return cls(name, low, values[-1] if cover else high, list(zip(values, labels(values, suffix), strict=True)))
 
     @classmethod
     def logarithmic(cls, name: str, low: float, high: float) -> Axis:
-        """A logarithmic axis with round numbers that do not touch on a phone; it spans at least one power of ten."""
+        """A logarithmic axis of at least one power of ten, with round numbers that do not overlap on a phone."""
         powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
         for factors, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
-            values = [factor * power for power in powers for factor in factors if low <= factor * power <= high][
-                ::every
-            ]
-            axis = cls(name, low, high, [(value, _label(value, 1, 0)) for value in values], is_log=True)
+            values = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
+            axis = cls(name, low, high, [(value, _label(value, 1, 0)) for value in values[::every]], is_log=True)
             if all(
-                there - here > _LETTER * (len(left + right) / 2 + 1)
-                for (here, left), (there, right) in pairwise(axis.places)
+                right - left > _LETTER * (len(left_label + right_label) / 2 + 1)
+                for (left, left_label), (right, right_label) in pairwise(axis.places)
             ):
                 break
         return axis
 
     def at(self, value: float) -> float:
-        """Units from the axis's beginning to a value."""
+        """The position of a value, in units."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low) * SIZE
         return (value - self.low) / ((self.high - self.low) or 1) * SIZE
 
     @property
     def places(self) -> list[tuple[float, str]]:
-        """(units from the beginning, label) of every tick."""
+        """(position in units, label) of every tick."""
         return [(self.at(value), label) for value, label in self.ticks]
 
 
-def round_numbers(low: float, high: float, most: int, *, whole: bool = False, cover: bool = False) -> list[float]:
+def round_numbers(low: float, high: float, count: int, *, whole: bool = False, cover: bool = False) -> list[float]:
     """Multiples of 1, 2, 2.5 or 5 times a power of ten between two different numbers.
 
     Args:
-        most: about as many.
-        whole: no fractions.
+        count: approximate number of results.
+        whole: integers only.
         cover: from ``low`` itself, which is round, to the first at or above ``high``.
     """
-    rough = (high - low) / most
+    rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     steps = (factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
     step = next((step for step in steps if not whole or step == int(step)), 1.0)
@@ -115,7 +144,7 @@ def round_numbers(low: float, high: float, most: int, *, whole: bool = False, co
 
 
 def labels(values: Sequence[float], suffix: str = "") -> list[str]:
-    """Evenly spaced numbers, each with as many decimals as tell them apart."""
+    """Evenly spaced numbers with as many decimals as distinguish them."""
     step = values[1] - values[0] if len(values) > 1 else 1.0
     digits = next((digits for digits in range(4) if abs(round(step, digits) - step) < 1e-9), 4)
     return [_label(value, step, digits) + suffix for value in values]
@@ -127,18 +156,18 @@ def _label(value: float, step: float, digits: int) -> str:
     if step < 1e-3:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-    # A phone has no room for six zeros.
+    # A phone is too narrow for six zeros.
     return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value:,.{digits}f}"
 
 
 Point = tuple[float, float]
 Rectangle = tuple[float, float, float, float]
-"""x, y, width and height of a rectangle."""
+"""x, y, width and height."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle, with a hint for who points at it."""
+    """A rectangle, with a hint that is shown when the mouse points at it."""
 
     x: float
     y: float
@@ -150,14 +179,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Many rectangles of one look, which a browser draws faster than each by itself."""
+    """Rectangles of one look; a browser draws them faster than separate boxes."""
 
     places: Sequence[Rectangle]
     look: str
 
     @property
     def d(self) -> str:
-        """The rectangles as data of an SVG path."""
+        """The rectangles as an SVG path."""
         return "".join(f"M{x:.2f} {y:g}h{wide:.2f}v{tall:g}H{x:.2f}z" for x, y, wide, tall in self.places)
 
 
@@ -166,8 +195,8 @@ class Path:
     """Lines through points; a stroke of a single point is a dot.
 
     Args:
-        strokes: that share the look.
-        name: written at the end of the last one; "" for none.
+        strokes: lines with the same look.
+        name: written at the end of the last stroke; "" for none.
     """
 
     strokes: Sequence[Sequence[Point]]
@@ -176,7 +205,7 @@ class Path:
 
     @property
     def d(self) -> str:
-        """The strokes as data of an SVG path; a line of no length has round ends, which no stretching makes an egg."""
+        """The strokes as an SVG path; a dot is a line of length 0, whose round ends are never stretched."""
         return "".join(
             "M" + " ".join(f"{x:.1f} {y:.1f}" for x, y in stroke) + "h0" * (len(stroke) == 1) for stroke in self.strokes
         )
@@ -187,8 +216,8 @@ class Word:
     """A line of text whose baseline is at y.
 
     Args:
-        anchor: where x is: ``start``, ``middle`` or ``end`` of the text.
-        size: of the letters.
+        anchor: position of x in the text: ``start``, ``middle`` or ``end``.
+        size: font size.
     """
 
     x: float
@@ -201,14 +230,14 @@ class Word:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Shapes in a coordinate system whose y goes down.
+    """Shapes in a coordinate system whose y points down.
 
     Args:
-        kind: what it is, for the style sheet.
-        label: what it shows, for who cannot see it.
+        kind: class for the style sheet.
+        label: description for screen readers.
         shapes: from the back to the front.
-        height, width: of the coordinate system. A page stretches the width to the room there is, and keeps strokes.
-        in_pixels: whether the height is in CSS pixels, and not stretched.
+        height, width: of the coordinate system. A page stretches the width but not the strokes.
+        in_pixels: the height is in CSS pixels and not stretched.
     """
 
     kind: str
@@ -221,10 +250,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Note:
-    """Words at the upper edge of a chart.
+    """Text at the upper edge of a chart.
 
     Args:
-        at: place along the horizontal axis, in its units.
+        at: position along the horizontal axis, in units.
         texts: (look of the dot before it, or "", text).
     """
 
@@ -234,13 +263,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Chart:
-    """Shapes between two axes.
-
-    Args:
-        x, y: the axes.
-        shapes: in units of the axes, y going down.
-        notes: at the upper edge.
-    """
+    """Shapes between two axes, in units of the axes, with y pointing down."""
 
     x: Axis
     y: Axis
@@ -249,37 +272,40 @@ class Chart:
 
     @property
     def drawing(self) -> Drawing:
-        """The shapes before the grid, and with the horizontal axis."""
+        """The shapes with grid and horizontal axis."""
         grid = [Path([[(0, SIZE - at), (SIZE, SIZE - at)]], "grid") for at, _ in self.y.places if at]
         axis = Path([[(0, SIZE), (SIZE, SIZE)]], "axis")
         return Drawing("drawn", f"{self.y.name} by {self.x.name}", [*grid, *self.shapes, axis])
 
     @property
     def gutter(self) -> int:
-        """Letters that the numbers of the vertical axis need."""
+        """Width of the vertical axis's labels, in letters."""
         return max(len(label) for _, label in self.y.ticks) + 1
 
 
-# Behind these a long name may go on in the next line; the word itself is copied and searched without a gap.
+# A long name may be broken after these; the word itself is copied and searched without a gap.
 _JOINT = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of ``templates/`` with these values; every text among them is shown as text, whatever it holds."""
-    return _environment().get_template(template).render(version=VERSION, **values)
+    """Render a template of ``templates/``; all values are escaped."""
+    return _environment().get_template(template).render(version=VERSION, colours=PAGE_COLOURS, **values)
 
 
 def framed(page: str, title: str) -> str:
-    """A whole page inside of another document, such as a notebook, with a frame of its own."""
+    """A whole page in a frame, to be shown inside another document such as a notebook."""
     return render("framed.html", page=escape(page), title=title)
 
 
 def breakable(text: str) -> Markup:
-    """Text whose words go to the next line as a whole.
-
-    Where one is longer than a line, it is broken behind ``/``, ``_`` and the like if it has any of them.
-    """
-    return Markup(" ").join(_word(word) for word in text.split(" "))
+    """Text that is broken between words; a word longer than a line after ``/``, ``_`` and the like."""
+    words = []
+    for word in text.split(" "):
+        # Find the joints before escaping, which adds ampersands and semicolons.
+        parts = _JOINT.sub("\\1\n", visible_line(word)).split("\n")
+        joined = Markup("<wbr>").join(parts)
+        words.append(joined if len(parts) == 1 else Markup("<span class=word>{}</span>").format(joined))
+    return Markup(" ").join(words)
 
 
 def plural(count: int, noun: str) -> str:
@@ -292,7 +318,9 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("packtool.report"),
         autoescape=True,
-        finalize=_shown,
+        finalize=lambda value: (
+            visible_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -300,16 +328,3 @@ def _environment() -> Environment:
     )
     environment.filters |= {"breakable": breakable, "plural": plural}
     return environment
-
-
-def _shown(value: Any) -> Any:
-    """What an expression of a template puts out, before it is escaped."""
-    return visible_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _word(word: str) -> Markup:
-    # Joints are looked for before escaping, which brings ampersands and semicolons of its own.
-    parts = _JOINT.sub("\\1\n", visible_line(word)).split("\n")
-    if len(parts) == 1:
-        return escape(parts[0])
-    return Markup("<span class=word>{}</span>").format(Markup("<wbr>").join(parts))

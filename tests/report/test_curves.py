@@ -15,7 +15,6 @@ from packtool.report import curves
 from packtool.report.curves import charts_of, draw_charts, smoothed, write_curves
 from packtool.report.drawing import Chart, Note
 from packtool.report.drawing import Path as Curve
-from packtool.report.plan_page import Histogram, histogram
 
 
 def write_log(folder: Path, records: list[dict[str, Any]], tail: str = "") -> str:
@@ -164,12 +163,3 @@ def test_nothing_but_full_packs(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step, fill=1.0, token_accuracy=1.0) for step in range(1, 4)]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
     assert (drawn[-2].y.low, drawn[-2].y.high) == (90, 100)
-
-
-def test_a_chart_of_a_page_can_be_drawn_on_paper() -> None:
-    """One toolkit: bars, which only pages have today, are boxes there as well."""
-    image = draw_charts([histogram(Histogram([0, 1, 2], [1, 3]), "samples", "tokens")], "title", "subtitle")
-    dark = (np.asarray(image.convert("RGB")) == (0x12, 0x40, 0x8F)).all(axis=2)
-    low, high = (int(dark[:, column].sum()) for column in (500, 1200))
-    assert low > 50
-    assert high / low == pytest.approx(3, rel=0.05)
