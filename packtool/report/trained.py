@@ -1,10 +1,10 @@
-"""What ``packtool inspect`` shows of a run: what it has trained, what a step held, and when a sample was trained."""
+"""What ``packtool inspect`` shows of a run: trained samples, the samples of a step, and when a sample was trained."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,25 +20,25 @@ from packtool.train.prepare.history import has_history, read_ledger
 from packtool.train.prepare.replay import Replay, replay_segment, segments_of
 from packtool.visible import visible_line
 
-_COMPANIONS = 20
+_MAX_COMPANIONS = 20
 
 
 def is_run(directory: str) -> bool:
-    """Whether a directory is that of a run, or a checkpoint of one, and no cache."""
+    """Whether a directory is a run's or a checkpoint, not a cache."""
     return os.path.isdir(directory) and (
         has_history(directory) or is_checkpoint(directory) or bool(finished_checkpoints(directory))
     )
 
 
 def trained_figures(directory: str) -> dict[str, Any]:
-    """What a run has trained until its newest checkpoint, or until one of its checkpoints.
+    """What a run has trained until its newest checkpoint.
 
     Args:
-        directory: of the run or the checkpoint.
+        directory: of the run, or of the checkpoint until which to count.
 
     Raises:
         ConfigError: if there is no such directory.
-        MismatchError: if there is no finished checkpoint, or it keeps no ledger.
+        MismatchError: if there is no finished checkpoint, or it has no ledger.
     """
     if not os.path.isdir(directory):
         raise ConfigError(f"{directory}: there is no such directory")
@@ -55,8 +55,22 @@ def trained_figures(directory: str) -> dict[str, Any]:
             + ("a stream has no rows that it could name" if state.streaming else "it is of an older packtool"),
             "Runs on caches keep one.",
         )
-    sources = [_source_figures(source, True) for source in ledger.sources]
-    sources += [_source_figures(source, False) for source in ledger.retired]
+    sources = [_source_figures(source, is_in_run=True) for source in ledger.sources]
+    sources += [_source_figures(source, is_in_run=False) for source in ledger.retired]
+    output_dir = run_directory(checkpoint)
+    segments = segments_of(output_dir) if has_history(output_dir) else []
+    starts = [
+        {
+            "after_step": segment.first,
+            "began": _time(segment.began),
+            "world_size": segment.assignments[-1][1],
+            "num_steps": segment.num_steps,
+            "data_changed": segment.changed_at == segment.first,
+            "caches": [directory for directory, _, _ in segment.caches],
+        }
+        for segment, _ in segments
+        if segment.first < state.step
+    ]
     return {
         "checkpoint": checkpoint,
         "step": state.step,
@@ -67,18 +81,17 @@ def trained_figures(directory: str) -> dict[str, Any]:
         "sources": sources,
         "tokens": sum(source["tokens"] for source in sources),
         "target_tokens": sum(source["target_tokens"] for source in sources),
-        "starts": _starts(run_directory(checkpoint), state.step),
+        "starts": starts,
     }
 
 
-def _source_figures(source: SourceLedger, is_present: bool) -> dict[str, Any]:
-    trained = source.trained
+def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
     return {
         "directory": source.directory,
         "fingerprint": source.fingerprint,
-        "is_in_the_run": is_present,
+        "is_in_the_run": is_in_run,
         "num_samples": source.num,
-        "num_trained": trained.num_rows,
+        "num_trained": source.trained.num_rows,
         "num_times_trained": source.num_samples,
         "num_trained_in_epoch": source.epoch.num_rows,
         "tokens": source.tokens,
@@ -89,76 +102,54 @@ def _source_figures(source: SourceLedger, is_present: bool) -> dict[str, Any]:
     }
 
 
-def _starts(output_dir: str, step: int) -> list[dict[str, Any]]:
-    if not has_history(output_dir):
-        return []
-    return [
-        {
-            "after_step": segment.first,
-            "began": _time(segment.began),
-            "world_size": segment.assignments[-1][1],
-            "num_steps": segment.num_steps,
-            "data_changed": segment.changed_at == segment.first,
-            "caches": [directory for directory, _, _ in segment.caches],
-        }
-        for segment, _ in segments_of(output_dir)
-        if segment.first < step
-    ]
-
-
 def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Lines that tell it on a terminal."""
+    """What ``packtool inspect --trained`` prints."""
     epoch = figures["epoch"]
-    where = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
+    position = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
     yield (
-        f"trained until step {figures['step']:,} ({figures['saved_at']}), {where}: {figures['tokens']:,} tokens, "
+        f"trained until step {figures['step']:,} ({figures['saved_at']}), {position}: {figures['tokens']:,} tokens, "
         f"{figures['target_tokens']:,} targets"
     )
     rows = [("cache", "samples", "trained", "this epoch", "times", "epochs", "tokens", "targets", "skipped")]
     for source in figures["sources"]:
-        away = "" if source["is_in_the_run"] else " (no longer)"
-        numbers = ("num_samples", "num_trained", "num_trained_in_epoch", "num_times_trained")
-        rows.append(
-            (
-                source["directory"] + away,
-                *(f"{source[name]:,}" for name in numbers),
-                f"{source['epochs']:.2f}",
-                *(f"{source[name]:,}" for name in ("tokens", "target_tokens", "num_skipped")),
-            )
-        )
+        cache = source["directory"] + ("" if source["is_in_the_run"] else " (no longer)")
+        samples = ("num_samples", "num_trained", "num_trained_in_epoch", "num_times_trained")
+        tokens = ("tokens", "target_tokens", "num_skipped")
+        counts = [f"{source[name]:,}" for name in samples + tokens]
+        rows.append((cache, *counts[: len(samples)], f"{source['epochs']:.2f}", *counts[len(samples) :]))
     yield from aligned(rows, "lr")
     for start in figures["starts"]:
-        what = "began" if not start["after_step"] else f"went on after step {start['after_step']:,}"
+        event = f"went on after step {start['after_step']:,}" if start["after_step"] else "began"
         data = ", with other data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
         ranks = f"{start['world_size']} data-parallel rank{'s' if start['world_size'] > 1 else ''}"
-        yield f"{start['began']}  {what}, {ranks}{data}"
+        yield f"{start['began']}  {event}, {ranks}{data}"
 
 
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
-    """What a step of a run held, rank by rank.
+    """The samples of a step of a run, by rank, micro-batch and pack.
 
     Args:
         output_dir: of the run, or one of its checkpoints.
         step: 1-based, as in the log.
-        model: directory of the run's model, if that has moved.
+        model: directory of the run's model, if it has moved.
 
     Raises:
         ConfigError: if the run has no such step.
-        MismatchError: if it keeps no history, or its caches have changed.
+        MismatchError: if it has no history, or its caches have changed.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
     segment, stop = next(each for each in reversed(segments) if each[0].first < step or each is segments[0])
     if step > segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
-    again = replay_segment(output_dir, segment, stop, model)
-    stretch = again.timeline.stretch(step - 1)
+    replay = replay_segment(output_dir, segment, stop, model)
+    stretch = replay.timeline.stretch(step - 1)
     plan, number = stretch.plan, step - 1 - stretch.first
     ranks = [
         {
             "rank": rank,
             "micro_batches": [
-                [_pack(again, pack.tolist()) for pack in plan.samples(number, rank, micro_batch)]
+                [_sample_figures(replay, pack.tolist()) for pack in plan.samples(number, rank, micro_batch)]
                 for micro_batch in range(plan.steps.num_micro_batches(number))
             ],
         }
@@ -171,51 +162,51 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
         "step_in_epoch": number,
         "is_trained": step <= segments[-1][1],
         "num_samples": len(samples),
-        "tokens": int(again.reader.index.length[samples].sum()),
+        "tokens": int(replay.reader.index.length[samples].sum()),
         "target_tokens": plan.steps.target_tokens(number),
         "ranks": ranks,
     }
 
 
-def _pack(again: Replay, positions: list[int]) -> list[dict[str, Any]]:
-    return [_sample(again, position) for position in positions]
-
-
-def _sample(again: Replay, position: int) -> dict[str, Any]:
-    cache, row = again.reader.cache_of(position)
-    sample = again.reader.sample(position)
-    return {
-        "cache": again.reader.directories[cache],
-        "sample": row,
-        "source": sample.source,
-        "row": sample.row,
-        "part": "" if sample.part is None else str(sample.part),
-        "channel": sample.channel,
-        "tokens": sample.length,
-        "target_tokens": int(again.timeline.inputs.targets[position]),
-        "media": len(sample.images) + len(sample.videos) + len(sample.audios),
-    }
+def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Figures of the samples at these positions in the run's caches."""
+    figures = []
+    for position in positions:
+        cache, row = replay.reader.cache_of(position)
+        sample = replay.reader.sample(position)
+        figures.append(
+            {
+                "cache": replay.reader.directories[cache],
+                "sample": row,
+                "source": sample.source,
+                "row": sample.row,
+                "part": "" if sample.part is None else str(sample.part),
+                "channel": sample.channel,
+                "tokens": sample.length,
+                "target_tokens": int(replay.timeline.inputs.targets[position]),
+                "media": len(sample.images) + len(sample.videos) + len(sample.audios),
+            }
+        )
+    return figures
 
 
 def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Lines that tell it on a terminal, one a sample."""
-    done = "" if figures["is_trained"] else ", not trained yet"
+    """What ``packtool inspect --step`` prints."""
+    pending = "" if figures["is_trained"] else ", not trained yet"
     yield (
-        f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{done}: {figures['num_samples']:,} samples, "
+        f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{pending}: {figures['num_samples']:,} samples, "
         f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} targets"
     )
     for rank in figures["ranks"]:
         for number, packs in enumerate(rank["micro_batches"], start=1):
-            yield f"rank {rank['rank']}, micro-batch {number} of {len(rank['micro_batches'])}" + (
-                "" if packs else ": empty"
-            )
+            empty = "" if packs else ": empty"
+            yield f"rank {rank['rank']}, micro-batch {number} of {len(rank['micro_batches'])}{empty}"
             for pack in packs:
-                tokens = sum(sample["tokens"] for sample in pack)
-                yield f"  pack of {len(pack)} samples, {tokens:,} tokens"
+                yield f"  pack of {len(pack)} samples, {sum(sample['tokens'] for sample in pack):,} tokens"
                 yield from ("    " + line for line in _sample_lines(pack))
 
 
-def _sample_lines(samples: list[dict[str, Any]]) -> Iterator[str]:
+def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [
         (
             sample["cache"],
@@ -226,7 +217,7 @@ def _sample_lines(samples: list[dict[str, Any]]) -> Iterator[str]:
         )
         for sample in samples
     ]
-    yield from aligned(rows, "lrrrl")
+    return aligned(rows, "lrrrl")
 
 
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
@@ -234,13 +225,13 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
 
     Args:
         output_dir: of the run, or one of its checkpoints.
-        cache: directory of its cache; None where the run has one.
-        row: its number in the train split.
-        model: directory of the run's model, if that has moved.
+        cache: directory of the sample's cache; None if the run has one cache.
+        row: the sample's number in the train split.
+        model: directory of the run's model, if it has moved.
 
     Raises:
         ConfigError: if there is no such sample, or the run never had the cache.
-        MismatchError: if the run keeps no history, or its caches have changed.
+        MismatchError: if the run has no history, or its caches have changed.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
@@ -257,63 +248,61 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
     if fingerprint not in known:
         raise ConfigError(f"--run {output_dir} has not trained the cache {cache}, as it is now ({fingerprint})")
-    directory, num = known[fingerprint]
-    if row >= num:
-        raise ConfigError(f"--row {row}: {directory} has samples 0 to {num - 1}")
-    found = []
-    told: dict[str, Any] | None = None
+    directory, num_samples = known[fingerprint]
+    if row >= num_samples:
+        raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
+    times: list[dict[str, Any]] = []
+    sample: dict[str, Any] | None = None
     for segment, stop in segments:
         fingerprints = [each for _, each, _ in segment.caches]
         if fingerprint not in fingerprints or stop <= segment.first:
             continue
-        again = replay_segment(output_dir, segment, stop, model)
-        # One cache may stand there more than once.
+        replay = replay_segment(output_dir, segment, stop, model)
+        # A cache may be listed more than once.
         copies = [number for number, each in enumerate(fingerprints) if each == fingerprint]
-        positions = [row + int(again.reader.offsets[number]) for number in copies]
-        told = told or _sample(again, positions[0])
-        times = [_time_trained(again, each, *place) for each in positions for place in again.occurrences(each)]
-        found += sorted(times, key=lambda each: int(each["step"]))
-    skipped = _times_skipped(output_dir, fingerprint, row)
-    sample = told or {"cache": directory, "sample": row}
-    return {**sample, "run": output_dir, "times": found, "num_skipped": skipped, "until_step": segments[-1][1]}
+        positions = [row + int(replay.reader.offsets[number]) for number in copies]
+        sample = sample or _sample_figures(replay, positions[:1])[0]
+        in_segment = [_occurrence(replay, each, *place) for each in positions for place in replay.occurrences(each)]
+        times += sorted(in_segment, key=lambda each: int(each["step"]))
+    checkpoints = finished_checkpoints(output_dir)
+    ledger = read_ledger(checkpoints[-1]) if checkpoints else None
+    sources = () if ledger is None else (*ledger.sources, *ledger.retired)
+    return {
+        **(sample or {"cache": directory, "sample": row}),
+        "run": output_dir,
+        "times": times,
+        "num_skipped": sum(int((each.skipped == row).sum()) for each in sources if each.fingerprint == fingerprint),
+        "until_step": segments[-1][1],
+    }
 
 
-def _time_trained(
-    again: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
+def _occurrence(
+    replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    stretch = again.timeline.stretch(step)
+    """A step in which a sample was trained, and the samples that shared its pack."""
+    stretch = replay.timeline.stretch(step)
     plan, number = stretch.plan, step - stretch.first
-    companions = [each for each in plan.packs.pack(pack).tolist() if each != position]
-    if plan.places is not None or not plan.summary.options.packing:
-        # Taken apart, or never packed: those of the micro-batch.
-        companions = [each for pack in plan.samples(number, rank, micro_batch) for each in pack if each != position]
+    # Without packing, and where Skrull splits packs, the samples of the micro-batch are meant.
+    has_packs = plan.places is None and plan.summary.options.packing
+    packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(number, rank, micro_batch))
+    companions = [each for pack in packs for each in pack.tolist() if each != position]
     return {
         "step": step + 1,
         "epoch": epoch,
         "rank": rank,
         "micro_batch": micro_batch,
         "num_companions": len(companions),
-        "companions": _pack(again, companions[:_COMPANIONS]),
+        "companions": _sample_figures(replay, companions[:_MAX_COMPANIONS]),
         "num_samples_of_step": len(plan.samples_of(number, number + 1)),
     }
 
 
-def _times_skipped(output_dir: str, fingerprint: str, row: int) -> int:
-    """How often a sample was left out instead of being trained, until the newest checkpoint."""
-    checkpoints = finished_checkpoints(output_dir)
-    ledger = read_ledger(checkpoints[-1]) if checkpoints else None
-    sources = () if ledger is None else (*ledger.sources, *ledger.retired)
-    return sum(int((each.skipped == row).sum()) for each in sources if each.fingerprint == fingerprint)
-
-
 def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Lines that tell it on a terminal."""
+    """What ``packtool inspect --row`` prints of a run."""
     times, run = figures["times"], visible_line(figures["run"])
-    left_out = plural(figures["num_skipped"], "time")
-    steps = plural(figures["until_step"], "step")
-    yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained" + (
-        f"; left out {left_out}, for it could not be loaded" if figures["num_skipped"] else ""
-    )
+    steps, skipped = plural(figures["until_step"], "step"), plural(figures["num_skipped"], "time")
+    left_out = f"; left out {skipped}, for it could not be loaded" if figures["num_skipped"] else ""
+    yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained{left_out}"
     for each in times:
         others, samples = plural(each["num_companions"], "other"), plural(each["num_samples_of_step"], "sample")
         yield (
