@@ -16,23 +16,14 @@ from typing import BinaryIO
 from packtool import storage
 from packtool.errors import PacktoolError, RemoteError, StorageError, StoreDownError
 from packtool.rows.media_policy import NOT_ALLOWED
+from packtool.rows.parsing import Problem
 from packtool.rows.sample import MediaRef
 
 _REASONS = {"missing": "media_missing", "refused": "media_refused", "unreachable": "media_unreachable"}
 
 
-class MediaProblem(ValueError):
-    """A medium that cannot be used.
-
-    Args:
-        reason: drop reason, as in ``dropped.jsonl``.
-        detail: explanation for the user, with the name of the file.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
+class MediaProblem(Problem):
+    """A medium that cannot be used; its detail names the file."""
 
 
 @contextmanager

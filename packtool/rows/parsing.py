@@ -20,11 +20,11 @@ _TOO_DEEP = f"lists and objects nest more than {MAX_DEPTH} deep"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class JsonProblem(ValueError):
-    """A text that is not JSON, or that JSON readers would read differently.
+class Problem(ValueError):
+    """A reason to drop a row.
 
     Args:
-        reason: ``invalid_json``, ``invalid_text`` or ``duplicate_keys``, as in ``dropped.jsonl``.
+        reason: drop reason, as in ``dropped.jsonl``.
         detail: explanation for the user.
     """
 
@@ -32,6 +32,10 @@ class JsonProblem(ValueError):
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+
+
+class JsonProblem(Problem):
+    """A text that is not JSON, or that JSON readers would read differently."""
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -1,18 +1,14 @@
-"""What ``--dataset`` and ``--val-dataset`` name, as files.
+"""Files that ``--dataset`` and ``--val-dataset`` name: local or remote, of a hub, or by name in ``--dataset-info``.
 
-Data sets of the Hugging Face hub, through ``datasets`` and its cache on this machine.
-
-Models and data sets of ModelScope, through its own package and that one's cache on this machine.
-
-Kinds of files, told from their names.
+Datasets of the Hugging Face hub are loaded with ``datasets``, and models and datasets of ModelScope with its own
+package, each through its cache on this machine.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -24,7 +20,7 @@ from packtool.config.settings import load_json, parse_yaml
 from packtool.config.train import TrainConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
-from packtool.rows.dataset_info import DatasetInfo, Entry
+from packtool.rows.dataset_info import DatasetInfo, spec_values
 from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.source import Compression, FileFormat, Pairs, SourceSpec
 
@@ -34,7 +30,7 @@ _ID_WITH_PREFIX = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?::[\w. /-]*){0,2}")
 
 
 def hub_id(name: str) -> str | None:
-    """The id, perhaps with subset and split, if a name can be one: ``owner/set:subset:split``, ``hf::set``."""
+    """Return the id, perhaps with subset and split, that a name may be: ``owner/set:subset:split``, ``hf::set``."""
     if name.startswith(HUB_PREFIX):
         name = name.removeprefix(HUB_PREFIX)
         return name if _ID_WITH_PREFIX.fullmatch(name) else None
@@ -42,12 +38,12 @@ def hub_id(name: str) -> str | None:
 
 
 def hub_files(name: str, subset: str | None = None, split: str | None = None, folder: str | None = None) -> list[str]:
-    """Arrow files of a set, downloaded if they are not yet in ``datasets``' cache.
+    """Return the Arrow files of a dataset, after downloading them to ``datasets``' cache if needed.
 
     Args:
         name: id, perhaps with ``:subset`` and ``:split`` (``train`` by default), or a folder with a copy of the set.
-        subset, split: the same, where the name has none.
-        folder: sub-directory of the set; only what lies in it is read.
+        subset, split: used if the name has none.
+        folder: sub-directory of the set to read.
 
     Raises:
         DataError: if there is no such set, or the hub cannot be reached.
@@ -56,12 +52,12 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
 
     identifier = name
     if not os.path.isdir(name):
-        identifier, of_name, split_of_name = [*name.split(":"), "", ""][:3]
-        subset, split = of_name or subset, split_of_name or split
+        identifier, subset_in_name, split_in_name = [*name.split(":"), "", ""][:3]
+        subset, split = subset_in_name or subset, split_in_name or split
     split = split or "train"
     try:
-        found = datasets.load_dataset(identifier, subset, split=split, data_dir=folder)
-    except Exception as error:  # of the hub, of the network, of whatever code reads the set
+        dataset = datasets.load_dataset(identifier, subset, split=split, data_dir=folder)
+    except Exception as error:  # of the hub, of the network, or of the code that reads the set
         first_line = str(error).strip().partition("\n")[0]
         inside = f", folder {folder}" if folder else ""
         raise DataError(
@@ -70,7 +66,7 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
             "Check the path or id; id:subset:split names another part. Without a network, HF_HUB_OFFLINE=1 uses what "
             "was downloaded before.",
         ) from error
-    files = [file["filename"] for file in found.cache_files]
+    files = [file["filename"] for file in dataset.cache_files]
     if not files:
         raise DataError(f"--dataset {name}: datasets keeps this set in no files", "Save it with save_to_disk first.")
     return files
@@ -94,13 +90,13 @@ KNOWN_FORMATS = (
     f"{', '.join(suffix for suffix in _KINDS if suffix not in ('.idx', '.tar'))}, each also with "
     f"{' or '.join(_COMPRESSIONS)}, .tar of packs, and .idx with Megatron's .bin beside it"
 )
-"""What messages call each kind."""
+"""All formats, for messages."""
 
 
 def format_of(path: str) -> tuple[FileFormat, Compression | None] | None:
-    """FileFormat and compression of a file, None if its name says neither."""
+    """Return format and compression of a file by its name; None if unknown."""
     stem, dot, suffix = storage.name(path).lower().rpartition(".")
-    if suffix == "idx" and stem.endswith(".tar"):  # where the members of a tar file begin
+    if suffix == "idx" and stem.endswith(".tar"):  # the index of a tar file
         return None
     compression = _COMPRESSIONS.get(dot + suffix)
     if compression is not None:
@@ -111,55 +107,52 @@ def format_of(path: str) -> tuple[FileFormat, Compression | None] | None:
 
 C = TypeVar("C", ExportConfig, TrainConfig)
 
-# What encoding reads of a model.
+# Files of a model that encoding reads.
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def with_local_copies(config: C) -> C:
-    """The same settings, with ids of ModelScope replaced by their copies here where ``--use-hf false`` asks for it.
+    """Replace ids of ModelScope in the settings by local copies if ``--use-hf false`` is set.
 
     Raises:
-        ConfigError: if the package is not installed, or ModelScope does not give what is named.
+        ConfigError: if the package is not installed, or ModelScope cannot provide a model or dataset.
     """
     if config.use_hf is not False:
         return config
     changes: dict[str, Any] = {}
     if not os.path.isdir(config.model):
         small = {"allow_patterns": _SMALL_FILES} if isinstance(config, ExportConfig) else {}
-        changes["model"] = _copy("--model", "snapshot_download", config.model, **small)
+        changes["model"] = _local_copy("--model", "snapshot_download", config.model, **small)
     for name in ("dataset", "val_dataset"):
         option = "--" + name.replace("_", "-")
-        changes[name] = tuple(_set_of_rows(option, given, config) for given in getattr(config, name))
-    return dataclasses.replace(config, **changes)
+        changes[name] = tuple(_local_rows(option, argument, config) for argument in getattr(config, name))
+    return replace(config, **changes)
 
 
-def _set_of_rows(option: str, given: str, config: ExportConfig | TrainConfig) -> str:
-    name, mark, number = given.partition("#")
+def _local_rows(option: str, argument: str, config: ExportConfig | TrainConfig) -> str:
+    name, mark, number = argument.partition("#")
     is_local = storage.is_remote(name) or storage.exists(name) or format_of(name) is not None
     if is_local or hub_id(name) is None or (config.dataset_info and name.count("/") != 1):
-        return given
+        return argument
     if ":" in name:
         raise ConfigError(
-            f"{option} {given}: of ModelScope's sets all files are read, and no single subset or split",
+            f"{option} {argument}: of ModelScope's sets all files are read, and no single subset or split",
             "Leave out what follows the colon, or give the files.",
         )
     return copy_of_rows(option, name) + mark + number
 
 
 def copy_of_rows(option: str, name: str) -> str:
-    """Folder on this machine with a copy of a set of rows of ModelScope.
+    """Return a local folder with a copy of a dataset of ModelScope; raises as ``with_local_copies``.
 
     Args:
         option: that named the set, for messages.
         name: its id.
-
-    Raises:
-        ConfigError: if the package is not installed, or ModelScope does not give the set.
     """
-    return _copy(option, "dataset_snapshot_download", name)
+    return _local_copy(option, "dataset_snapshot_download", name)
 
 
-def _copy(option: str, function: str, name: str, **settings: Any) -> str:
+def _local_copy(option: str, function: str, name: str, **settings: Any) -> str:
     try:
         from modelscope.hub import snapshot_download
     except ImportError as error:
@@ -170,7 +163,7 @@ def _copy(option: str, function: str, name: str, **settings: Any) -> str:
         ) from error
     try:
         return str(getattr(snapshot_download, function)(name, **settings))
-    except Exception as error:  # of the hub and of the network
+    except Exception as error:  # of the hub or of the network
         raise ConfigError(
             f"{option} {name}: no such directory here, and ModelScope does not give it: {error}",
             "Give a local directory, or check the name and the connection.",
@@ -179,25 +172,24 @@ def _copy(option: str, function: str, name: str, **settings: Any) -> str:
 
 _MAGIC = re.compile(r"[*?[]")
 _HIDDEN = re.compile(r"(?:^|[/\\])\.")
-# Files beside the rows that datasets and its like write about them.
-# DROPPED_NAME is all that an export leaves in its directory when it kept no row.
-_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", PACKS_MANIFEST_NAME, DROPPED_NAME)
-# By which a cache, finished or not, and the directory of a training run are known.
+# Metadata files beside the rows. DROPPED_NAME is all that an export without kept rows leaves in its directory.
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", PACKS_MANIFEST_NAME, DROPPED_NAME)
+# Files that mark a cache, finished or not, or the directory of a training run.
 _OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
 _STATE_NAME, _DICT_NAME = "state.json", "dataset_dict.json"
 
 
 def sources_of(config: ExportConfig) -> list[SourceSpec]:
-    """Files of rows, in the order they were asked for, those for the val split last.
+    """Return the files of rows in the order of the arguments, those of the val split last.
 
-    An argument is, in this order, a name in ``--dataset-info``, a file or folder, a pattern, or an id of the hub;
-    ``#1000``, ``#20%`` or ``#2.5x`` at its end draws so many rows of it, a share of them, or each so often, unless
-    there is a file of that very name. Folders and patterns leave out ``config.output_dir``, caches and training runs.
+    An argument is, in this order, a name in ``--dataset-info``, a file or folder, a pattern, or an id of the hub.
+    ``#1000``, ``#20%`` or ``#2.5x`` at its end draws that many rows, that share, or that multiple, unless a file has
+    that very name. Folders and patterns leave out ``config.output_dir``, caches and training runs.
 
     Raises:
-        ConfigError: if ``--dataset-info`` or ``--columns`` cannot be understood.
-        DataError: if there is no such thing, or it holds no files of rows.
-        StorageError: if that cannot be found out.
+        ConfigError: if ``--dataset-info`` or ``--columns`` is invalid.
+        DataError: if an argument names nothing, or nothing with files of rows.
+        StorageError: if a store cannot be read.
     """
     info = DatasetInfo(config.dataset_info, config.use_hf is False) if config.dataset_info else None
     plain = SourceSpec(
@@ -211,61 +203,56 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         max_media_failures=config.max_media_failures,
         max_row_bytes=config.max_row_bytes,
     )
-    named = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
-    named += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
+    arguments = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
+    arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     specs: list[SourceSpec] = []
-    for group, (name, option, split) in enumerate(named):
-        paths, own = _paths(name, option, info, plain)
+    for group, (name, option, split) in enumerate(arguments):
+        paths, values = _paths(name, option, info, plain)
         if not config.per_dataset_loss_scale:
-            own["loss_scale"] = None
-        paths = _outside(paths, config.output_dir)
-        spec = replace(plain, name=name, split=split, group=group, **own)
-        specs += [spec.replaced(path=path) for path in paths]
+            values["loss_scale"] = None
+        spec = replace(plain, name=name, split=split, group=group, **values)
+        specs += [spec.replaced(path=path) for path in _outside(paths, config.output_dir)]
     return specs
 
 
 def splits_left_out(config: ExportConfig) -> list[str]:
-    """A line for each saved ``DatasetDict`` among ``--dataset`` of which only one split is read."""
+    """Return a line for each saved ``DatasetDict`` in ``--dataset`` of which only one split is read."""
     lines = []
+    arguments = {storage.normalize(argument) for argument in (*config.dataset, *config.val_dataset)}
     for name in config.dataset:
         path = name if _exists(name) else _without_amount(name)
         if not _exists(storage.join(path, _DICT_NAME)):
             continue
-        splits = _json(storage.join(path, _DICT_NAME), "--dataset").get("splits") or []
-        read = _split_of(path, "--dataset")
-        inside = {storage.normalize(storage.join(path, split)): split for split in splits if split != read}
-        named = {storage.normalize(given) for given in (*config.dataset, *config.val_dataset)}
-        if others := [split for place, split in inside.items() if place not in named]:
+        used, splits = _split_of(path, "--dataset")
+        others = [s for s in splits if s != used and storage.normalize(storage.join(path, s)) not in arguments]
+        if others := list(dict.fromkeys(others)):
             lines.append(
-                f"{storage.masked(path)}: its split {read} is read, and {', '.join(others)} is not; "
+                f"{storage.masked(path)}: its split {used} is read, and {', '.join(others)} is not; "
                 f"--val-dataset {storage.masked(storage.join(path, others[0]))} would read it"
             )
     return lines
 
 
-def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
-    """The files that one argument names, and what their specs have of their own."""
-    name, own = given, dict[str, Any]()
+def _paths(argument: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
+    """Return the files that one argument names, and the values of their specs that differ from ``plain``."""
+    name, values = argument, dict[str, Any]()
     if (text := amount_behind(name)) and not (info and name in info.names) and not _exists(name):
         try:
             amount = parse_amount(text)
         except ValueError as error:
-            raise ConfigError(f"{option} {given}: {error}", "Give a number of at least 1 behind the #.") from error
+            raise ConfigError(f"{option} {argument}: {error}", "Give a number of at least 1 behind the #.") from error
         name = _without_amount(name)
-        own = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
-    entry = info.get(name) if info else None
-    if entry is None:
-        return _files(name, option, info), own
-    own = {
-        "num_sampled": None if "times_sampled" in own else entry.num_samples,
-        "columns": plain.columns or entry.columns,
-        "tags": entry.tags,
-        "formatting": entry.formatting or plain.formatting,
-        "loss_scale": entry.loss_scale,
-        "system": entry.system or plain.system,
-        **own,
+        values = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
+    if info is None or (entry := info.get(name)) is None:
+        return _files(name, option, info), values
+    own = spec_values(entry)
+    own |= {
+        "num_sampled": None if "times_sampled" in values else own["num_sampled"],
+        "columns": plain.columns or own["columns"],
+        "formatting": own["formatting"] or plain.formatting,
+        "system": own["system"] or plain.system,
     }
-    return _named_files(entry, option, name), own
+    return _files_of_entry(entry, *info.place(entry), option, name), own | values
 
 
 def _without_amount(name: str) -> str:
@@ -273,20 +260,20 @@ def _without_amount(name: str) -> str:
     return name[: -len(text) - 1] if text else name
 
 
-def _named_files(entry: Entry, option: str, name: str) -> list[str]:
-    """The files of a set of ``--dataset-info``, of its sub-directory ``folder`` if it names one."""
-    if entry.hub is not None:
-        place = copy_of_rows(f"{option} {name}:", entry.place) if entry.hub == "ms" else entry.place
-        return hub_files(place, entry.subset, entry.split, entry.folder)
-    if entry.folder is None:
-        return _files(entry.place, option, None)
-    if not storage.is_directory(entry.place):
+def _files_of_entry(entry: Mapping[str, Any], place: str, hub: str | None, option: str, name: str) -> list[str]:
+    """Return the files of an entry of ``--dataset-info``, in its sub-directory ``folder`` if it names one."""
+    subset, split, folder = (entry.get(key) or None for key in ("subset", "split", "folder"))
+    if hub is not None:
+        return hub_files(copy_of_rows(f"{option} {name}:", place) if hub == "ms" else place, subset, split, folder)
+    if folder is None:
+        return _files(place, option, None)
+    if not storage.is_directory(place):
         raise DataError(
-            f"{option} {name}: --dataset-info gives it the folder {entry.folder!r}, and {storage.masked(entry.place)} "
+            f"{option} {name}: --dataset-info gives it the folder {folder!r}, and {storage.masked(place)} "
             "is no directory that could hold one",
             "Leave out folder, or name a directory as file_name.",
         )
-    return _files(storage.join(entry.place, entry.folder), option, None)
+    return _files(storage.join(place, folder), option, None)
 
 
 def _exists(name: str) -> bool:
@@ -296,16 +283,16 @@ def _exists(name: str) -> bool:
 def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     if _exists(name):
         name = storage.normalize(name)
-        return _folder(name, option) if storage.is_directory(name) else [name]
+        return _files_in(name, option) if storage.is_directory(name) else [name]
     shown = storage.masked(name)
     if (magic := _MAGIC.search(name)) and not name.startswith("http"):
         is_output = _output_finder(storage.parent(name[: magic.start()]))
         matches = (match for match in storage.glob(name) if not is_output(match))
-        # A pattern with ** names directories and the files in them.
-        found = list(dict.fromkeys(path for match in matches for path in _matched(match, option)))
-        if not found:
+        # A pattern with ** matches directories and the files in them.
+        files = list(dict.fromkeys(path for match in matches for path in _files_of_match(match, option)))
+        if not files:
             raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN_FORMATS}.")
-        return found
+        return files
     identifier = None if storage.is_remote(name) and not name.startswith(HUB_PREFIX) else hub_id(name)
     if identifier is not None and (name.startswith(HUB_PREFIX) or format_of(name) is None):
         return hub_files(identifier)
@@ -321,10 +308,10 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     raise DataError(f"{option} {shown}: there is no such file", remedy)
 
 
-def _matched(path: str, option: str) -> list[str]:
+def _files_of_match(path: str, option: str) -> list[str]:
     if storage.is_directory(path):
-        return _folder(path, option)
-    return [path] if format_of(path) and not storage.name(path).startswith(".") and not _is_about(path) else []
+        return _files_in(path, option)
+    return [path] if format_of(path) and not storage.name(path).startswith(".") and not _is_metadata(path) else []
 
 
 def _output_finder(folder: str) -> Callable[[str], bool]:
@@ -340,13 +327,15 @@ def _output_finder(folder: str) -> Callable[[str], bool]:
 
 
 def _outside(paths: list[str], output_dir: str) -> list[str]:
-    """The paths that lie outside of the output directory; all of them if none does."""
-    inside = f"{storage.absolute(storage.normalize(output_dir)).rstrip('/')}/" if output_dir else None
-    return [path for path in paths if inside is None or not storage.absolute(path).startswith(inside)] or paths
+    """Return the paths outside of the output directory; all of them if none is."""
+    if not output_dir:
+        return paths
+    inside = f"{storage.absolute(storage.normalize(output_dir)).rstrip('/')}/"
+    return [path for path in paths if not storage.absolute(path).startswith(inside)] or paths
 
 
-def _folder(folder: str, option: str) -> list[str]:
-    """Files of rows in a folder and all below it, or the files of what ``save_to_disk`` wrote there."""
+def _files_in(folder: str, option: str) -> list[str]:
+    """Return the files of rows below a folder, or those of a dataset or packs that were saved there."""
     names = storage.list_names(folder)
     shown = storage.masked(folder)
     if MANIFEST_NAME in names:
@@ -354,17 +343,24 @@ def _folder(folder: str, option: str) -> list[str]:
             f"{option} {shown} is a cache that packtool export made, not rows", "Give it to packtool train instead."
         )
     if _DICT_NAME in names:
-        return _folder(storage.join(folder, _split_of(folder, option)), option)
-    if _STATE_NAME in names and _ABOUT[0] in names:
-        return _saved(folder, option)
+        return _files_in(storage.join(folder, _split_of(folder, option)[0]), option)
+    if _STATE_NAME in names and _METADATA[0] in names:
+        state = _json(storage.join(folder, _STATE_NAME), option)
+        files = [storage.join(folder, file["filename"]) for file in state.get("_data_files") or []]
+        if not files:
+            raise DataError(f"{option} {shown}: its {_STATE_NAME} names no data files", "Save it again.")
+        return files
     if PACKS_MANIFEST_NAME in names:
-        return _packs(folder, option)
+        return _files_of_packs(folder, option)
     paths = list(storage.walk(folder))
     outputs = tuple(path[: -len(marker)] for path in paths for marker in _OUTPUT_MARKERS if path.endswith(f"/{marker}"))
     files = [
         path
         for path in paths
-        if format_of(path) and not _is_hidden(folder, path) and not _is_about(path) and not path.startswith(outputs)
+        if format_of(path)
+        and not _HIDDEN.search(path[len(folder) :])
+        and not _is_metadata(path)
+        and not path.startswith(outputs)
     ]
     if not files:
         seen = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
@@ -372,39 +368,27 @@ def _folder(folder: str, option: str) -> list[str]:
     return files
 
 
-def _is_hidden(folder: str, path: str) -> bool:
-    return _HIDDEN.search(path[len(folder) :]) is not None
-
-
-def _is_about(path: str) -> bool:
+def _is_metadata(path: str) -> bool:
     name = storage.name(path)
     if name == _STATE_NAME:
-        return storage.exists(storage.join(storage.parent(path), _ABOUT[0]))
-    return name in _ABOUT
+        return storage.exists(storage.join(storage.parent(path), _METADATA[0]))
+    return name in _METADATA
 
 
-def _split_of(folder: str, option: str) -> str:
-    """The split of a saved ``DatasetDict`` to read: train, or the only one."""
+def _split_of(folder: str, option: str) -> tuple[str, list[str]]:
+    """Return the split of a saved ``DatasetDict`` to read (train, or the only one), and all of its splits."""
     splits = _json(storage.join(folder, _DICT_NAME), option).get("splits") or []
     if "train" in splits:
-        return "train"
+        return "train", splits
     if len(splits) != 1:
         raise DataError(
             f"{option} {storage.masked(folder)} holds the splits {', '.join(splits) or 'none'}, and no train",
             "Name the folder of one of them.",
         )
-    return str(splits[0])
+    return str(splits[0]), splits
 
 
-def _saved(folder: str, option: str) -> list[str]:
-    state = _json(storage.join(folder, _STATE_NAME), option)
-    files = [storage.join(folder, file["filename"]) for file in state.get("_data_files") or []]
-    if not files:
-        raise DataError(f"{option} {storage.masked(folder)}: its {_STATE_NAME} names no data files", "Save it again.")
-    return files
-
-
-def _packs(folder: str, option: str) -> list[str]:
+def _files_of_packs(folder: str, option: str) -> list[str]:
     manifest = _json(storage.join(folder, PACKS_MANIFEST_NAME), option)
     files = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
     names = [name for name in files if isinstance(name, str)]
@@ -422,10 +406,10 @@ def _json(path: str, option: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _columns(given: Sequence[str]) -> Pairs:
-    """``query=q response=a``, or ``{"query": "q", "response": "a"}``."""
+def _columns(items: Sequence[str]) -> Pairs:
+    """Parse ``query=q response=a``, or ``{"query": "q", "response": "a"}``."""
     pairs: list[tuple[str, str]] = []
-    for item in given:
+    for item in items:
         if item.lstrip().startswith("{"):
             pairs += _columns_of_json(item)
             continue
@@ -439,7 +423,7 @@ def _columns(given: Sequence[str]) -> Pairs:
 
 
 def _columns_of_json(text: str) -> list[tuple[str, str]]:
-    import yaml  # here, because most runs need none of it; it reads JSON, and what a YAML file's mapping prints as
+    import yaml  # here, because most runs need none of it; it reads JSON, and mappings as a YAML file prints them
 
     try:
         value = parse_yaml(text)

@@ -103,10 +103,9 @@ class _NoRanges(StorageError):
 
 
 class HttpStore:
-    """Files on web servers, which can only be read."""
+    """Files on web servers: the functions of ``packtool.storage`` that only read."""
 
     def find(self, path: str) -> FileState | None:
-        """Return size and entity tag, or date, of a file; None if it does not exist."""
         return answer(path, "looking", self._find(path))
 
     async def _find(self, path: str) -> FileState | None:
@@ -129,7 +128,6 @@ class HttpStore:
             raise
 
     def is_directory(self, path: str) -> bool:
-        """Return False: web servers list no directories."""
         return False
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:

@@ -56,10 +56,9 @@ _UNFINISHED = re.compile(r"\.\d+-[0-9a-f]{8}\.partial\Z")
 
 
 class LocalStore:
-    """Files and directories of this machine."""
+    """Files and directories of this machine: the functions of ``packtool.storage`` for local paths."""
 
     def find(self, path: str) -> FileState | None:
-        """Return size and last change of a file; None if it does not exist or is a directory."""
         try:
             state = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -69,7 +68,6 @@ class LocalStore:
         return None if stat.S_ISDIR(state.st_mode) else FileState(state.st_size, str(state.st_mtime_ns))
 
     def is_directory(self, path: str) -> bool:
-        """Return whether a path is a directory."""
         return os.path.isdir(path)
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
@@ -84,7 +82,6 @@ class LocalStore:
             return open(path, "rb")
 
     def entries(self, path: str) -> dict[str, FileState | None]:
-        """Return the state of each file in a directory by name, sorted, and None for sub-directories."""
         states: dict[str, FileState | None] = {}
         with _local_errors(path):
             if os.path.isdir(path):
@@ -96,7 +93,6 @@ class LocalStore:
         return states
 
     def list_names(self, path: str) -> list[str]:
-        """Return the names in a directory, sorted, also those of dangling links."""
         with _local_errors(path):
             return sorted(os.listdir(path)) if os.path.isdir(path) else []
 
@@ -111,18 +107,15 @@ class LocalStore:
             yield from (os.path.join(folder, name) for name in sorted(files))
 
     def make_directory(self, path: str) -> None:
-        """Make a directory and its parents."""
         with _local_errors(path):
             os.makedirs(path, exist_ok=True)
 
     def publish(self, path: str, data: bytes, durable: bool = True) -> None:
-        """Write a whole file atomically."""
         file = self.writer(path)
         file.write(data)
         file.commit(durable)
 
     def publish_new(self, path: str, data: bytes) -> bool:
-        """Write a whole file if there is none of that name; False if there is one with other content."""
         file = self.writer(path)
         file.write(data)
         if file.commit_new():
@@ -134,11 +127,9 @@ class LocalStore:
             return False  # removed since, or not readable
 
     def writer(self, path: str) -> LocalWriter:
-        """Begin a file that is written in pieces."""
         return LocalWriter(path)
 
     def remove(self, path: str) -> None:
-        """Remove a file or a whole directory if it exists."""
         with _local_errors(path):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -146,7 +137,6 @@ class LocalStore:
                 os.remove(path)
 
     def discard_unfinished(self, path: str) -> None:
-        """Remove the temporary files of killed processes below a directory."""
         for file in self.walk(path):
             if final_name(file) != file:
                 _remove_if_possible(file)

@@ -259,7 +259,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 class S3Store:
-    """Buckets of one scheme."""
+    """Buckets of one scheme: the functions of ``packtool.storage`` for their paths."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
@@ -274,7 +274,6 @@ class S3Store:
         return await getattr(client, method)(**arguments)
 
     def find(self, path: str) -> FileState | None:
-        """Return size and entity tag of an object; None if it does not exist."""
         bucket, key = split(path)
         if not key or key.endswith("/"):
             return None
@@ -290,7 +289,6 @@ class S3Store:
         return FileState(head["ContentLength"], _tag(head))
 
     def is_directory(self, path: str) -> bool:
-        """Return whether any key lies below a path."""
         bucket, key = split(path)
         return answer(path, "looking", self._has_children(bucket, _prefix(key)))
 
@@ -324,7 +322,6 @@ class S3Store:
         return Range(data, int(content_range.rpartition("/")[2] or response["ContentLength"]), _tag(response))
 
     def entries(self, path: str) -> dict[str, FileState | None]:
-        """Return the state of each object in a directory by name, sorted, and None for sub-directories."""
         bucket, key = split(path)
         prefix = _prefix(key)
         states: dict[str, FileState | None] = {}
@@ -337,11 +334,9 @@ class S3Store:
         return dict(sorted(states.items()))
 
     def list_names(self, path: str) -> list[str]:
-        """Return the names in a directory, sorted."""
         return list(self.entries(path))
 
     def walk(self, path: str) -> Iterator[str]:
-        """Yield the paths of all objects below a directory, sorted by key."""
         bucket, key = split(path)
         for page in self._listing(path, Bucket=bucket, Prefix=_prefix(key)):
             for item in page.get("Contents", ()):
@@ -361,12 +356,10 @@ class S3Store:
         """Do nothing: buckets have no directories."""
 
     def publish(self, path: str, data: bytes, durable: bool = True) -> None:
-        """Put a whole object atomically."""
         bucket, key = split(path)
         answer(path, "writing", self.request("put_object", len(data), Bucket=bucket, Key=key, Body=data))
 
     def publish_new(self, path: str, data: bytes) -> bool:
-        """Put a whole object if there is none of that name; False if there is one with other content."""
         bucket, key = split(path)
         return answer(path, "writing", self._publish_new(bucket, key, data))
 
@@ -396,11 +389,9 @@ class S3Store:
         return content.data == data
 
     def writer(self, path: str) -> S3Writer:
-        """Begin an object that is uploaded while it is written."""
         return S3Writer(self, path, *split(path))
 
     def remove(self, path: str) -> None:
-        """Remove an object and all below it, if any."""
         bucket, key = split(path)
         if not key.strip("/"):
             raise StorageError(f"{path}: a whole bucket is not removed", "Name a directory in it.")
@@ -416,7 +407,6 @@ class S3Store:
             await asyncio.gather(*(self.request("delete_object", Bucket=bucket, Key=name) for name in part))
 
     def discard_unfinished(self, path: str) -> None:
-        """Abort uploads that killed processes left below a directory: they are invisible and cost money."""
         bucket, key = split(path)
         answer(path, "clearing", self.abort_uploads(bucket, _prefix(key), lambda name, upload: True))
 

@@ -14,22 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 from packtool.errors import DataError
-from packtool.rows.parsing import JsonProblem, is_utf8_text, parse_json
+from packtool.rows.parsing import JsonProblem, Problem, is_utf8_text, parse_json
 from packtool.rows.source import Pairs
 
 
-class RowProblem(ValueError):
-    """A row that cannot be used.
-
-    Args:
-        reason: drop reason, as in ``dropped.jsonl``.
-        detail: explanation for the user.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
+class RowProblem(Problem):
+    """A row that cannot be used."""
 
 
 def json_problem(reason: str, what: str, problem: JsonProblem) -> RowProblem:
