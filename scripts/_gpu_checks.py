@@ -167,7 +167,7 @@ def _check_losses(
 
     @torch.no_grad()
     def off(batch: Batch) -> tuple[float, float]:
-        return abs(float(head.losses(model, batch).sum(None) / plain) - 1), allowed
+        return abs(float(head.losses(model, batch).weighted_sum() / plain) - 1), allowed
 
     yield from _attempt("", f"{kind}: losses made in the head", partial(off, packed))
     model.set_attn_implementation("sdpa")

@@ -174,7 +174,7 @@ def run(rows: Rows, way: str, model: Any, head: HeadLoss) -> Epoch:
 def step(model: Any, head: HeadLoss, batch: Batch) -> float:
     """Forward and backward; returns the sum of the losses."""
     model.zero_grad(set_to_none=True)
-    found = head.losses(model, batch).sum(batch.loss_weights)
+    found = head.losses(model, batch).weighted_sum()
     torch.autograd.backward(found)
     return float(found.detach())
 
@@ -188,7 +188,7 @@ def count(rows: Rows, way: str, model: Any, head: HeadLoss) -> Work:
         seen = Kept(model)
         with flop_counter() as counter:
             with seen:
-                found = head.losses(model, batch).sum(batch.loss_weights)
+                found = head.losses(model, batch).weighted_sum()
             torch.autograd.backward(found)
         tokens += batch.input_ids.numel()
         patches += len(batch.media.get(rows.spec.family.image_inputs[0], ()))

@@ -226,7 +226,7 @@ class _Stepper:
 
     def _loss(self, batch: Batch) -> Tensor:
         # Gradients of weights are there already and are added to: a step does not make memory for them.
-        return self.head_loss.losses(self.model, batch).sum(None)
+        return self.head_loss.losses(self.model, batch).weighted_sum()
 
     def _prepare(self, way: str) -> Batch:
         """The rank's part of the sequence, and a model that knows what to do with it."""

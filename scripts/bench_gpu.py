@@ -278,7 +278,9 @@ class Stepper:
 
         def run() -> None:
             for batch in batches:
-                loss = self._all_logits(batch) if all_logits else self.head_loss.losses(self.model, batch).sum(None)
+                loss = (
+                    self._all_logits(batch) if all_logits else self.head_loss.losses(self.model, batch).weighted_sum()
+                )
                 (loss / total).backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not keep_gradients)

@@ -65,7 +65,7 @@ from packtool.launch.world import World
 from packtool.media.content import SETTLED_SECONDS
 from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
-from packtool.train.model.loss import HeadLoss, sum_of_losses
+from packtool.train.model.loss import HeadLoss, target_losses
 from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from scripts._media_wait import make_media_rows
@@ -229,9 +229,9 @@ def run_peer(setting: Setting, seed: int) -> Epoch:
 def peak_memory(setting: Setting, batch: PackedBatch) -> dict[str, float]:
     """MiB that forward and backward of a pack need beyond the model, by how the logits are made."""
     ways: dict[str, Callable[[Any], torch.Tensor]] = {
-        "logits of all tokens": lambda model: sum_of_losses(model, batch, label_logits_only=False),
-        "logits of targets": lambda model: sum_of_losses(model, batch, label_logits_only=True),
-        "losses in the head": lambda model: HeadLoss(model).losses(model, batch).sum(None),
+        "logits of all tokens": lambda model: target_losses(model, batch, label_logits_only=False).weighted_sum(),
+        "logits of targets": lambda model: target_losses(model, batch, label_logits_only=True).weighted_sum(),
+        "losses in the head": lambda model: HeadLoss(model).losses(model, batch).weighted_sum(),
     }
     return {name: _in_a_process(setting, way) for name, way in ways.items()}
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.processes import environment_of_one_process
 from packtool.progress import Progress
-from packtool.train.evaluate.answers import ExactMatch, exact_match
+from packtool.train.evaluate.answers import exact_match
 
 NUM_ROWS = 1200
 NUM_UNUSABLE = 8
@@ -107,11 +108,11 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
         num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
         **{name: trained[name] for name in _OF_TRAINING},
-        num_questions=answers.num_turns,
-        accuracy=answers.accuracy,
-        swapped_accuracy=swapped.accuracy,
+        num_questions=len(answers),
+        accuracy=float(answers.mean()),
+        swapped_accuracy=float(swapped.mean()),
         chance=dataset.chance,
-        accuracy_by_kind={str(kind): float(answers.exact[kinds == kind].mean()) for kind in np.unique(kinds)},
+        accuracy_by_kind={str(kind): float(answers[kinds == kind].mean()) for kind in np.unique(kinds)},
         seconds=time.perf_counter() - begin,
     )
 
@@ -160,8 +161,9 @@ def _run(arguments: list[str], progress: Progress) -> dict[str, Any]:
     return result
 
 
-def _answers(checkpoint: str, cache: str, num_questions: int, progress: Progress) -> ExactMatch:
-    answers = exact_match(checkpoint, cache, packing_length=4 * PACKING_LENGTH, progress=progress)
-    if answers.num_turns != num_questions:
-        raise PacktoolError(f"{cache} holds {answers.num_turns} of {num_questions} held-out questions")
-    return answers
+def _answers(checkpoint: str, cache: str, num_questions: int, progress: Progress) -> npt.NDArray[np.bool_]:
+    """Return whether each held-out question is answered exactly."""
+    turns = exact_match(checkpoint, cache, packing_length=4 * PACKING_LENGTH, progress=progress)
+    if len(turns) != num_questions:
+        raise PacktoolError(f"{cache} holds {len(turns)} of {num_questions} held-out questions")
+    return np.array([exact for *_, exact in turns], np.bool_)

@@ -24,7 +24,7 @@ from packtool.launch.world import World
 from packtool.library.commands import refuse_others, settings_of
 from packtool.library.planned import Plan
 from packtool.library.training import Targets
-from packtool.train.loop.loader import input_spec, micro_batches
+from packtool.train.loop.loader import input_spec, make_dataset
 from packtool.train.model.loss import label_positions
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import units_per_step
@@ -113,7 +113,7 @@ class Batches(Dataset[dict[str, Any]]):
         world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
         self._run = Run.of(self._config, world, ResumePoint(before=before), planned)
         self._source, self._timeline = self._run.caches, self._run.caches.timeline
-        self._tensors = micro_batches(self._run, input_spec(self._run))
+        self._tensors = make_dataset(self._run, input_spec(self._run))
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to as many ranks as there are; numbers count from there.
         self._base = self._run.state.assignments[-1][0] if self._run.state.assignments else 0

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.tower_inputs import Movable
 from packtool.config.model import AttnImpl
+from packtool.constants import IGNORE_INDEX
 from packtool.errors import ConfigError
 from packtool.train.model.load import route_attention
-from packtool.train.model.loss import StepMean, summed_cross_entropy
+from packtool.train.model.loss import StepMean
 
 P = TypeVar("P", bound=PreTrainedModel)
 
@@ -136,5 +138,11 @@ def _mean(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
         labels, weights = labels[:, targets.positions], None if weights is None else weights[:, targets.positions]
     if logits.shape[:2] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not belong to labels {tuple(targets.labels.shape)}")
-    total = summed_cross_entropy(logits, labels, weights, num_targets=targets.num_targets)
+    rows = logits.float().flatten(0, 1)
+    if targets.num_targets == 0:
+        total = rows.sum() * 0.0  # 0 with a graph
+    else:
+        reduction = "sum" if weights is None else "none"
+        losses = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+        total = losses if weights is None else (losses * weights.flatten()).sum()
     return StepMean(targets.num_items, world_size).contribution(total)

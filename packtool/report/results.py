@@ -12,8 +12,8 @@ from packtool.report.drawing import render
 from packtool.report.tables import table
 
 if TYPE_CHECKING:
+    from packtool.train.evaluate.per_sample import Total
     from packtool.train.evaluate.run import EvalResult
-    from packtool.train.evaluate.scorer import Total
     from packtool.train.verify.run import VerifyReport
 
 

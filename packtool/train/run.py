@@ -70,7 +70,7 @@ def prepare(config: TrainConfig, progress: Progress, world: World) -> None:
 def _with_bucket(config: TrainConfig, progress: Progress, world: World) -> TrainConfig:
     """The run with a number in place of ``--bucket-size auto``, which needs torch."""
     with imported_at_once():
-        from packtool.train.model.bucket import with_bucket
+        from packtool.train.model.memory import with_bucket
 
     return with_bucket(config, world, progress)
 

@@ -21,8 +21,8 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.errors import UnsupportedModelError
-from packtool.train.model.load import _enable_checkpointing
-from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.load import enable_checkpointing
+from packtool.train.model.loss import target_losses
 from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
 from tests.batch.reduced import make_sample, reduced_limits, save_image_processor
 
@@ -89,7 +89,7 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting) ->
     def gradients(packs: list[list[EncodedSample]]) -> dict[str, Tensor]:
         model.zero_grad()
         for pack in packs:
-            sum_of_losses(model, collate_packs(pack, spec), label_logits_only=True).backward()
+            target_losses(model, collate_packs(pack, spec), label_logits_only=True).weighted_sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     packed, alone = gradients([samples]), gradients([[sample] for sample in samples])
@@ -128,9 +128,9 @@ def test_gradient_checkpointing_reaches_the_same(setting: Setting) -> None:
     for enabled in (False, True):
         model.train()
         if enabled:
-            _enable_checkpointing(model)
+            enable_checkpointing(model)
         model.zero_grad()
-        loss = sum_of_losses(model, batch, label_logits_only=True)
+        loss = target_losses(model, batch, label_logits_only=True).weighted_sum()
         loss.backward()
         losses.append((loss.item(), recurrent_layers(model)[0].conv1d.weight.grad.norm().item()))
     model.eval()  # which switches it off

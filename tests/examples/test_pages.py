@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from packtool.train.evaluate.scorer import Total
+from packtool.train.evaluate.per_sample import Total
 from tests.examples.conftest import Reference
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,7 +19,7 @@ from packtool.attention.kernel import LeakError
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.train.loop.loader import StepLoader, input_spec
-from packtool.train.model.loss import StepMean, sum_of_losses
+from packtool.train.model.loss import StepMean, target_losses
 from packtool.train.prepare.run import Run
 from tests.library.conftest import HERE, PLAN
 from tests.train.alike import make_alike_world
@@ -47,7 +47,7 @@ def step_losses(model: PreTrainedModel, tiny: TinyWorld, settings: dict[str, Any
     run = Run.of(tiny.config(folder, **settings), World())
     found = []
     for step in StepLoader(run, input_spec(run)):
-        sums = [sum_of_losses(model, batch, label_logits_only=True) for batch in step.micro_batches]
+        sums = [target_losses(model, batch, label_logits_only=True).weighted_sum() for batch in step.micro_batches]
         found.append(float(StepMean(step.figures.units).contribution(torch.stack(sums).sum())))
     return found
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from packtool.batch.collate import collate_padded
 from packtool.cache.reader import CacheReader
-from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.loss import target_losses
 from tests.scripts.loading import load_script
 
 
@@ -62,7 +62,7 @@ def test_the_peer_keeps_samples_apart(bench: ModuleType, tmp_path: Path) -> None
     with torch.no_grad():
         theirs = model(**FlatteningCollator(spec)([samples])).loss
         alone = [collate_padded([sample], spec) for sample in samples]
-        losses = [sum_of_losses(model, batch, label_logits_only=False) for batch in alone]
+        losses = [target_losses(model, batch, label_logits_only=False).weighted_sum() for batch in alone]
     expected = torch.stack(losses).sum() / sum(batch.num_target_tokens for batch in alone)
     torch.testing.assert_close(theirs, expected)
 

@@ -97,7 +97,7 @@ def test_a_run_on_a_gpu_tells_the_memory_that_was_planned(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []
-    monkeypatch.setattr(execute, "_is_scarce_here", lambda: True)
+    monkeypatch.setattr(execute, "_estimates_memory", lambda: True)
     monkeypatch.setattr(execute, "resolve_dtype", lambda *_, **__: torch.float32)
     for dry_run in (True, False):
         progress = Recording()

@@ -26,7 +26,7 @@ from packtool.rows.read import scan
 from packtool.rows.source import SourceSpec
 from packtool.stream import workers
 from packtool.stream.reading import Place, PlacedBlock
-from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.loss import target_losses
 from packtool.train.run import train
 from tests.train.jobs import run_jobs
 from tests.train.test_gradients import DESCENT, check_same_step
@@ -88,11 +88,14 @@ def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, number: int) -> 
         with torch.no_grad():
             own = plain(**alone(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
         torch.testing.assert_close(logits, own, rtol=0, atol=1e-5)
-    losses = [sum_of_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False) for sample in row]
+    losses = [
+        target_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
+        for sample in row
+    ]
     total = sum(float(loss.detach()) for loss in losses)
     wanted = gradients(plain, losses)
     assert wanted.keys() == dict(model.named_parameters()).keys()
-    loss = sum_of_losses(model, batch, label_logits_only=False)
+    loss = target_losses(model, batch, label_logits_only=False).weighted_sum()
     assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
     same(gradients(model, [loss]), wanted)
 

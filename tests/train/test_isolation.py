@@ -15,7 +15,7 @@ from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
-from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.model.loss import takes_logits_to_keep, target_losses
 from tests.batch.reduced import (
     FIRST_CONTROL,
     IMAGE_PAD,
@@ -125,7 +125,7 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting, la
     assert takes_logits_to_keep(model)
 
     def loss(chosen: list[EncodedSample]) -> Tensor:
-        return sum_of_losses(model, collate_packs(chosen, spec), label_logits_only=label_logits_only)
+        return target_losses(model, collate_packs(chosen, spec), label_logits_only=label_logits_only).weighted_sum()
 
     packed = gradients(model, [loss(samples)])
     alone = gradients(model, [loss([sample]) for sample in samples])
@@ -137,10 +137,10 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting, la
 def test_padded_rows_have_the_packs_loss_and_gradients(setting: Setting) -> None:
     model, spec, samples = setting
     padded_model = unpacked(model)
-    packed_loss = sum_of_losses(model, collate_packs(samples, spec), label_logits_only=True)
+    packed_loss = target_losses(model, collate_packs(samples, spec), label_logits_only=True).weighted_sum()
     for label_logits_only in (True, False):
         batch = collate_padded(samples, spec)
-        padded_loss = sum_of_losses(padded_model, batch, label_logits_only=label_logits_only)
+        padded_loss = target_losses(padded_model, batch, label_logits_only=label_logits_only).weighted_sum()
         torch.testing.assert_close(padded_loss, packed_loss, rtol=1e-6, atol=0)
     packed, padded = gradients(model, [packed_loss]), gradients(padded_model, [padded_loss])
     for name, gradient in packed.items():
@@ -149,7 +149,7 @@ def test_padded_rows_have_the_packs_loss_and_gradients(setting: Setting) -> None
 
 def test_without_targets_the_loss_is_zero_but_reaches_every_parameter(setting: Setting) -> None:
     model, spec, _ = setting
-    loss = sum_of_losses(model, collate_packs([], spec), label_logits_only=True)
+    loss = target_losses(model, collate_packs([], spec), label_logits_only=True).weighted_sum()
     found = gradients(model, [loss])
     assert loss.item() == 0.0
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -159,7 +159,7 @@ def test_without_targets_the_loss_is_zero_but_reaches_every_parameter(setting: S
 def test_a_pack_of_text_alone_reaches_the_vision_tower_with_zero_gradients(setting: Setting) -> None:
     model, spec, samples = setting
     text = [sample for sample in samples if not sample.images]
-    found = gradients(model, [sum_of_losses(model, collate_packs(text, spec), label_logits_only=True)])
+    found = gradients(model, [target_losses(model, collate_packs(text, spec), label_logits_only=True).weighted_sum()])
     assert found.keys() == dict(model.named_parameters()).keys()
     if spec.sees:
         assert not any(gradient.any() for name, gradient in found.items() if "visual" in name)

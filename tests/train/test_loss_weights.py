@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from packtool.batch.collate import collate_packs, collate_padded
-from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.loss import target_losses
 from tests.batch.reduced import make_sample, reduced_model, reduced_spec
 
 
@@ -27,11 +27,16 @@ def test_a_weighted_pack_is_the_sum_of_its_samples(label_logits_only: bool) -> N
     packed = collate_packs(samples, spec)
     assert packed.loss_weights is not None
     assert packed.loss_weights.shape == packed.labels.shape
-    together = sum_of_losses(model, packed, label_logits_only=label_logits_only)
-    alone = [sum_of_losses(model, collate_packs([one], spec), label_logits_only=label_logits_only) for one in samples]
+    together = target_losses(model, packed, label_logits_only=label_logits_only).weighted_sum()
+    alone = [
+        target_losses(model, collate_packs([one], spec), label_logits_only=label_logits_only).weighted_sum()
+        for one in samples
+    ]
     torch.testing.assert_close(together, torch.stack(alone).sum())
     padded_model = reduced_model("qwen3", packed=False)
-    padded = sum_of_losses(padded_model, collate_padded(samples, spec), label_logits_only=label_logits_only)
+    padded = target_losses(
+        padded_model, collate_padded(samples, spec), label_logits_only=label_logits_only
+    ).weighted_sum()
     torch.testing.assert_close(padded, together)
 
 
@@ -42,8 +47,8 @@ def test_each_weight_stands_at_its_own_target() -> None:
     np.testing.assert_array_equal(batch.loss_weights[0, :-1].numpy(), sample.loss_scale[1:])
     doubled = dataclasses.replace(sample, loss_scale=sample.loss_scale * 2)
     model = reduced_model("qwen3")
-    once = sum_of_losses(model, batch, label_logits_only=True)
-    twice = sum_of_losses(model, collate_packs([doubled], reduced_spec("qwen3")), label_logits_only=True)
+    once = target_losses(model, batch, label_logits_only=True).weighted_sum()
+    twice = target_losses(model, collate_packs([doubled], reduced_spec("qwen3")), label_logits_only=True).weighted_sum()
     torch.testing.assert_close(twice, once * 2)
     plain = collate_packs([dataclasses.replace(sample, loss_scale=None)], reduced_spec("qwen3"))
     assert plain.loss_weights is None

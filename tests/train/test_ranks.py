@@ -18,7 +18,7 @@ from packtool.batch.dataset import MicroBatches
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.checks import load_spec
-from packtool.train.loop.loader import Ranks, always_run
+from packtool.train.loop.loader import RankExchange, always_run
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.prepare.run import Run
 from packtool.train.run import train
@@ -160,7 +160,7 @@ def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> N
     assert always_run(spec, tiny.config(tmp_path)) == {"vision", "sound"}
     for rank in range(2):
         run = Run.of(frozen, World(rank, 2))
-        wanted = [batch for step in run.steps(Ranks(run.world)).drawn() for batch in step.micro_batches]
+        wanted = [batch for step in run.steps(RankExchange(run.world)).drawn() for batch in step.micro_batches]
         assert [batch.towers for batch in wanted] == [{"vision"}, frozenset(), {"vision", "sound"}]
         dataset = MicroBatches(run.source.read, spec, always=always_run(spec, frozen))
         found = [dataset[batch] for batch in wanted]

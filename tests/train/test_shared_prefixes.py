@@ -18,8 +18,8 @@ from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.prefix_tree import find_tree
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
-from packtool.train.model.load import _enable_checkpointing
-from packtool.train.model.loss import losses_of_head, sum_of_losses
+from packtool.train.model.load import enable_checkpointing
+from packtool.train.model.loss import LossFunction, target_losses
 from tests.batch.reduced import (
     FIRST_CONTROL,
     TEXT_MODELS,
@@ -110,17 +110,20 @@ def test_loss_and_gradients_are_the_sums_over_the_samples_alone(setting: Setting
     ]
     for given in (setting[2], samples):
         plain = unpacked(model)
-        own = [sum_of_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False) for sample in given]
+        own = [
+            target_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
+            for sample in given
+        ]
         batch = tree_of(given, spec)
         wanted, total = gradients(plain, own), sum(float(loss.detach()) for loss in own)
         assert wanted.keys() == dict(model.named_parameters()).keys()
-        with losses_of_head(model) as head_loss:
-            assert head_loss is not None
-            by_head = head_loss.losses(model, batch).sum(batch.loss_weights)
+        with LossFunction.temporary(model) as loss_function:
+            assert loss_function.head_loss is not None
+            by_head = loss_function(model, batch).weighted_sum()
             assert float(by_head.detach()) == pytest.approx(total, rel=1e-5)
             same(gradients(model, [by_head]), wanted)
         for label_logits_only in (True, False):
-            loss = sum_of_losses(model, batch, label_logits_only=label_logits_only)
+            loss = target_losses(model, batch, label_logits_only=label_logits_only).weighted_sum()
             assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
             same(gradients(model, [loss]), wanted)
 
@@ -129,9 +132,11 @@ def test_in_float64_nothing_differs_but_the_last_digits(setting: Setting) -> Non
     model, spec, samples = copy.deepcopy(setting[0]).double(), *setting[1:]
     if spec.sees:
         samples = [sample for sample in samples if sample.images]
-    loss = sum_of_losses(model, tree_of(samples, spec), label_logits_only=True)
+    loss = target_losses(model, tree_of(samples, spec), label_logits_only=True).weighted_sum()
     found = gradients(model, [loss])
-    own = [sum_of_losses(model, collate_packs([sample], spec), label_logits_only=True) for sample in samples]
+    own = [
+        target_losses(model, collate_packs([sample], spec), label_logits_only=True).weighted_sum() for sample in samples
+    ]
     assert float(loss.detach()) == pytest.approx(sum(float(one.detach()) for one in own), rel=1e-6)
     same(found, gradients(model, own), tolerance=2e-6)  # losses and rotary angles are made in float32
 
@@ -139,11 +144,11 @@ def test_in_float64_nothing_differs_but_the_last_digits(setting: Setting) -> Non
 def test_with_gradient_checkpointing(setting: Setting) -> None:
     model, spec, samples = setting
     batch = tree_of(samples, spec)
-    wanted = gradients(model, [sum_of_losses(model, batch, label_logits_only=True)])
+    wanted = gradients(model, [target_losses(model, batch, label_logits_only=True).weighted_sum()])
     again = copy.deepcopy(model).train()
     set_attention(again)
-    _enable_checkpointing(again)
-    same(gradients(again, [sum_of_losses(again, batch, label_logits_only=True)]), wanted)
+    enable_checkpointing(again)
+    same(gradients(again, [target_losses(again, batch, label_logits_only=True).weighted_sum()]), wanted)
 
 
 def changed_from(sample: EncodedSample, start: int) -> EncodedSample:

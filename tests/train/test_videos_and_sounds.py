@@ -34,7 +34,7 @@ from packtool.progress import SilentProgress
 from packtool.rows.sample import MediaRef, Sample, Turn
 from packtool.train.loop.media_times import _measured
 from packtool.train.model.load import load_model
-from packtool.train.model.loss import losses_of_head
+from packtool.train.model.loss import LossFunction
 from tests.attention.parallel.shared_model import alone, check_setting
 from tests.forked import run_ranks
 from tests.media.clips import write_clip, write_sound
@@ -185,8 +185,8 @@ def questions_about(family: str, media: Path) -> list[Sample]:
 
 def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
     """As in training: no logits where no token has a target, which the thinkers' own forward would make."""
-    with losses_of_head(model) as head:
-        return head.losses(model, batch).sum(batch.loss_weights)
+    with LossFunction.temporary(model) as loss_function:
+        return loss_function(model, batch).weighted_sum()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,7 @@ from packtool.config.commands import EvalConfig
 from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.evaluate.per_sample import evaluate, evaluate_in_training
+from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.evaluate.run import evaluate_caches
 from packtool.train.model.load import load_model
 from packtool.train.prepare.evaluation import plan_of_samples
@@ -46,7 +46,7 @@ def main(job: dict[str, Any]) -> None:
     # What the wrapper would do on its own, exchanging buffers, must not happen: evaluation asks the model inside.
     wrapped = DistributedDataParallel(model)
     plan = plan_of_samples(reader, world, max_tokens=150)
-    results = {"wrapped": evaluate_in_training(wrapped, reader, spec, plan, world=world)}
+    results = {"wrapped": evaluate(wrapped, reader, spec, plan, world=world).metrics()}
     assert wrapped.training
     assert model.training
     one = plan_of_samples(reader, world, limit=1)

@@ -1,8 +1,6 @@
-"""How many answers a model gives exactly as labelled, in packed forward passes."""
+"""Exact match of a model's answers with their labels, computed in packed forward passes."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,35 +13,10 @@ from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.planning.packing import pack
 from packtool.progress import Progress, SilentProgress
-from packtool.train.evaluate.scorer import evaluating
+from packtool.train.evaluate.per_sample import evaluating
 from packtool.train.model.load import load_trained, quiet_transformers
 from packtool.train.model.precision import checkpoint_dtype
 from packtool.train.prepare.trained import TrainedModel
-
-
-@dataclass(frozen=True, eq=False)
-class ExactMatch:
-    """One entry for every assistant turn of a cache, in the cache's order; arrays of one length.
-
-    Args:
-        sample: int64, position in the cache.
-        turn: int64, 0-based among the sample's assistant turns.
-        exact: whether the most likely token is the label at every target of the turn, given all before it.
-    """
-
-    sample: npt.NDArray[np.int64]
-    turn: npt.NDArray[np.int64]
-    exact: npt.NDArray[np.bool_]
-
-    @property
-    def num_turns(self) -> int:
-        """The number of the assistant's turns."""
-        return len(self.exact)
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the turns that are exact; 0 when there are none."""
-        return float(self.exact.mean()) if self.num_turns else 0.0
 
 
 def exact_match(
@@ -53,14 +26,18 @@ def exact_match(
     packing_length: int,
     split: str = TRAIN_SPLIT,
     progress: Progress | None = None,
-) -> ExactMatch:
-    """Check every assistant turn of a cache, with the true text before each token (teacher forcing).
+) -> list[tuple[int, int, bool]]:
+    """Compare every assistant turn of a cache with a model's predictions from the true previous text (teacher forcing).
 
     Args:
-        model: directory of a model, or of an adapter whose base model is still where it was.
+        model: directory of a model, or of an adapter whose base model has not moved.
         cached_dataset: a cache that was exported for it.
-        packing_length: tokens of a forward pass; a longer sample gets one of its own.
+        packing_length: tokens of a forward pass; a longer sample gets its own pass.
         split: of the cache.
+
+    Returns:
+        for every assistant turn, in the cache's order, the position of its sample, its 0-based number among the
+        sample's assistant turns, and whether all of its targets are the most likely tokens given the previous ones.
 
     Raises:
         DataError: naming a picture that cannot be read.
@@ -76,7 +53,7 @@ def exact_match(
         loaded = load_trained(trained, spec, dtype).to(device)
     lengths = reader.index.length
     plan = pack(lengths, max(packing_length, int(lengths.max(initial=1))), seed=0)
-    found: dict[int, list[bool]] = {}
+    exact_turns: dict[int, list[bool]] = {}
     progress.start("evaluate", plan.num_packs)
     with evaluating(loaded, packed=True) as scorer:
         for number in range(plan.num_packs):
@@ -86,15 +63,13 @@ def exact_match(
             _, correct = scorer(batch)
             is_exact = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
             for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
-                found[position] = _exact_turns(sample, is_exact[start : start + sample.length])
+                exact_turns[position] = _exact_turns(sample, is_exact[start : start + sample.length])
             progress.advance(1)
     progress.finish()
-    in_order = [(position, turn, exact) for position in sorted(found) for turn, exact in enumerate(found[position])]
-    sample_ids, turns, exacts = zip(*in_order, strict=True) if in_order else ((), (), ())
-    return ExactMatch(np.array(sample_ids, np.int64), np.array(turns, np.int64), np.array(exacts, np.bool_))
+    return [(number, turn, exact) for number, turns in sorted(exact_turns.items()) for turn, exact in enumerate(turns)]
 
 
 def _exact_turns(sample: EncodedSample, is_exact: npt.NDArray[np.bool_]) -> list[bool]:
-    """Whether each turn is the most likely text at all of its targets; token i is predicted at position i - 1."""
+    """Return whether all targets of each turn are predicted; token i is predicted at position i - 1."""
     spans = sample.turns.reshape(-1, 2).tolist()
     return [bool(is_exact[max(start - 1, 0) : end - 1].all()) for start, end in spans]

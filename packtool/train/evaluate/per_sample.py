@@ -1,91 +1,216 @@
-"""Evaluation: every sample for itself, whichever others share its forward pass, in the order of the caches.
+"""Evaluation of each sample in packed forward passes, with results in the order of the caches.
 
     lengths ──► micro-batches under a token cap ──► packed forward ──► rows restored ──► inverse permutation
-                (plan.dynamic)                      (no padding)       (batch.padding)   (of all ranks' results)
+                (planning.dynamic)                  (no padding)       (batch.positions)  (of all ranks' results)
 
-Nothing is drawn at random, and every rank has equally many forward passes. The padding is never made in the first
-place: ``collate_packs`` of aligned samples is what ``remove_padding`` makes of the padded rows. Prefixes that samples
-share are computed once, and scored for each of them.
+packed       loss of each token  (1, T)     only where a label is, in chunks: logits are the largest tensor
+restored     one row a sample    (S, R)     from the token before its first target on: ``restore_padding``
+summed       one number a sample (S,)
+
+Results do not depend on which samples share a pass. Nothing is random, and every rank has equally many forward passes.
+Padding is never created: ``collate_packs`` of aligned samples equals ``remove_padding`` of the padded rows. Prefixes
+that samples share are computed once, and scored for each of the samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
+from transformers import PreTrainedConfig
 
 from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.recurrent import recurrent_layers, release_recurrent_layers
+from packtool.attention.register import ATTENTION_NAME, set_attention, set_text_attention
+from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import Batch, ShardedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_padded, collate_tree, shifted_labels
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.dataset import deaths_told, load_micro_batches, with_reads
 from packtool.batch.media_cache import MediaReads
-from packtool.batch.positions import align_sample
+from packtool.batch.positions import align_sample, restore_padding
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.cache.views import SampleReader
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
-from packtool.errors import MismatchError, PacktoolError
+from packtool.errors import MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World, all_gather_objects
 from packtool.planning.dynamic import EvaluationPlan
 from packtool.planning.pack_plan import Int64Array
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
-from packtool.train.evaluate.scorer import (
-    SCORES,
-    Evaluation,
-    SamplePlaces,
-    Scorer,
-    bare_model,
-    can_be_packed,
-    evaluating,
-    is_packed,
-    sample_scores,
-)
+from packtool.train.model.loss import LossFunction
+from packtool.train.model.towers import base_model
 
 _REMEDY = "The same command begins again"
 _ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part
+SCORES = ("sum of losses", "target tokens", "correct ones", "first wrong position or -1")
+"""Columns of what ``sample_scores`` returns."""
+
+_CELLS_AT_ONCE = 1 << 22
+"""Entries of the restored rows that are summed together, so that one long sample does not make many wide rows."""
+
+Scorer = Callable[[Batch], tuple[Tensor, Tensor]]
+"""Scores the first sequence of a micro-batch: each position's loss in nats, float32 (1, T), and whether its label is
+the most likely token, bool (1, T); 0 and False where there is no label."""
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+RankScores = tuple[npt.NDArray[np.float64], Int64Array, tuple[str, ...]]
+"""A rank's results of n samples, in the order of its micro-batches: scores, float64 (n, 4), from ``sample_scores``;
+origins, int64 (n, 7), with tokens, source number, row, and the four numbers of ``RowPart``; and names of sources."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """Figures of several samples, weighted by target tokens.
+
+    Args:
+        samples: number of samples.
+        target_tokens: number of their target tokens.
+        loss: mean over all target tokens, in nats; nan without target tokens.
+        perplexity: exp(loss).
+        token_accuracy: share of the target tokens that are the most likely ones.
+        exact_samples: samples whose targets are all the most likely ones.
+    """
+
+    samples: int
+    target_tokens: int
+    loss: float
+    perplexity: float
+    token_accuracy: float
+    exact_samples: int
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """One entry for each of N samples, in the caches' order; arrays of shape (N,).
+
+    Args:
+        tokens: int64, of the sample.
+        target_tokens: int64, labels after the sample's first token.
+        loss_sum: float64, sum of the targets' cross-entropies in nats, without loss scales.
+        num_correct: int64, targets that are the most likely token, given all true tokens before.
+        first_wrong: int64, position in the sample of the first target that is not; -1 if there is none.
+        source: int64, position in ``sources``.
+        row: int64, row there.
+        parts: int64 (N, 4), the numbers of its ``RowPart``; 0 for a sample that is a whole row.
+        channel: int64, position in ``channels``, or -1.
+        sources, channels: names.
+    """
+
+    tokens: IntArray
+    target_tokens: IntArray
+    loss_sum: FloatArray
+    num_correct: IntArray
+    first_wrong: IntArray
+    source: IntArray
+    row: IntArray
+    parts: IntArray
+    channel: IntArray
+    sources: tuple[str, ...]
+    channels: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def loss(self) -> FloatArray:
+        """Mean over each sample's target tokens, in nats; nan without target tokens."""
+        return _ratio(self.loss_sum, self.target_tokens)
+
+    @property
+    def perplexity(self) -> FloatArray:
+        """The exponential of the mean loss in nats."""
+        with np.errstate(over="ignore"):
+            return np.exp(self.loss)
+
+    @property
+    def token_accuracy(self) -> FloatArray:
+        """Share of each sample's target tokens that are the most likely ones; nan without target tokens."""
+        return _ratio(self.num_correct, self.target_tokens)
+
+    @property
+    def total(self) -> Total:
+        """Totals over all samples."""
+        return self._total_of(np.ones(len(self), np.bool_))
+
+    @property
+    def channel_totals(self) -> dict[str | None, Total]:
+        """Totals of each channel with samples, in the caches' order; samples without a channel are last, as None."""
+        codes = {name: code for code, name in enumerate(self.channels)} | {None: -1}
+        selected = {name: self.channel == code for name, code in codes.items()}
+        return {name: self._total_of(samples) for name, samples in selected.items() if samples.any()}
+
+    def metrics(self, prefix: str = "eval_") -> dict[str, float]:
+        """Return the figures of a log line: of all samples, and each named channel's loss as ``eval_loss/NAME``."""
+        total = self.total
+        names = ("loss", "perplexity", "token_accuracy", "target_tokens", "samples")
+        figures: dict[str, float] = {prefix + name: getattr(total, name) for name in names}
+        channels = self.channel_totals.items()
+        return figures | {f"{prefix}loss/{name}": channel.loss for name, channel in channels if name is not None}
+
+    def _total_of(self, selected: npt.NDArray[np.bool_]) -> Total:
+        targets, correct = int(self.target_tokens[selected].sum()), int(self.num_correct[selected].sum())
+        loss = float(self.loss_sum[selected].sum()) / targets if targets else math.nan
+        with np.errstate(over="ignore"):
+            perplexity = float(np.exp(loss))
+        is_exact = (self.num_correct == self.target_tokens) & (self.target_tokens > 0)
+        return Total(
+            samples=int(selected.sum()),
+            target_tokens=targets,
+            loss=loss,
+            perplexity=perplexity,
+            token_accuracy=correct / targets if targets else math.nan,
+            exact_samples=int(is_exact[selected].sum()),
+        )
+
+
+def _ratio(sums: npt.NDArray[np.generic], counts: IntArray) -> FloatArray:
+    ratios: FloatArray = np.full(len(counts), np.nan)
+    np.divide(sums, counts, out=ratios, where=counts > 0)
+    return ratios
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationBatch:
-    """One micro-batch, and what must be known of its samples afterwards.
+    """One micro-batch of S samples, and what scoring needs to know of these.
 
     Args:
         batch: packed, or padded with a single sample.
-        places: where its samples lie.
+        where: where the samples lie in the sequence: ``seqlens``, ``cu_seqlens`` and ``prompts`` of ``sample_scores``.
         labels: of samples that share prefixes, end to end and shifted, int64 (1, T'); None where the batch has them.
-        tokens: of each sample.
-        origins: (source, row, part of the row) of each.
+        samples: tokens, source, row and row part of each sample.
     """
 
     batch: Batch
-    places: SamplePlaces
+    where: tuple[Tensor, Tensor, Tensor]
     labels: Tensor | None
-    tokens: tuple[int, ...]
-    origins: tuple[tuple[str, int, RowPart | None], ...]
+    samples: tuple[tuple[int, str, int, RowPart | None], ...]
 
 
 class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
-    """Item i is micro-batch i of a rank.
+    """A dataset whose item i is micro-batch i of a rank.
 
     Args:
-        reader: of the samples.
-        spec: the model they are collated for.
         micro_batches: positions of the samples of each.
         alignment: samples are padded to a multiple of it.
-        packed: False for micro-batches of single samples, for models that cannot keep several apart.
-        cut: of sequences that several ranks share, and this rank's part.
+        packed: False for micro-batches of single samples, for models that cannot be packed.
+        cut: this rank's part of sequences that several ranks share.
         shares: compute prefixes that samples have in common once.
     """
 
@@ -101,52 +226,42 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         shares: bool = False,
     ) -> None:
         assert not shares or (packed and cut is None and alignment == 1), "trees are of one rank, without padding"
-        self.reader = reader
-        self.spec = spec
-        self.micro_batches = micro_batches
-        self.alignment = alignment
-        self.packed = packed
-        self.cut = cut
-        self.shares = shares
+        self.reader, self.spec, self.micro_batches, self.alignment = reader, spec, micro_batches, alignment
+        self.packed, self.cut, self.shares = packed, cut, shares
 
     def __len__(self) -> int:
         return len(self.micro_batches)
 
     def __getitem__(self, index: int) -> EvaluationBatch | PacktoolError:
-        """The micro-batch, or the error that it met: raised in a worker, it would lose its type and its remedy."""
+        """Return the micro-batch, or its error: raised in a worker, an error would lose its type and its remedy."""
         try:
             samples = [self.reader.sample(int(position)) for position in self.micro_batches[index]]
             aligned = [align_sample(sample, self.alignment) for sample in samples]
-            batch: Batch
-            if self.cut is not None:
-                batch = collate_shard(aligned, self.spec, self.cut)
-            else:
-                batch = self._collate(aligned, self.spec)
-            batch = with_reads(batch, self.spec)
+            batch = with_reads(self._collate(aligned), self.spec)
         except PacktoolError as error:
             return error
-        places = SamplePlaces(
-            seqlens=torch.tensor([sample.length for sample in samples], dtype=torch.int64),
-            cu_seqlens=torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64),
-            prompts=torch.tensor([_prompt_length(sample) for sample in samples], dtype=torch.int64),
+        where = (
+            torch.tensor([sample.length for sample in samples], dtype=torch.int64),
+            torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64),
+            torch.tensor([_prompt_length(sample) for sample in samples], dtype=torch.int64),
         )
         labels = None
         if isinstance(batch, TreeBatch):
-            wanted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
-            labels = torch.from_numpy(wanted).unsqueeze(0)
-        tokens = tuple(sample.length for sample in samples)
-        origins = tuple((sample.source, sample.row, sample.part) for sample in samples)
-        return EvaluationBatch(batch, places, labels, tokens, origins)
+            shifted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
+            labels = torch.from_numpy(shifted).unsqueeze(0)
+        origins = tuple((sample.length, sample.source, sample.row, sample.part) for sample in samples)
+        return EvaluationBatch(batch, where, labels, origins)
 
-    @property
-    def _collate(self) -> Callable[[Sequence[EncodedSample], InputSpec], Batch]:
+    def _collate(self, samples: Sequence[EncodedSample]) -> Batch:
+        if self.cut is not None:
+            return collate_shard(samples, self.spec, self.cut)
         if self.shares:
-            return collate_tree
-        return collate_packs if self.packed else collate_padded
+            return collate_tree(samples, self.spec)
+        return (collate_packs if self.packed else collate_padded)(samples, self.spec)
 
 
 def _prompt_length(sample: EncodedSample) -> int:
-    """Tokens before the first target that something comes before; all tokens if there is none."""
+    """Return the number of tokens before the first target; all tokens if there is none."""
     targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
     return int(targets[0]) + 1 if len(targets) else sample.length
 
@@ -163,20 +278,17 @@ def evaluate(
     samples: SampleReader | None = None,
     parallel: SequenceParallel | None = None,
 ) -> Evaluation:
-    """Evaluate the first ``len(plan.lengths)`` samples of caches; every rank calls this, and every rank has the result.
+    """Evaluate the first ``len(plan.lengths)`` samples of caches; every rank calls this and gets the same result.
 
-    The model's mode, its attention and all random states are afterwards what they were before.
+    The model's mode, its attention and all random states are unchanged afterwards.
 
     Args:
         model: on its device; bare, with adapters, or in DistributedDataParallel. Packed attention need not be set.
-        reader: of the caches.
-        spec: the model as collation sees it.
-        plan: from ``plan_evaluation``, for the data-parallel ranks of ``world``; aligned where some share sequences.
-        world: this rank; the process group must be there if there are several.
-        progress: told of this rank's micro-batches.
-        num_workers: processes that load pictures ahead of the model.
-        samples: where the samples come from, if not straight from the reader: ``ChosenTargets``.
-        parallel: ranks that share sequences with this one, as the model was told.
+        plan: for the data-parallel ranks of ``world``; aligned where some share sequences.
+        world: this rank; with several ranks, the process group must exist.
+        num_workers: processes that load media ahead of the model.
+        samples: source of the samples, if other labels than the reader's are wanted.
+        parallel: ranks that share sequences with this one.
 
     Raises:
         DataError: naming a picture that cannot be read.
@@ -184,100 +296,62 @@ def evaluate(
     """
     world, progress = world or World(), progress or SilentProgress()
     assert plan.num_ranks == world.data.size, "planned for another number of ranks"
-    bare = bare_model(model)
+    bare = unwrapped(model)
     packed = is_packed(bare) or can_be_packed(spec.config)
     if not packed:
         progress.note(f"samples of a {spec.config.model_type} model cannot be kept apart: evaluated one by one")
         plan = plan.alone()
-    _check_plans_agree(plan, world)
-    mine = plan.micro_batches(world.data.rank)
+    for rank, fingerprint in enumerate(all_gather_objects(plan.fingerprint, world.size)):
+        if fingerprint != plan.fingerprint:
+            raise MismatchError(
+                f"rank {rank} would evaluate other samples than rank {world.rank}",
+                "All machines must see the same caches, the same options and the same version of packtool.",
+            )
     dataset = EvaluationMicroBatches(
         samples or reader,
         spec,
-        mine,
+        plan.micro_batches(world.data.rank),
         alignment=plan.alignment,
         packed=packed,
         cut=parallel.cut if parallel is not None else None,
         shares=plan.trees is not None,
     )
     with evaluating(bare, packed=packed) as scorer:
-        score = partial(_scores, scorer) if parallel is None else partial(_shared_scores, scorer, parallel)
-        share = _score_all(score, next(bare.parameters()).device, dataset, progress, num_workers)
-    # Ranks that share sequences have found the same.
-    return _joined(all_gather_objects(share, world.size)[:: world.sequence_parallel_size], plan, reader)
+        device = next(bare.parameters()).device
+        mine = _score_all(partial(_sequence_scores, scorer, parallel), device, dataset, progress, num_workers)
+    # Ranks that share sequences have the same results.
+    return _joined(all_gather_objects(mine, world.size)[:: world.sequence_parallel_size], plan, reader)
 
 
-def evaluate_in_training(
-    model: nn.Module,
-    reader: CacheReader,
-    spec: InputSpec,
-    plan: EvaluationPlan,
-    *,
-    world: World,
-    num_workers: int = 0,
-    samples: SampleReader | None = None,
-    parallel: SequenceParallel | None = None,
-) -> dict[str, float]:
-    """``evaluate`` between two training steps, as figures for a log line; every rank calls this.
-
-    Returns:
-        ``eval_loss``, ``eval_perplexity``, ``eval_token_accuracy``, ``eval_target_tokens``, ``eval_samples``, and
-        ``eval_loss/CHANNEL`` for each channel: the same on every rank.
-
-    Raises:
-        DataError, MismatchError: see ``evaluate``.
-    """
-    # No progress: the terminal's bar is the training's.
-    found = evaluate(
-        model, reader, spec, plan, world=world, num_workers=num_workers, samples=samples, parallel=parallel
-    )
-    return found.metrics()
-
-
-@dataclass(frozen=True, eq=False)
-class _Share:
-    """What a rank found of n samples, in the order of its micro-batches.
+def _sequence_scores(
+    scorer: Scorer, parallel: SequenceParallel | None, batch: Batch, tree_labels: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return labels, losses in nats and correct predictions of a whole sequence, (1, T) each.
 
     Args:
-        scores: float64 (n, 4), from ``sample_scores``.
-        origins: int64 (n, 7): tokens, position in ``names``, row, and the four numbers of ``RowPart``.
-        names: of sources.
+        tree_labels: of the samples of a tree, (1, T'). Their shared prefixes are scored once, for each sample.
     """
-
-    scores: npt.NDArray[np.float64]
-    origins: Int64Array
-    names: tuple[str, ...]
-
-
-def _scores(scorer: Scorer, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels, losses in nats, and whether the most likely token is the label; of the first sequence, (1, T)."""
-    return batch.labels[:1], *scorer(batch)
-
-
-def _whole_scores(batch: Batch, labels: Tensor, losses: Tensor, correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of a tree for its samples, each whole, (1, T'): what several share was scored once, and is each one's."""
-    assert isinstance(batch, TreeBatch), "only trees have labels apart from them"
-    index = batch.sample_index()
-    # A target of a prefix is not one of every sample that begins with it: a run may train other turns of them.
-    return labels, losses[:, index].where(labels != IGNORE_INDEX, 0), correct[:, index]
-
-
-def _shared_scores(scorer: Scorer, parallel: SequenceParallel, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of a whole sequence that ranks share, on each of them."""
-    assert isinstance(batch, ShardedBatch), "collated with a cut"
-    length = sum(batch.lengths)
-    parts = _scores(scorer, batch)
-    labels, losses, correct = (parallel.gather(part[0], batch.index, length)[None] for part in parts)
+    labels, (losses, correct) = batch.labels[:1], scorer(batch)
+    if parallel is not None:
+        assert isinstance(batch, ShardedBatch), "collated with a cut"
+        length = sum(batch.lengths)
+        parts = (parallel.gather(part[0], batch.index, length)[None] for part in (labels, losses, correct))
+        labels, losses, correct = parts
+    if tree_labels is not None:
+        assert isinstance(batch, TreeBatch), "only trees have separate labels"
+        index = batch.sample_index()
+        # A target of a prefix need not be one in every sample that begins with it: they may train different turns.
+        return tree_labels, losses[:, index].where(tree_labels != IGNORE_INDEX, 0), correct[:, index]
     return labels, losses, correct
 
 
 def _score_all(
-    score: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
+    score: Callable[[Batch, Tensor | None], tuple[Tensor, Tensor, Tensor]],
     device: torch.device,
     dataset: EvaluationMicroBatches,
     progress: Progress,
     num_workers: int,
-) -> _Share:
+) -> RankScores:
     """Run all micro-batches of this rank."""
     scores = [np.zeros((0, len(SCORES)))]
     origins: list[tuple[int, ...]] = []
@@ -289,45 +363,33 @@ def _score_all(
         for item in cast(Iterator[EvaluationBatch], loaded):
             batch = item.batch.to(device)
             reads += batch.media_reads
-            found = score(batch)
-            if item.labels is not None:
-                found = _whole_scores(batch, item.labels.to(device), *found[1:])
-            scores.append(sample_scores(item.places.to(device), *found).cpu().numpy())
+            sequence = score(batch, None if item.labels is None else item.labels.to(device))
+            seqlens, cu_seqlens, prompts = (tensor.to(device) for tensor in item.where)
+            scores.append(sample_scores(seqlens, cu_seqlens, prompts, *sequence).cpu().numpy())
             origins += [
                 (tokens, names.setdefault(source, len(names)), row, *dataclasses.astuple(part or RowPart()))
-                for tokens, (source, row, part) in zip(item.tokens, item.origins, strict=True)
+                for tokens, source, row, part in item.samples
             ]
             progress.advance(1, samples=len(origins))
     progress.finish()
     if dataset.spec.media_cache is not None:
         progress.note(reads.sentence(dataset.spec.media_cache))
-    return _Share(np.concatenate(scores), np.array(origins, np.int64).reshape(-1, _ORIGIN), tuple(names))
+    return np.concatenate(scores), np.array(origins, np.int64).reshape(-1, _ORIGIN), tuple(names)
 
 
-def _check_plans_agree(plan: EvaluationPlan, world: World) -> None:
-    """All ranks have planned the same, which one exchange of hashes proves."""
-    for rank, other in enumerate(all_gather_objects(plan.fingerprint, world.size)):
-        if other != plan.fingerprint:
-            raise MismatchError(
-                f"rank {rank} would evaluate other samples than rank {world.rank}",
-                "All machines must see the same caches, the same options and the same version of packtool.",
-            )
-
-
-def _joined(shares: Sequence[_Share], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
-    """All ranks' results, brought back to the samples' order."""
-    names = tuple(sorted({name for share in shares for name in share.names}))
-    code_of = {name: code for code, name in enumerate(names)}
+def _joined(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
+    """Join all ranks' results in the order of the samples."""
+    sources = tuple(sorted({name for *_, names in ranks for name in names}))
+    numbers = {name: number for number, name in enumerate(sources)}
     in_plan = np.concatenate([plan.places(rank) for rank in range(plan.num_ranks)])
     scores, origins = np.zeros((len(in_plan), len(SCORES))), np.zeros((len(in_plan), _ORIGIN), np.int64)
-    scores[in_plan] = np.concatenate([share.scores for share in shares])
-    origins[in_plan] = np.concatenate([share.origins for share in shares])
-    codes = [np.array([code_of[name] for name in share.names], np.int64)[share.origins[:, 1]] for share in shares]
+    scores[in_plan] = np.concatenate([rank_scores for rank_scores, *_ in ranks])
+    origins[in_plan] = np.concatenate([rank_origins for _, rank_origins, _ in ranks])
+    codes = [np.array([numbers[name] for name in names], np.int64)[each[:, 1]] for _, each, names in ranks]
     origins[in_plan, 1] = np.concatenate(codes)
     back = plan.batches.inverse
     loss_sum, counts, (tokens, source, row) = scores[back, 0], scores[back, 1:].astype(np.int64), origins[back, :3].T
     target_tokens, num_correct, first_wrong = counts.T
-    channel = reader.index.channel[: len(plan.lengths)].astype(np.int64)
     return Evaluation(
         tokens=tokens,
         target_tokens=target_tokens,
@@ -337,7 +399,99 @@ def _joined(shares: Sequence[_Share], plan: EvaluationPlan, reader: CacheReader)
         source=source,
         row=row,
         parts=origins[back, 3:],
-        channel=channel,
-        sources=names,
+        channel=reader.index.channel[: len(plan.lengths)].astype(np.int64),
+        sources=sources,
         channels=reader.index.channels,
     )
+
+
+def sample_scores(
+    seqlens: Tensor, cu_seqlens: Tensor, prompts: Tensor, labels: Tensor, losses: Tensor, correct: Tensor
+) -> Tensor:
+    """Sum the scores of a sequence of T tokens by its S samples.
+
+    Args:
+        seqlens: int64 (S,), tokens of each sample, without padding.
+        cu_seqlens: int64 (S + 1,), where each begins, padding included.
+        prompts: int64 (S,), tokens before the first target; all tokens of a sample without targets.
+        labels: int64 (1, T), shifted.
+        losses: float32 (1, T).
+        correct: bool (1, T).
+
+    Returns:
+        float64 (S, 4) with the columns ``SCORES``.
+    """
+    widths = seqlens - prompts
+    width = int(widths.max()) if len(widths) else 0
+    num_at_once = max(1, _CELLS_AT_ONCE // max(width, 1))
+    scores = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
+    for start in range(0, len(widths), num_at_once):
+        stop = start + num_at_once
+        where = seqlens[start:stop], cu_seqlens[start : stop + 1], width, prompts[start:stop]
+        is_target = restore_padding(labels != IGNORE_INDEX, *where)
+        is_wrong = is_target & ~restore_padding(correct, *where)
+        num_targets, num_wrong = is_target.sum(1), is_wrong.sum(1)
+        # The column of the first True; its token comes after the prompt.
+        first_wrong = torch.where(num_wrong > 0, (is_wrong.cumsum(1) == 0).sum(1) + prompts[start:stop], -1)
+        loss_sums = restore_padding(losses, *where).double().sum(1)
+        counts = (num_targets, num_targets - num_wrong, first_wrong)
+        scores.append(torch.stack([loss_sums, *(count.double() for count in counts)], dim=1))
+    return torch.cat(scores)
+
+
+def can_be_packed(config: PreTrainedConfig) -> bool:
+    """Return whether samples of this model can share a forward pass; if not, each is evaluated alone."""
+    try:
+        refuse_unsupported(config)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, whose forward would wait for the other ranks."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Return whether a model, bare or adapted, uses packtool's attention already."""
+    return str(base_model(model).config.get_text_config()._attn_implementation).startswith(ATTENTION_NAME)
+
+
+@contextmanager
+def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
+    """Yield a scorer that runs a model without dropout and gradients; afterwards every module is as before.
+
+    Args:
+        model: bare, or with adapters.
+        packed: keep packed samples apart; a model that is trained on padded rows has transformers' own attention.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    inner: Any = base_model(model)
+    attention = inner.config.get_text_config()._attn_implementation
+    was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(inner))
+    switch = packed and not is_packed(model)
+    if switch:
+        set_attention(inner)
+    model.eval()
+    try:
+        # Not inference mode: tensors that a model caches in a forward pass must be usable in the next training step.
+        with torch.no_grad(), LossFunction.temporary(model) as loss_function:
+
+            def score(batch: Batch) -> tuple[Tensor, Tensor]:
+                targets = loss_function(model, batch)
+                losses = torch.zeros(batch.labels.shape[1], device=batch.labels.device)
+                correct = torch.zeros_like(losses, dtype=torch.bool)
+                losses[targets.positions], correct[targets.positions] = targets.losses, targets.correct
+                return losses[None], correct[None]
+
+            yield score
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+        if switch:
+            set_text_attention(inner, str(attention))
+            if not was_isolated:
+                release_recurrent_layers(inner)

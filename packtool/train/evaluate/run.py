@@ -1,10 +1,11 @@
-"""``packtool eval``, as a recipe: caches and model must fit, then every sample is looked at, then a file is written."""
+"""``packtool eval``: check that caches and model fit, evaluate every sample, and write a file."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from packtool.cache.evaluation_file import write_evaluation
 from packtool.config.commands import EvalConfig
@@ -12,23 +13,25 @@ from packtool.launch.processes import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
-from packtool.train.evaluate.scorer import Evaluation
 from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evaluation
 from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
+
+if TYPE_CHECKING:
+    from packtool.train.evaluate.per_sample import Evaluation
 
 
 @dataclass(frozen=True, eq=False)
 class EvalResult:
-    """What came of an evaluation.
+    """Result of an evaluation.
 
     Args:
-        evaluation: every sample's figures.
-        split: that was evaluated.
+        evaluation: figures of every sample.
+        split: name of the evaluated split.
         tokens: of all samples.
         num_micro_batches: over all ranks.
-        num_processes: ranks.
-        seconds: for the forward passes, without loading the model.
-        output: the file that was written.
+        num_processes: number of ranks.
+        seconds: of the forward passes, without loading the model.
+        output: the written file.
     """
 
     evaluation: Evaluation
@@ -44,12 +47,12 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     """Evaluate a model on caches; every process of a torchrun job calls this, and the first one writes the file.
 
     Args:
-        progress: told of the plan and of every micro-batch, on the first rank only.
-        world: this process among the others; by default what torchrun says.
+        progress: receives the plan and every micro-batch, on the first rank only.
+        world: this process among the others; by default from torchrun's environment.
 
     Raises:
-        ConfigError, DataError, MismatchError, StorageError: before the model is loaded, except for a picture that turns
-            out to be gone and for a disk that is full.
+        ConfigError, DataError, MismatchError, StorageError: before the model is loaded, except for a missing picture
+            and for a full disk.
     """
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
@@ -57,8 +60,9 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     plan, reader = prepared.plan, prepared.reader
     num_micro_batches = len(plan.batches.cell_sizes)
     num_tokens = int(plan.lengths.sum())
+    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     progress.note(f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens")
-    progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {_processes(world)}")
+    progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {processes}")
     for line in (*sequence_parallel_lines(world, prepared.axes), *prepared.notes):
         progress.note(line)
     evaluation, seconds = _evaluate(prepared, progress)
@@ -76,8 +80,8 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
 
 
 def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
-    """Load and evaluate; the seconds are those of evaluating."""
-    # From here on torch and transformers are needed; mistakes of the user should have been told by now.
+    """Load the model and evaluate it; return the result and the seconds without loading."""
+    # Imported late: the user's mistakes are reported before the seconds that torch and transformers take.
     with imported_at_once():
         import torch
         from accelerate import PartialState
@@ -86,8 +90,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
         from packtool.attention.parallel.blocks import choose_blocks
         from packtool.attention.parallel.mesh import SequenceParallel
         from packtool.batch.spec import InputSpec
-        from packtool.train.evaluate.per_sample import evaluate
-        from packtool.train.evaluate.scorer import can_be_packed
+        from packtool.train.evaluate.per_sample import can_be_packed, evaluate
         from packtool.train.model.load import load_trained, quiet_transformers, resolve_dtype
 
     config, on_gpu = prepared.config, torch.cuda.is_available()
@@ -96,8 +99,8 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
     if packing:
-        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # says what is missing
-    device = PartialState(cpu=not on_gpu, **config.group_options).device  # which starts the process group, too
+        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # raises if the kernel is missing
+    device = PartialState(cpu=not on_gpu, **config.group_options).device  # also starts the process group
     parallel = None
     if prepared.world.sequence_parallel_size > 1:
         choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
@@ -112,7 +115,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
             parallel=parallel,
             quantization=config,
         )
-        if config.quant_bits is None:  # which transformers puts where they belong
+        if config.quant_bits is None:  # transformers places quantized models itself
             model = model.to(device)
         begin = time.perf_counter()
         evaluation = evaluate(
@@ -129,7 +132,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
 
 
 def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
-    """One line a sample, with the totals in the file's metadata."""
+    """Write one row for each sample, with totals in the file's metadata."""
     reader, config = prepared.reader, prepared.config
     totals = {name: dataclasses.asdict(total) for name, total in evaluation.channel_totals.items() if name is not None}
     info = {
@@ -154,7 +157,3 @@ def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
         "first_wrong": evaluation.first_wrong,
     }
     write_evaluation(config.output, columns, info)
-
-
-def _processes(world: World) -> str:
-    return f"{world.size} process{'es' if world.size > 1 else ''}"

@@ -1,15 +1,13 @@
-"""The micro-batches of every optimizer step, as one rank sees them.
-
-What each micro-batch holds, for ``--debug``: its samples and packs, and the shapes of its tensors.
-"""
+"""The micro-batches of every optimizer step on one rank."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, tee
+from functools import cached_property
+from itertools import tee
 from typing import Any
 
 import torch
@@ -24,53 +22,20 @@ from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World, all_gather_objects
-from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.figures import RankStep, StepFigures
 from packtool.train.prepare.run import Run
 
 _LOG = logging.getLogger("packtool.train.batches")
 
 
-def is_watched() -> bool:
-    """Whether anybody listens: what is told costs time."""
-    return _LOG.isEnabledFor(logging.DEBUG)
-
-
-def watched(batches: Iterable[Batch], held: Iterator[str], *, rank: int, step: int, num: int) -> Iterator[Batch]:
-    """The same micro-batches, each told when it is handed out.
-
-    Args:
-        held: the samples of each, in words.
-        rank: that trains them.
-        step: optimizer steps done before.
-        num: micro-batches of the step on this rank.
-    """
-    for number, batch in enumerate(batches, start=1):
-        words = next(held, "")
-        _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", rank, step + 1, number, num, described(batch, words))
-        yield batch
-
-
-def described(batch: Batch, held: str) -> str:
-    """One line on a micro-batch."""
-    shapes = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
-    told = [f"{name} {tuple(value.shape)}" for name, value in shapes.items() if isinstance(value, Tensor)]
-    lengths = getattr(batch, "lengths", None)
-    if lengths is not None:
-        told.append("lengths " + "+".join(str(length) for length in lengths))
-    told.append(f"{batch.num_target_tokens} targets")
-    if batch.skipped:
-        told.append(f"{len(batch.skipped)} samples skipped")
-    return "; ".join([held, *told] if held else told)
-
-
 @dataclass(frozen=True)
 class TrainingStep:
-    """What one rank does in one optimizer step.
+    """One optimizer step of one rank.
 
     Args:
         figures: over all ranks and micro-batches.
         num_micro_batches: of this rank, the same on every rank.
-        micro_batches: read as they are needed, so that one at a time is held.
+        micro_batches: loaded as they are needed, so that one at a time is in memory.
     """
 
     figures: StepFigures
@@ -79,7 +44,7 @@ class TrainingStep:
 
 
 def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
-    """Towers that run in every micro-batch, because they are trained; others run where some rank has need of them."""
+    """Return the towers that run in every micro-batch because they are trained; others run only where needed."""
     named = any(
         (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
     )
@@ -88,21 +53,20 @@ def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
 
 
 def input_spec(run: Run) -> InputSpec:
-    """The model of a run as collation sees it.
+    """Return the model's properties that collation needs.
 
     Raises:
-        ConfigError: for a multimodal model of an unknown family, or a media cache that cannot be.
+        ConfigError: for a multimodal model of an unknown family, or a media cache that cannot be created.
     """
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     spec = spec.keeping_media(run.config, run.state.cache)
     return dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
 
 
-def micro_batches(run: Run, spec: InputSpec, always: frozenset[Tower] | None = None) -> MicroBatches:
-    """What turns the micro-batches of a run into tensors.
+def make_dataset(run: Run, spec: InputSpec, always: frozenset[Tower] | None = None) -> MicroBatches:
+    """Create the dataset that turns a run's planned micro-batches into tensors.
 
     Args:
-        spec: the model that they are collated for.
         always: towers that run in every micro-batch; by default all.
     """
     world, config = run.world, run.config
@@ -123,92 +87,100 @@ def micro_batches(run: Run, spec: InputSpec, always: frozenset[Tower] | None = N
 
 
 class StepLoader:
-    """The training steps of one rank from ``run.start`` on: what transformers' Trainer takes for its dataloader.
+    """Loads the training steps of one rank from ``run.start`` on; serves as the Trainer's dataloader.
 
-    Its length is that of the whole run, for the Trainer computes epochs from it; what was trained before is not read
-    again.
-
-    Args:
-        run: of this rank.
-        spec: the model that micro-batches are collated for.
+    Its length is that of the whole run, from which the Trainer computes epochs.
 
     Attributes:
-        steps: of this rank, as the run has them.
-        media_reads: what was asked of the media cache so far, by this rank.
+        steps: the planned steps of this rank.
+        media_reads: reads of the media cache so far, by this rank.
     """
 
     def __init__(self, run: Run, spec: InputSpec) -> None:
         self.run, self.spec = run, spec
-        self.steps = run.steps(Ranks(run.world))
+        self.steps = run.steps(RankExchange(run.world))
         self.media_reads = MediaReads()
-        self._given: Sequence[MicroBatch] = ()
+        self._current: Sequence[MicroBatch] = ()
 
     def __len__(self) -> int:
         return self.run.timeline.num_steps
 
     def __iter__(self) -> Iterator[TrainingStep]:
         run, config = self.run, self.run.config
-        # Drawn once: by those who load ahead, and by the step whose turn it is.
+        # The workers that load ahead and the current step both iterate over the planned steps.
         ahead, steps = tee(self.steps.drawn())
         batches = load_micro_batches(
-            micro_batches(run, self.spec, always_run(self.spec, config)),
+            make_dataset(run, self.spec, always_run(self.spec, config)),
             (micro_batch for step in ahead for micro_batch in step.micro_batches),
             num_workers=config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
         )
         for number, step in zip(range(run.start, run.timeline.num_steps), steps, strict=False):
             figures = step.begin()
-            self._given, num = step.micro_batches, len(step.micro_batches)
-            given = self._counted(islice(batches, num))
-            if is_watched():
-                held = (run.source.words(micro_batch) for micro_batch in step.micro_batches)
-                given = watched(given, held, rank=run.world.data.rank, step=number, num=num)
-            yield TrainingStep(figures, num, given)
+            self._current = step.micro_batches
+            yield TrainingStep(figures, len(step.micro_batches), self._step_batches(batches, step, number))
             if self.steps.ended:
                 return
 
-    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in batches:
+    def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
+        """Yield the batches of a step (0-based ``number``), and log each for ``--debug``."""
+        num = len(step.micro_batches)
+        for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
             self.media_reads += batch.media_reads
+            if _LOG.isEnabledFor(logging.DEBUG):
+                text = "; ".join(filter(None, (self.run.source.words(planned), _describe(batch))))
+                rank = self.run.world.data.rank
+                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", rank, number + 1, index, num, text)
             yield batch
 
     def all_media_reads(self) -> MediaReads:
-        """``media_reads`` of all ranks, added up; every rank must call this."""
+        """Return ``media_reads`` summed over all ranks; every rank must call this."""
         return sum(all_gather_objects(self.media_reads, self.run.world.size), MediaReads())
 
     def names(self) -> Callable[[int], list[str]]:
-        """What says, in words, where the samples of one of this rank's micro-batches came from.
+        """Return a function from the number of a micro-batch in the current step to its samples' names.
 
-        It takes the 0-based number of a micro-batch in the step that is given last now, also when others have followed.
+        The function stays valid after later steps have begun.
         """
-        given = self._given
-        return lambda number: self.run.source.names(given[number])
+        current = self._current
+        return lambda number: self.run.source.names(current[number])
 
 
-class Ranks:
-    """The exchange of numbers between steps, on the host: see ``NumberExchange``."""
+def _describe(batch: Batch) -> str:
+    """Return the shapes, document lengths and targets of a micro-batch in one line."""
+    tensors = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
+    parts = [f"{name} {tuple(value.shape)}" for name, value in tensors.items() if isinstance(value, Tensor)]
+    lengths = getattr(batch, "lengths", None)
+    if lengths is not None:
+        parts.append("lengths " + "+".join(str(length) for length in lengths))
+    parts.append(f"{batch.num_target_tokens} targets")
+    if batch.skipped:
+        parts.append(f"{len(batch.skipped)} samples skipped")
+    return "; ".join(parts)
+
+
+class RankExchange:
+    """Exchanges numbers between data-parallel ranks on the host, as ``NumberExchange`` requires."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._made: tuple[Any] | None = None
 
     def sums(self, counts: Sequence[int]) -> list[int]:
-        """See ``NumberExchange``."""
+        """Return each number summed over the data-parallel ranks."""
         if self._world.size == 1:
             return list(counts)
         sums = torch.tensor(counts, dtype=torch.int64)
-        dist.all_reduce(sums, group=self._group())
-        # Those that share sequences have read the same.
+        dist.all_reduce(sums, group=self._group)
+        # Ranks that share sequences have read the same.
         return [int(number) for number in (sums // self._world.sequence_parallel_size).tolist()]
 
     def gathered(self, value: Any) -> list[Any]:
-        """See ``NumberExchange``."""
+        """Return the values of all data-parallel ranks, by rank."""
         if self._world.size == 1:
             return [value]
-        return all_gather_objects(value, self._world.size, self._group())[:: self._world.sequence_parallel_size]
+        return all_gather_objects(value, self._world.size, self._group)[:: self._world.sequence_parallel_size]
 
+    @cached_property
     def _group(self) -> Any:
-        """A group on the host, made when it is first needed, on all ranks; None is the default one."""
-        if self._made is None:
-            self._made = (None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo"),)
-        return self._made[0]
+        """A group for the host, created on all ranks at first use; None for the default group."""
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

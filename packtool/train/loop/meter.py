@@ -1,7 +1,8 @@
-"""What is measured between two log lines: loss, figures of the steps, time spent, accuracies, memory."""
+"""Measurements between two log lines: loss, figures of the steps, waiting times, accuracies, memory."""
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections import defaultdict
@@ -15,42 +16,42 @@ from packtool.batch.batch import Batch, TreeBatch
 from packtool.launch.world import all_gather_objects
 from packtool.planning.mixture import Counts, added
 from packtool.simulate.hardware import peak_tflops
-from packtool.train.model.loss import TargetLosses, mean_loss
+from packtool.train.model.loss import TargetLosses
 from packtool.train.prepare.figures import StepFigures
 
 T = TypeVar("T")
 
-_EVERYTHING = "all of them"
-_NUM_SUMS = 4  # that ``see`` keeps of each channel
+_ALL_CHANNELS = "all of them"
+_NUM_SUMS = 4  # per channel, see ``add_losses``
 _GIB = 2**30
 
 
 class Meter:
-    """Adds up what this rank sees, without waiting for its device; ranks are asked when a line is due.
+    """Accumulates this rank's measurements without waiting for its device; ranks exchange them for a log line only.
 
     Args:
-        by_channel: tell losses and accuracies of each channel.
+        by_channel: report losses and accuracies of each channel.
 
     Attributes:
-        sources: what all steps so far had of each source of a mixture.
+        sources: counts of each mixture source over all steps so far.
     """
 
     def __init__(self, *, by_channel: bool) -> None:
         self._by_channel = by_channel
         self.sources: Counts = {}
-        self._begin()
+        self._reset()
         self._since = self._log_began = time.perf_counter()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._figures = StepFigures()
         self._num_steps = 0
-        self._waited = self._logging = 0.0
-        self._num_run, self._num_padding = 0, 0
-        self._seen: list[tuple[tuple[str | None, ...], Tensor]] = []
+        self._data_wait = self._log_wait = 0.0
+        self._num_computed, self._num_padding = 0, 0
+        self._sums: list[tuple[tuple[str | None, ...], Tensor]] = []
         self._balances: list[Tensor] = []
 
-    def waited_for(self, items: Iterable[T]) -> Iterator[T]:
-        """The same items, with the time counted that they let this rank wait."""
+    def timed(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, and count the time spent waiting for them."""
         iterator = iter(items)
         while True:
             begin = time.perf_counter()
@@ -59,118 +60,114 @@ class Meter:
             except StopIteration:
                 return
             finally:
-                self._waited += time.perf_counter() - begin
+                self._data_wait += time.perf_counter() - begin
             yield item
 
     def begin_log(self) -> None:
-        """A line may be due, for which the device is waited for."""
+        """Note that a log line may follow, for which the host waits for the device."""
         self._log_began = time.perf_counter()
 
     def end_log(self) -> None:
-        """The line that ``logged`` made is written; the next one tells how long that took."""
-        self._logging += time.perf_counter() - self._since
+        """Note that the line is written; the next one reports how long that took."""
+        self._log_wait += time.perf_counter() - self._since
 
-    def leave_out(self, seconds: float) -> None:
-        """Time that was spent on something else."""
+    def exclude(self, seconds: float) -> None:
+        """Do not count time that was spent on something else."""
         self._since += seconds
 
-    def add(self, figures: StepFigures) -> None:
-        """A step is done."""
+    def add_step(self, figures: StepFigures) -> None:
+        """Add the figures of a complete step."""
         self._figures += figures
         self.sources = added([self.sources, figures.sources])
         self._num_steps += 1
 
-    def run_over(self, batch: Batch) -> None:
-        """A micro-batch is computed, with the padding that compiled layers want."""
-        self._num_run += batch.input_ids.numel()
-        self._num_padding += batch.num_padding
-
-    def see_balance(self, balance: Tensor) -> None:
-        """Keep what this rank adds to the balance of a step's experts, 0-d."""
+    def add_balance(self, balance: Tensor) -> None:
+        """Add this rank's part of a step's load-balancing loss, 0-d."""
         self._balances.append(balance)
 
     @torch.no_grad()
-    def see(self, found: TargetLosses, batch: Batch) -> None:
-        """Keep sums over the targets of a micro-batch, by document (of a tree by channel) or over all of them.
+    def add_losses(self, losses: TargetLosses, batch: Batch) -> None:
+        """Add the targets of a micro-batch, summed by document (of a tree: by channel) or over all of them.
 
-        The sums are losses, targets, correct predictions, and how far loss weights differ from 1.
+        The four sums are losses, targets, correct predictions, and the deviations of loss weights from 1.
         """
-        losses, weights = found.losses.detach(), batch.loss_weights
+        self._num_computed += batch.input_ids.numel()
+        self._num_padding += batch.num_padding
+        values = losses.losses.detach()
         num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
-        excess = torch.zeros_like(losses) if weights is None else weights.flatten()[found.positions] - num_samples
-        rows = torch.stack((losses, torch.ones_like(losses), found.correct.to(losses.dtype), excess.abs()))
+        deviations = torch.zeros_like(values) if losses.weights is None else losses.weights - num_samples
+        rows = torch.stack((values, torch.ones_like(values), losses.correct.to(values.dtype), deviations.abs()))
         if isinstance(batch, TreeBatch):
-            # A target of a shared prefix is one of each channel whose samples have it, as often as they do.
+            # A target of a shared prefix counts for each sample that has it, in the sample's channel.
             sums = (rows[:, None] * batch.target_counts).sum(dim=2)
         elif self._by_channel:
             sums = rows.new_zeros(len(rows), len(batch.channels))
-            sums.index_add_(1, batch.documents_of(found.positions), rows)
+            sums.index_add_(1, batch.documents_of(losses.positions), rows)
         else:
             sums = rows
         if self._by_channel:
-            self._seen.append((batch.channels, sums))
+            self._sums.append((batch.channels, sums))
         else:
-            self._seen.append(((_EVERYTHING,), sums.sum(dim=1, keepdim=True)))
+            self._sums.append(((_ALL_CHANNELS,), sums.sum(dim=1, keepdim=True)))
 
     def logged(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
-        """The line of all steps since the last one.
-
-        Every rank must call this at the same step.
+        """Return the log line of all steps since the last one; every rank must call this at the same step.
 
         Args:
             loss: the Trainer's mean over steps of what ``training_step`` returned.
             copying: seconds that the device has waited for copies; None where nothing is copied.
 
         Returns:
-            ``loss`` (mean over target tokens), ``objective`` where loss weights make the minimized loss another one,
+            ``loss`` (mean over target tokens), ``objective`` if loss weights make the minimized loss differ from it,
             and the other figures.
         """
         figures, now = self._figures, time.perf_counter()
         seconds, self._since = now - self._since, now
-        line: dict[str, float] = {"loss": mean_loss(loss * self._num_steps, figures.units)}
+        elapsed = max(seconds, 1e-9)
+        mean = loss * self._num_steps / figures.units if figures.units else math.nan
         means = self._target_means(accelerator.num_processes)
-        if "loss" in means:
-            line = {"loss": means.pop("loss"), "objective": line["loss"]}
+        line = {"loss": means.pop("loss"), "objective": mean} if "loss" in means else {"loss": mean}
         line |= figures.logged() | means
         line |= {
             "seconds": seconds,
-            "target_tokens_per_second": figures.target_tokens / max(seconds, 1e-9),
-            "tokens_per_second": figures.tokens / max(seconds, 1e-9),
-            "data_wait": self._waited / max(seconds, 1e-9),
-            "log_wait": (self._logging + now - self._log_began) / max(seconds, 1e-9),
+            "target_tokens_per_second": figures.target_tokens / elapsed,
+            "tokens_per_second": figures.tokens / elapsed,
+            "data_wait": self._data_wait / elapsed,
+            "log_wait": (self._log_wait + now - self._log_began) / elapsed,
             "memory_gib": memory_gib(accelerator.device),
         }
         if copying is not None:
-            line["copy_wait"] = copying / max(seconds, 1e-9)
+            line["copy_wait"] = copying / elapsed
         if self._balances:
             mine = float(torch.stack(self._balances).sum()) / self._num_steps
             line["router_balance"] = sum(all_gather_objects(mine, accelerator.num_processes))
         if self._num_padding:
-            line["padding"] = self._num_padding / self._num_run
+            line["padding"] = self._num_padding / self._num_computed
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
         if peak is not None and figures.flops:
             possible = seconds * peak * 1e12 * accelerator.num_processes
             line |= {"mfu": figures.flops / possible, "hfu": figures.hardware_flops / possible}
-        self._begin()
+        self._reset()
         return line
 
     def _target_means(self, num_processes: int) -> dict[str, float]:
-        """Means over the target tokens of all ranks: accuracies, channel losses, and the loss where it has weights."""
+        """Return means over the targets of all ranks: accuracies, channel losses, and the loss if weights vary."""
         mine: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * _NUM_SUMS)
-        for channels, sums in self._seen:
+        for channels, sums in self._sums:
             for channel, column in zip(channels, sums.T.tolist(), strict=True):
                 name = "none" if channel is None else channel
                 mine[name] = [a + b for a, b in zip(mine[name], column, strict=True)]
-        found = all_gather_objects(dict(mine), num_processes)
+        ranks = all_gather_objects(dict(mine), num_processes)
         by_name: dict[str, list[float]] = {}
-        for name in sorted({name for each in found for name in each}):
-            parts = [each[name] for each in found if name in each]
-            by_name[name] = [sum(column) for column in zip(*parts, strict=True)]
-        loss, count, correct, excess = (
+        for name in sorted({name for rank in ranks for name in rank}):
+            by_name[name] = [
+                sum(column) for column in zip(*(rank[name] for rank in ranks if name in rank), strict=True)
+            ]
+        loss, count, correct, deviation = (
             sum(column) for column in zip([0.0] * _NUM_SUMS, *by_name.values(), strict=True)
         )
         line = {"token_accuracy": correct / count} if count else {}
-        if count and excess:
+        if count and deviation:
             line["loss"] = loss / count
         if self._by_channel:
             for name, (loss, count, correct, _) in by_name.items():
@@ -180,7 +177,7 @@ class Meter:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most that this process has held so far: of its GPU, or of the machine's memory."""
+    """Return this process's peak memory so far: of its GPU, or of the machine for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB

@@ -1,18 +1,9 @@
-"""transformers' Trainer, told what a step is.
+"""transformers' Trainer, given whole optimizer steps.
 
-The Trainer gives a fixed number of micro-batches to every step but an epoch's last, and finds its place after a
-resume by counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its
-dataloader is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in
-``training_step``. What is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging,
-checkpoints.
-
-Noise on the embeddings of training: NEFTune, for samples that share a sequence.
-
-Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning": uniform noise of at most
-alpha / sqrt(L d), with L tokens of a sample and d of width. L is here the sample's own, not the pack's or the padded
-row's, so that a sample has the noise that it would have alone.
-
-Micro-batches on their way to the device, beside its computation.
+The Trainer gives every step the same number of micro-batches, except the last of an epoch, and resumes by counting
+them. Here the plan defines a step. One "batch" of the Trainer's dataloader is therefore a ``TrainingStep``, the whole
+run is one of its "epochs", and gradient accumulation happens in ``training_step``. The Trainer keeps devices, wrapping,
+optimizer, clipping, learning-rate schedule, logging and checkpoints.
 """
 
 from __future__ import annotations
@@ -21,82 +12,84 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.training_args import OptimizerNames
 
+from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeBatch
 from packtool.cache.evaluation_file import plain_json
 from packtool.planning.mixture import share_figures
+from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.loop.arguments import refused_by_transformers
 from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter
-from packtool.train.loop.watch import StepNumbers
-from packtool.train.model.loss import HeadLoss, StepMean, takes_logits_to_keep, target_losses
+from packtool.train.loop.watch import StepWatch
+from packtool.train.model.loss import LossFunction, StepMean
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_masters, save_masters
 from packtool.train.model.router import RouterBalance
-from packtool.train.model.sharding import load_optimizer, save_optimizer, whole_state
-from packtool.train.model.towers import PartRates, split_groups
+from packtool.train.model.sharding import gather_weights, load_optimizer, save_optimizer
+from packtool.train.model.towers import base_model, split_by_rate
 from packtool.train.prepare.checkpoint import PREFIX, loading, saving
 from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.workers import workers_of
 
 
 class EmbeddingNoise:
-    """Adds noise to what a model's embeddings return while it trains on ``batch``.
+    """Adds noise to the embeddings of ``batch`` during training (NEFTune).
+
+    Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning": uniform noise of at most
+    alpha / sqrt(L d), with sample length L and embedding width d. L is the length of each sample, not of its pack or
+    padded row, so a sample gets the same amount of noise as alone.
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
         alpha: NEFTune's.
 
     Attributes:
-        batch: what the model is run on; None for no noise.
+        batch: the micro-batch that the model runs on; None for no noise.
     """
 
     def __init__(self, model: nn.Module, alpha: float) -> None:
-        inner: Any = model
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
         self.alpha = alpha
         self.batch: Batch | None = None
-        inner.get_input_embeddings().register_forward_hook(self._add)
+        base_model(model).get_input_embeddings().register_forward_hook(self._add)
 
     def _add(self, module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
         if self.batch is None or not module.training or embedded.shape[:2] != self.batch.input_ids.shape:
             return embedded
         lengths = sample_lengths(self.batch).to(embedded.device)
-        most = self.alpha / (lengths * embedded.shape[-1]).sqrt()
+        bound = self.alpha / (lengths * embedded.shape[-1]).sqrt()
         noise = torch.empty_like(embedded).uniform_(-1.0, 1.0)
-        return embedded + noise * most[..., None].to(embedded.dtype)
+        return embedded + noise * bound[..., None].to(embedded.dtype)
 
 
 def sample_lengths(batch: Batch) -> Tensor:
-    """Tokens of the sample that each position belongs to, float32 (B, T)."""
+    """Return the number of tokens of each position's sample, float32 (B, T)."""
     if isinstance(batch, PaddedBatch):
         return batch.attention_mask.sum(1, keepdim=True).clamp(min=1).float().expand(batch.input_ids.shape)
     assert isinstance(batch, (PackedBatch, ShardedBatch))
-    assert not isinstance(batch, TreeBatch), "a shared prefix is of no one length"
+    assert not isinstance(batch, TreeBatch), "a shared prefix belongs to samples of several lengths"
     positions = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
     lengths = torch.tensor([*batch.lengths, 1], device=positions.device, dtype=torch.float32)
     return lengths[batch.documents_of(positions).clamp(max=len(batch.lengths))].view(batch.input_ids.shape)
 
 
 class DeviceCopies:
-    """Copies micro-batches to a device on a stream of their own.
+    """Copies micro-batches to a device on a separate stream.
 
-    On the stream that computes, a copy would wait for everything that was given to the device before. The host is ahead
-    of the device, so that a copy of its own stream runs while the micro-batch before is computed, or the optimizer's
-    step; the computation waits for the copy alone. It takes page-locked memory, which the dataloader provides on CUDA.
-    How long it waited is noted by the device itself, and read when the host has waited for the device anyway.
-
-    Args:
-        device: on which the model is.
+    On the computing stream, a copy would wait for all work queued before it. On its own stream it runs while the
+    previous micro-batch or the optimizer is computed, and the computation waits for the copy alone. This needs
+    page-locked memory, which the dataloader provides on CUDA. CUDA events measure how long the computation waited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,8 +98,8 @@ class DeviceCopies:
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self._waits: list[tuple[Any, Any]] = []
 
-    def bring(self, batch: B) -> B:
-        """The micro-batch on the device; the current stream may use it at once."""
+    def to_device(self, batch: B) -> B:
+        """Return the micro-batch on the device, ready for the current stream."""
         if self._stream is None:
             return batch.to(self._device)
         with torch.cuda.stream(self._stream):
@@ -118,14 +111,19 @@ class DeviceCopies:
         current.wait_stream(self._stream)
         end.record(current)
         self._waits.append((begin, end))
-        # Else the memory could be given to the next copy while the computation still reads it.
-        on_device.map(lambda tensor: _recorded(tensor, current))
+
+        def keep_until_computed(tensor: Tensor) -> Tensor:
+            # Otherwise the memory could be given to the next copy while the computation still reads it.
+            tensor.record_stream(current)
+            return tensor
+
+        on_device.map(keep_until_computed)
         return on_device
 
-    def waited(self) -> float | None:
-        """Seconds that the computation waited for copies since this was asked last; None where there are none.
+    def wait_seconds(self) -> float | None:
+        """Return how long the computation waited for copies since the last call; None without copies.
 
-        Does not wait for the device: copies that it has not come to are counted the next time.
+        Does not wait for the device: copies that it has not reached yet are counted in a later call.
         """
         if self._stream is None:
             return None
@@ -134,25 +132,18 @@ class DeviceCopies:
         return sum(begin.elapsed_time(end) for begin, end in reached) / 1e3
 
 
-def _recorded(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    tensor.record_stream(stream)
-    return tensor
-
-
 class PackTrainer(Trainer):
-    """Trains what a ``StepLoader`` yields.
+    """Trains the steps of a ``StepLoader``.
 
     Args:
-        model: on the host or the device; see ``make_trainable``.
-        args: from ``training_arguments``.
-        loader: of this rank; it begins where the checkpoint ends that is resumed from.
-        callbacks: further ones.
-        saved: what checkpoints are saved as.
-        numbers: takes the losses and the gradient norm of the step that is being computed.
+        model: made trainable, on the host or the device.
+        loader: of this rank; starts at the step after the checkpoint.
+        saved: precision of the weights in checkpoints.
+        watch: receives the losses and the gradient norm of each step.
+        parallel: ranks that share sequences with this one; None without sequence parallelism.
 
     Attributes:
-        skipped: samples of this rank that could not be loaded.
-        skipped_in: the steps, 0-based, in which these were to be trained.
+        skipped: (step, sample) of this rank's samples whose media could not be loaded; steps are 0-based.
     """
 
     def __init__(
@@ -160,65 +151,191 @@ class PackTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments,
         loader: StepLoader,
-        callbacks: Sequence[TrainerCallback],
         *,
         saved: SavedPrecision,
-        numbers: StepNumbers,
+        watch: StepWatch,
+        parallel: SequenceParallel | None = None,
     ) -> None:
-        settings = vars(model.config)
-        had = settings.get("use_cache")
-        self.shares_experts = loader.run.config.shares_experts
+        self.config = config = loader.run.config
+        model_settings = vars(model.config)
+        use_cache = model_settings.get("use_cache")
         only_model = args.save_only_model
-        # The Trainer knows no way to save the optimizer of a model that was sharded while it was read; here is one.
-        args.save_only_model = only_model or self.shares_experts
-        super().__init__(model=model, args=args, callbacks=list(callbacks))
+        # The Trainer cannot save the optimizer of a model that was sharded while it was loaded; _save_shards can.
+        args.save_only_model = only_model or config.shares_experts
+        super().__init__(model=model, args=args)
         args.save_only_model = only_model
         # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it too.
-        if had is None:
-            settings.pop("use_cache", None)
+        if use_cache is None:
+            model_settings.pop("use_cache", None)
         else:
-            settings["use_cache"] = had
-        self.loader = loader
-        self.head_loss = HeadLoss(model) if HeadLoss.applies_to(model) else None
-        self.label_logits_only = takes_logits_to_keep(model)
+            model_settings["use_cache"] = use_cache
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
-        config = loader.run.config
-        self.saved, self.numbers = saved, numbers
-        self.kahan = config.master_weights == "kahan"
-        self.part_rates = PartRates.of(config, model)
-        self.by_samples, self.skips = config.loss_reduction == "sample", config.on_bad_media == "skip"
-        # Not the Trainer's, which scales noise by the length of the pack.
+        self.loader, self.saved, self.watch, self.parallel = loader, saved, watch, parallel
+        self.loss_function = LossFunction(model)
+        # Not the Trainer's own noise, which it scales by the length of the pack.
         alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(model, alpha) if alpha else None
-        coefficient = config.router_aux_loss_coef
-        self.balance = RouterBalance(model, coefficient) if coefficient else None
-        self.skipped: list[SkippedSample] = []
-        self.skipped_in: list[int] = []
+        self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
+        self.skipped: list[tuple[int, SkippedSample]] = []
         self._meter = Meter(by_channel=loader.run.source.logs_channels)
         self._copies = DeviceCopies(args.device)
 
+    def get_train_dataloader(self) -> Any:
+        """Return the steps unchanged: they are this rank's own, so accelerate must neither shard nor move them."""
+        return self.loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
+    ) -> tuple[list[TrainingStep], None]:
+        """Return the next step; its number of target tokens is planned, so ranks exchange nothing."""
+        return list(islice(self._meter.timed(epoch_iterator), num_batches)), None
+
+    def training_step(  # type: ignore[override]  # get_batch_samples gives it whole steps
+        self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches of a step.
+
+        Returns:
+            this rank's part of the sum of losses, times the number of ranks; ``log`` divides it by the steps' targets.
+        """
+        mean = StepMean(inputs.figures.units, self.args.world_size)
+        total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
+        for number, host_batch in enumerate(self._meter.timed(inputs.micro_batches), start=1):
+            is_last = number == inputs.num_micro_batches
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            batch = self._copies.to_device(host_batch)
+            with contextlib.ExitStack() as stack:
+                # Gradients are exchanged in the last micro-batch. With FSDP they are exchanged in each: otherwise every
+                # rank would hold whole float32 sums.
+                if not (is_last or self.accelerator.is_fsdp2 or self.config.shares_experts):
+                    stack.enter_context(self.accelerator.no_sync(model=model))
+                if self.balance is not None:
+                    stack.enter_context(self.balance.of(batch, inputs.figures.tokens, self.args.world_size))
+                total += self._train_micro_batch(model, batch, mean)
+            skipped += batch.skipped
+        self.skipped += [(self.state.global_step, sample) for sample in skipped]
+        if self.balance is not None:
+            self._meter.add_balance(self.balance.take())
+        figures = inputs.figures
+        if self.config.on_bad_media == "skip":
+            figures = self._without_skipped(figures, mean, skipped)
+        self._meter.add_step(figures)
+        return mean.sum_over_ranks(total)
+
+    def _train_micro_batch(self, model: nn.Module, batch: Batch, mean: StepMean) -> Tensor:
+        """Run forward and backward of a micro-batch; return its part of the step's mean loss, 0-d."""
+        model.train()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers
+            optimizer.train()
+        if self.noise is not None:
+            self.noise.batch = batch
+        with self.compute_loss_context_manager():
+            losses = self.loss_function(model, batch)
+            self._meter.add_losses(losses, batch)
+            loss = mean.contribution(losses.weighted_sum())
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        settings: dict[str, Any] = {}
+        if self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # they update weights in the backward pass
+            settings["learning_rate"] = self._get_learning_rate()
+        if self.is_deepspeed_enabled:  # it would divide the loss by the number of micro-batches
+            settings["scale_wrt_gas"] = False
+        self.accelerator.backward(loss, **settings)
+        loss = loss.detach()
+        self.watch.record_loss(loss)
+        return loss
+
+    def _without_skipped(self, figures: StepFigures, mean: StepMean, skipped: Sequence[SkippedSample]) -> StepFigures:
+        """Return a step's figures without the samples that no rank could load, and rescale its gradients likewise."""
+        counts = torch.tensor([len(skipped), sum(s.num_target_tokens for s in skipped)], device=self.args.device)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(counts)
+        num_samples, num_targets = counts.tolist()
+        num_missing = num_samples if self.config.loss_reduction == "sample" else num_targets
+        units = mean.remove_units(num_missing, self.model.parameters())  # type: ignore[union-attr]
+        return dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the Trainer's gradient norm, and record it for the watch."""
+        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        self.watch.record_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
+        return norm
+
+    def evaluate_validation(self) -> dict[str, float]:
+        """Evaluate the val split, log the result and return it; every rank calls this and gets the same.
+
+        Returns:
+            ``eval_loss``, ``eval_perplexity``, ``eval_token_accuracy``, ``eval_target_tokens``, ``eval_samples``, and
+            ``eval_loss/CHANNEL`` for each channel.
+        """
+        run = self.loader.run
+        assert run.validation is not None, "called only for runs with a val split"
+        begin = time.perf_counter()
+        # Without progress: the bar on the terminal is the training's.
+        logs = evaluate(
+            self.model_wrapped,
+            run.validation.reader,
+            self.loader.spec,
+            run.validation.plan,
+            world=run.world,
+            num_workers=workers_of(run),
+            samples=run.validation.samples,
+            parallel=self.parallel,
+        ).metrics()
+        self._meter.exclude(time.perf_counter() - begin)
+        self.log(dict(logs))
+        return logs
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._meter.begin_log()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Complete and write a log line: the exact mean loss since the previous line, and the steps' figures."""
+        if "train_loss" in logs:
+            # The Trainer's last line: averages of what training_step returned, which are no means.
+            return
+        if "loss" in logs:
+            logs.update(self._meter.logged(logs["loss"], self.accelerator, copying=self._copies.wait_seconds()))
+            # The Trainer subtracts the sum from itself, which leaves NaN where it is NaN.
+            self._tr_loss.zero_()
+        super().log(logs, start_time)
+        if "loss" in logs:
+            self._meter.end_log()
+        # trainer_state.json contains these lines, and JSON has no NaN or Infinity.
+        self.state.log_history[-1] = plain_json(self.state.log_history[-1])
+
+    @property
+    def trained_shares(self) -> dict[str, dict[str, float]]:
+        """Figures of each mixture source, of the steps that this process trained."""
+        return share_figures(self._meter.sources)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0: the Trainer's estimate would need a batch of its own form."""
+        return 0
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's, with parts of the model that have learning rates of their own in groups of their own."""
+        """Create the Trainer's optimizer, with own parameter groups for parts that have own learning rates."""
         is_new = self.optimizer is None
-        if self.kahan:
+        if self.config.master_weights == "kahan":
             betas = (self.args.adam_beta1, self.args.adam_beta2)
             settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
             self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
         with refused_by_transformers() if is_new else contextlib.nullcontext():
             optimizer = super().create_optimizer(model)
-        if is_new and self.part_rates:
-            whole = model or self.model
-            assert whole is not None
-            names = {id(parameter): name for name, parameter in whole.named_parameters()}
-            optimizer.param_groups[:] = list(split_groups(optimizer.param_groups, names, self.part_rates))
+        if is_new:
+            assert self.model is not None
+            split_by_rate(optimizer, model or self.model, self.model, self.config)
         return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """The Trainer's, with a whole model in its checkpoint's own precision."""
+        """Save the model; a full model in the precision of its original checkpoint."""
         model: Any = self.model
-        if self.shares_experts:
-            state_dict = whole_state(model)
+        if self.config.shares_experts:
+            state_dict = gather_weights(model)
             if not self.args.should_save:
                 return
         if isinstance(model, PeftModel) or not self.args.should_save:
@@ -234,58 +351,52 @@ class PackTrainer(Trainer):
         model.config.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The Trainer's, and the digits that the saved model lacks; FSDP and DeepSpeed save theirs."""
-        if self.shares_experts:
-            self._save_shards(output_dir)
+        """Save optimizer and schedule, and the digits that the saved model lacks; FSDP and DeepSpeed save their own."""
+        assert self.model is not None
+        if self.config.shares_experts:
+            save_optimizer(self.model, self._bare_optimizer, output_dir)
+            weights = gather_weights(self.model)
+            if self.args.should_save:
+                save_masters(self.model, self.saved, output_dir, weights)
+                scheduler: Any = self.lr_scheduler
+                torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
             return
         super()._save_optimizer_and_scheduler(output_dir)
         is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.should_save and not is_sharded and not isinstance(self.model, PeftModel):
-            assert self.model is not None
             save_masters(self.model, self.saved, output_dir)
-
-    def _save_shards(self, output_dir: str) -> None:
-        """What ``_load_shards`` reads: the optimizer's states by rank, the schedule, trained weights in one piece."""
-        model, optimizer, scheduler = self._parts()
-        save_optimizer(model, optimizer, output_dir)
-        whole = whole_state(model)
-        if self.args.should_save:
-            save_masters(model, self.saved, output_dir, whole)
-            torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-
-    def _load_shards(self, checkpoint: str) -> None:
-        model, optimizer, scheduler = self._parts()
-        load_masters(model, checkpoint)
-        load_optimizer(model, optimizer, checkpoint)
-        scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-    def _parts(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        """Model, optimizer without accelerate's wrapper, and scheduler."""
-        model, wrapped = self.model, self.optimizer
-        assert model is not None
-        assert wrapped is not None
-        return model, getattr(wrapped, "optimizer", wrapped), self.lr_scheduler
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The Trainer's, and the digits that the saved model lacks."""
-        if self.shares_experts:
-            return  # they come with the optimizer's states
-        with loading(resume_from_checkpoint, "the weights"):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if not self.is_fsdp_enabled and not isinstance(self.model, PeftModel):
-                whole = model or self.model
-                assert whole is not None
-                load_masters(whole, resume_from_checkpoint)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """No warning: tied and converted weights have other names in a checkpoint, and ``load_masters`` checks it."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(str(checkpoint), "the optimizer's states or the schedule"):
-            if self.shares_experts and checkpoint is not None:
-                self._load_shards(checkpoint)
+            if checkpoint is None or not self.config.shares_experts:
+                super()._load_optimizer_and_scheduler(checkpoint)
                 return
-            super()._load_optimizer_and_scheduler(checkpoint)
+            assert self.model is not None
+            load_masters(self.model, checkpoint)
+            load_optimizer(self.model, self._bare_optimizer, checkpoint)
+            scheduler: Any = self.lr_scheduler
+            scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights, and the digits that the saved model lacks."""
+        if self.config.shares_experts:
+            return  # _load_optimizer_and_scheduler loads them
+        with loading(resume_from_checkpoint, "the weights"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if not self.is_fsdp_enabled and not isinstance(self.model, PeftModel):
+                loaded = model or self.model
+                assert loaded is not None
+                load_masters(loaded, resume_from_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Do not warn: tied and converted weights have other names in a checkpoint, and ``load_masters`` checks it."""
+
+    @property
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without accelerate's wrapper."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        return getattr(optimizer, "optimizer", optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")
@@ -293,129 +404,16 @@ class PackTrainer(Trainer):
             super()._save_checkpoint(model, trial)
 
     def _checkpoint_bytes(self) -> int | None:
-        """About what a checkpoint holds: weights as saved and as kept, optimizer's states; None if they are sharded."""
-        model, optimizer, _ = self._parts()
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.shares_experts:
+        """Estimate the bytes of a checkpoint: saved weights, master weights, optimizer states; None if sharded."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.config.shares_experts:
             return None
-        is_adapter = isinstance(model, PeftModel)
-        weights = [weight for weight in model.parameters() if weight.requires_grad or not is_adapter]
-        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        kept = sum(weight.nbytes for weight in weights)
-        saved = 0 if is_adapter else sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
-        masters = kept if is_adapter or self.saved.dtype.itemsize < 4 else 0
-        return saved + masters + sum(state.nbytes for state in states)
-
-    def get_train_dataloader(self) -> Any:
-        """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""
-        return self.loader
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
-    ) -> tuple[list[TrainingStep], None]:
-        """The next step; its target tokens are known, so nothing is counted or gathered."""
-        return list(islice(self._meter.waited_for(epoch_iterator), num_batches)), None
-
-    def training_step(  # type: ignore[override]  # get_batch_samples gives it whole steps
-        self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Forward and backward of all micro-batches of a step; gradients are exchanged in the last, with FSDP in each.
-
-        Returns:
-            this rank's share of the sum of losses, times the number of ranks; ``log`` divides by what the steps hold.
-        """
-        mean = StepMean(inputs.figures.units, self.args.world_size)
-        total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
-        batches = self._meter.waited_for(inputs.micro_batches)
-        for number, batch in enumerate(batches, start=1):
-            is_last = number == inputs.num_micro_batches
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            # FSDP would add up whole float32 gradients until the last: each rank gets its shard of the sum at once.
-            exchanges = is_last or self.accelerator.is_fsdp2 or self.shares_experts
-            moved = self._copies.bring(batch)
-            balanced = self.balance.of(moved, inputs.figures.tokens, self.args.world_size) if self.balance else None
-            alone = contextlib.nullcontext() if exchanges else self.accelerator.no_sync(model=model)
-            with alone, balanced or contextlib.nullcontext():
-                loss = super().training_step(model, {"batch": moved, "mean": mean})
-            self._meter.run_over(batch)
-            self.numbers.see_loss(loss)
-            total += loss
-            skipped += batch.skipped
-        self.skipped += skipped
-        if self.balance is not None:
-            self._meter.see_balance(self.balance.taken())
-        self.skipped_in += [self.state.global_step] * len(skipped)
-        self._meter.add(self._without_skipped(inputs.figures, mean, skipped) if self.skips else inputs.figures)
-        return mean.sum_over_ranks(total)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The Trainer's, shown to whoever watches the step's numbers."""
-        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        self.numbers.see_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
-        return norm
-
-    def _without_skipped(self, figures: StepFigures, mean: StepMean, skipped: Sequence[SkippedSample]) -> StepFigures:
-        """What a step trained without the samples that could not be loaded on any rank; mends the gradients, too."""
-        counts = torch.tensor([len(skipped), sum(s.num_target_tokens for s in skipped)], device=self.args.device)
-        if self.args.world_size > 1:
-            torch.distributed.all_reduce(counts)
-        num_samples, num_targets = counts.tolist()
-        left = mean.without(num_samples if self.by_samples else num_targets)
-        mean.mend_gradients(self.model.parameters(), left)  # type: ignore[union-attr]
-        return dataclasses.replace(figures, units=left.num_units, target_tokens=figures.target_tokens - num_targets)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        """A micro-batch's contribution to the mean over the target tokens of the whole step."""
-        assert not return_outputs, "packtool evaluates by itself"
-        batch: Batch = inputs["batch"]
-        if self.noise is not None:
-            self.noise.batch = batch
-        mean: StepMean = inputs["mean"]
-        if self.head_loss is None:
-            losses = target_losses(model, batch, label_logits_only=self.label_logits_only)
-        else:
-            losses = self.head_loss.losses(model, batch)
-        self._meter.see(losses, batch)
-        return mean.contribution(losses.sum(batch.loss_weights))
-
-    def log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Log what an evaluation says, and return it; its time is none of the training's."""
-        begin = time.perf_counter()
-        logs = evaluate()
-        self._meter.leave_out(time.perf_counter() - begin)
-        self.log(dict(logs))
-        return logs
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's, with the time noted from which on a log line is made."""
-        self._meter.begin_log()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log lines with the exact mean loss over the steps since the last one, and what these steps held."""
-        if "train_loss" in logs:
-            # The Trainer's last words: averages of what training_step returned, which are no means.
-            return
-        if "loss" in logs:
-            logs.update(self._meter.logged(logs["loss"], self.accelerator, copying=self._copies.waited()))
-            # The Trainer takes the sum away from itself, which does not help where it is no number.
-            self._tr_loss.zero_()
-        super().log(logs, start_time)
-        if "loss" in logs:
-            self._meter.end_log()
-        # trainer_state.json is made of these, and JSON has no word for what is not a number.
-        self.state.log_history[-1] = plain_json(self.state.log_history[-1])
-
-    @property
-    def trained_shares(self) -> dict[str, dict[str, float]]:
-        """Figures of what this run has trained of each source of a mixture; of a resumed run, since it resumed."""
-        return share_figures(self._meter.sources)
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Always 0: the Trainer's estimate would need a batch of its own form."""
-        return 0
+        assert self.model is not None
+        is_adapter = isinstance(self.model, PeftModel)
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad or not is_adapter]
+        states = [state.values() for state in self._bare_optimizer.state.values()]
+        num_bytes = sum(value.nbytes for values in states for value in values if isinstance(value, Tensor))
+        if not is_adapter:
+            num_bytes += sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
+        if is_adapter or self.saved.dtype.itemsize < 4:
+            num_bytes += sum(weight.nbytes for weight in weights)
+        return num_bytes

@@ -1,110 +1,50 @@
-"""What all ranks must agree on before each update: whether one was told to stop, whether a number is none.
+"""Checks before each optimizer update, made together by all ranks: stop signals, and NaN or infinite numbers.
 
-Losses and gradients that are no numbers: found before anything is kept of them, and named.
-
-SIGTERM, SIGUSR1 and Ctrl-C: the step is finished, a checkpoint is saved, and the exit code says which it was.
+SIGTERM, SIGUSR1 and Ctrl-C let the current step finish and save a checkpoint; the exit code names the signal.
 
     scheduler ──► launcher ──► every rank     or to one rank alone
-                                 │ notes it, works on
-              before each update │ all ranks take the largest of what was noted
-      with the next log line, or │
-          before the next update │ they read it: they agree on the step
+                                 │ recorded, training continues
+             before each update  │ all ranks exchange the maximum of what they recorded
+       at the next log line, or  │
+         before the next update  │ all ranks read it and agree on the step
                                  ▼
               update, checkpoint, 128 + signal
 
-A second Ctrl-C ends at once. A second SIGTERM does not: schedulers send it to launchers and ranks alike.
+A second Ctrl-C ends the process at once. A second SIGTERM does not: schedulers send it to launchers and ranks alike.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState
 
 from packtool.config.train import OnNan
 from packtool.errors import DivergedError, StoppedError
 from packtool.launch.world import World, all_gather_objects
 from packtool.progress import Progress
 
-_MOST_SAMPLES = 6
-
-
-class StepNumbers:
-    """The losses and the gradient norm of the step that is being computed, on this rank's device."""
-
-    def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._norm: Tensor | float = 0.0
-
-    def begin(self) -> None:
-        """Forget the step before."""
-        self._losses, self._norm = [], 0.0
-
-    def see_loss(self, loss: Tensor) -> None:
-        """Note the loss of the next micro-batch, a 0-d tensor."""
-        self._losses.append(loss.detach())
-
-    def see_norm(self, norm: Tensor | float, *, is_scaled: bool) -> None:
-        """Note the norm of the gradient over all ranks.
-
-        Args:
-            norm: 0-d, or a number of the host.
-            is_scaled: float16's loss scale is being looked for: infinite norms belong to that.
-        """
-        self._norm = 0.0 if is_scaled else norm
-
-    def bad(self, device: torch.device) -> Tensor:
-        """Whether one of them is infinite or not a number: int64 (), 1 or 0, on a device that nobody waits for."""
-        norm: Any = self._norm if isinstance(self._norm, Tensor) else torch.full((), self._norm, device=device)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        values = [value.to(device, torch.float32).reshape(()) for value in (*self._losses, norm)]
-        return 1 - torch.stack(values).isfinite().all().long()
-
-    def bad_micro_batches(self) -> list[int]:
-        """0-based numbers of this rank's micro-batches whose loss is bad; none if it is the gradient alone."""
-        return [number for number, loss in enumerate(self._losses) if not bool(torch.isfinite(loss))]
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of the step so far."""
-        return len(self._losses)
-
-
-def name_samples(names: Callable[[int], Sequence[str]], rank: int, micro_batches: Sequence[int]) -> Iterator[str]:
-    """Where the samples of some of this rank's micro-batches came from, a line for each micro-batch.
-
-    Args:
-        names: of the samples of a micro-batch of the step.
-        rank: of this process.
-    """
-    for number in micro_batches:
-        named = names(number)
-        left = len(named) - _MOST_SAMPLES
-        more = f"; and {left} more" if left > 0 else ""
-        yield f"  rank {rank}, micro-batch {number}: {'; '.join(named[:_MOST_SAMPLES])}{more}"
-
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# Ctrl-C may come to this process and, through its launcher, once more; a person is slower.
+# One Ctrl-C may arrive twice, directly and through the launcher; a person presses it again more slowly.
 _SAME_KEY_SECONDS = 0.5
+_MAX_SAMPLES = 6
+_MAX_WARNINGS = 10
 
 
 class StopSignals:
-    """Notes the signals that ask for an end; inside ``with``, and in the main thread only.
+    """Records the signals that ask a run to end; inside ``with``, and in the main thread only.
 
     Args:
-        launched: whether a launcher ends all other processes when the first one ends; they then leave in peace.
+        launched: whether a launcher ends all other processes when the first one ends; these then end without an error.
 
     Attributes:
         received: number of the first signal, 0 for none.
@@ -114,172 +54,139 @@ class StopSignals:
         self.received = 0
         self._launched = launched
         self._process = os.getpid()
-        self._at = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._received_at = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, before in self._before.items():
+        for number, previous in self._previous.items():
             ends = bool(self.received) and self._launched and number != signal.SIGINT
-            signal.signal(number, signal.SIG_IGN if ends else before)
+            signal.signal(number, signal.SIG_IGN if ends else previous)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            self._in_child(number)
+            # A forked data worker, before it handles signals itself (packtool.batch.dataset). Signals to the whole job
+            # are for the training process; only SIGTERM ends the worker.
+            if number == signal.SIGTERM:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
             return
         now = time.monotonic()
         if not self.received:
-            self.received, self._at = number, now
-        elif number == signal.SIGINT and now - self._at > _SAME_KEY_SECONDS:
-            before = self._before[signal.SIGINT]
-            if callable(before):
-                before(number, frame)
+            self.received, self._received_at = number, now
+        elif number == signal.SIGINT and now - self._received_at > _SAME_KEY_SECONDS:
+            previous = self._previous[signal.SIGINT]
+            if callable(previous):
+                previous(number, frame)
             raise KeyboardInterrupt
 
-    def _in_child(self, number: int) -> None:
-        """Take a signal in a process that was forked off: what goes to all of a job is for the one that trains.
 
-        Those that load pictures have begun to look after themselves (``packtool.batch.dataset``).
-        """
-        if number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+class StepWatch:
+    """Exchanges two numbers per step among all ranks: a stop signal, and whether a number is bad.
 
-
-_MOST_TOLD = 10
-
-
-Names = Callable[[list[int]], Iterable[str]]
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is to be known of a step once the device has come to its end.
+    A number is bad if it is NaN or infinite: the loss of a micro-batch, or the gradient norm. The host does not wait
+    for the answer. It reads it before the next update, when it has long arrived, and before anything is kept of the
+    step: a log line, an evaluation, a checkpoint, the end. By then a bad step may have changed the weights, but nothing
+    of it was kept; only ``skip`` waits at once, because it must prevent the update.
 
     Args:
-        step: how many were done before it.
-        numbers: of the step.
-        names: of the samples of its micro-batches.
-        answer: the largest signal and the largest "is bad" of all ranks; waits for these two alone.
-    """
-
-    step: int
-    numbers: StepNumbers
-    names: Names
-    answer: Callable[[], list[int]]
-
-
-class StepWatch(TrainerCallback):
-    """Asks once a step, with one exchange of two numbers, and acts alike on every rank.
-
-    The host does not wait for the answer. It is read before the next update, when it has long been there, and before
-    anything comes of the step: a log line, an evaluation, a checkpoint, the end. A step that is bad may have changed
-    the weights by then, of which nothing is kept; where it must not (``skip``), the answer is waited for at once.
-
-    Must come before ``CheckpointCallback``, which looks whether a checkpoint is due.
-
-    Args:
-        signals: that this process was sent.
-        names: gives what names the samples of this rank's micro-batches in the step that was given last, by numbers of
-            micro-batches in the step.
+        signals: that this process received.
+        sample_names: returns a function from the number of a micro-batch in the current step to its samples' names,
+            which stays valid for later steps.
         on_nan: ``stop``, ``skip`` or ``go-on``.
-        world: this process among the others.
-        progress: told of what is found.
 
     Attributes:
-        numbers: of the step, which the Trainer adds.
         stopped_by: number of the signal that ends the run, 0 for none.
-        left_out: steps, 0-based, that changed no weight, since somebody last asked.
-        num_bad: steps whose loss or gradient was none.
-        last_good: the last step before weights took up such a number; None as long as they have not.
-        is_evaluated: whether an evaluation follows a step; by default none does.
+        left_out: skipped steps, 0-based, since the last checkpoint.
+        num_bad: steps with a bad number.
+        last_good: the last step before weights took up a bad number; None as long as they have not.
     """
 
     def __init__(
         self,
         signals: StopSignals,
-        names: Callable[[], Names],
+        sample_names: Callable[[], Callable[[int], Sequence[str]]],
         *,
         on_nan: OnNan,
         world: World,
         progress: Progress,
     ) -> None:
-        self.signals, self.names = signals, names
-        self.numbers = StepNumbers()
+        self.signals, self.sample_names = signals, sample_names
         self.on_nan, self.world, self.progress = on_nan, world, progress
         self.stopped_by = 0
         self.num_bad = 0
         self.left_out: list[int] = []
         self.last_good: int | None = None
-        self.is_evaluated: Callable[[TrainerState], bool] = lambda _: False
-        self._asked: _Asked | None = None
+        self._losses: list[Tensor] = []
+        self._norm: Tensor | float = 0.0
+        # The step, losses and sample names that an answer belongs to, and a function that waits for the answer.
+        self._pending: tuple[int, list[Tensor], Callable[[int], Sequence[str]], Callable[[], list[int]]] | None = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """A step is next."""
-        self.numbers.begin()
+    def begin_step(self) -> None:
+        """Discard the numbers of the previous step."""
+        self._losses, self._norm = [], 0.0
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Gradients are there, weights are still the old ones.
+    def record_loss(self, loss: Tensor) -> None:
+        """Record the loss of this rank's next micro-batch, 0-d."""
+        self._losses.append(loss.detach())
 
-        Raises:
-            DivergedError: as ``settle``.
+    def record_norm(self, norm: Tensor | float, *, is_scaled: bool = False) -> None:
+        """Record the gradient norm over all ranks, a 0-d tensor or a number.
+
+        Args:
+            is_scaled: float16's loss scale is adjusted by trying, so infinite norms are expected.
+        """
+        self._norm = 0.0 if is_scaled else norm
+
+    def before_update(self, step: int, model: nn.Module, device: torch.device) -> None:
+        """Exchange the numbers of a step whose gradients are complete, before its update.
+
+        Args:
+            step: 0-based.
         """
         self.settle()
-        bad = self.numbers.bad(args.device)
-        found = torch.stack([torch.full_like(bad, self.signals.received), bad])
+        is_bad = has_bad_number(self._losses, self._norm, device)
+        numbers = torch.stack([torch.full_like(is_bad, self.signals.received), is_bad])
         if self.world.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        self._asked = _Asked(state.global_step, copy.copy(self.numbers), self.names(), read_later(found))
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        self._pending = step, self._losses, self.sample_names(), _read_later(numbers)
         if self.on_nan == "skip" and self.settle():
-            assert model is not None
             # Without gradients an optimizer changes nothing: neither weights nor its moments.
             model.zero_grad(set_to_none=True)
 
     def settle(self) -> bool:
-        """Read what was asked of the last step, if that was not done yet, and act on it: every rank at the same place.
+        """Read the answer of the last exchange, if not done yet, and act on it; all ranks call this at the same point.
 
         Returns:
-            whether its loss or gradient was none.
+            whether the step had a bad number.
 
         Raises:
             DivergedError: on every rank, naming the samples.
         """
-        if self._asked is None:
+        if self._pending is None:
             return False
-        asked, self._asked = self._asked, None
-        stopped_by, is_bad = asked.answer()
+        (step, losses, names, answer), self._pending = self._pending, None
+        stopped_by, is_bad = answer()
         self.stopped_by = self.stopped_by or stopped_by
         if is_bad:
-            self._meet_bad(asked)
+            self._handle_bad_step(step, losses, names)
         return bool(is_bad)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """The step is done on every rank, or will be."""
-        wanted = control.should_log or control.should_save or control.should_training_stop
-        if self.stopped_by or wanted or self.is_evaluated(state):
+    def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
+        """Settle a step that something is kept of, and let a run with a stop signal save and end."""
+        is_kept = control.should_log or control.should_save or control.should_training_stop or is_evaluated
+        if self.stopped_by or is_kept:
             self.settle()
         if self.stopped_by and state.global_step < state.max_steps:
             name = signal.Signals(self.stopped_by).name
             self.progress.note(f"{name}: step {state.global_step:,} is done, a checkpoint is saved, and that is all")
             control.should_save = control.should_training_stop = control.should_log = True
-        return control
 
     def raise_if_stopped(self, step: int, num_steps: int, checkpoint: str) -> None:
         """End the process with the code of the signal that ended the run before its last step.
@@ -289,24 +196,21 @@ class StepWatch(TrainerCallback):
         """
         if not self.stopped_by or step >= num_steps:
             return
-        name = signal.Signals(self.stopped_by).name
-        told = f"stopped by {name} after step {step:,} of {num_steps:,}; {checkpoint} is complete"
-        remedy = "The same command with --resume-from-checkpoint true goes on from there."
         if not self.world.is_first:
             raise StoppedError("", None, self.stopped_by)
-        raise StoppedError(told, remedy, self.stopped_by)
+        name = signal.Signals(self.stopped_by).name
+        message = f"stopped by {name} after step {step:,} of {num_steps:,}; {checkpoint} is complete"
+        remedy = "The same command with --resume-from-checkpoint true goes on from there."
+        raise StoppedError(message, remedy, self.stopped_by)
 
-    def _meet_bad(self, asked: _Asked) -> None:
-        step = asked.step
+    def _handle_bad_step(self, step: int, losses: Sequence[Tensor], names: Callable[[int], Sequence[str]]) -> None:
         self.num_bad += 1
-        if self.on_nan != "stop" and self.num_bad > _MOST_TOLD:
-            lines: list[str] = []  # a line a step would drown the rest
-        else:
-            lines = self._where(asked)
-        told = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
+        warns = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS  # a warning per step would hide everything else
+        lines = self._bad_sample_lines(losses, names) if warns else []
+        message = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
         if self.on_nan == "stop":
             raise DivergedError(
-                told,
+                message,
                 f"Checkpoints are those of step {step:,} and before. Look at these rows; --learning-rate, "
                 "--warmup-ratio and --max-grad-norm help where rows are sound; --on-nan skip leaves such a step out.",
             )
@@ -315,33 +219,43 @@ class StepWatch(TrainerCallback):
         elif self.last_good is None:
             self.last_good = step
         if lines:
-            what = "left out" if self.on_nan == "skip" else "taken all the same"
-            self.progress.note(f"{told}\n  this step is {what} (--on-nan {self.on_nan})")
+            action = "left out" if self.on_nan == "skip" else "taken all the same"
+            self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
 
-    def _where(self, asked: _Asked) -> list[str]:
-        """The micro-batches of all ranks whose loss is bad; where the gradient alone is, all of the step."""
-        found = self._gathered(list(asked.names(asked.numbers.bad_micro_batches())))
-        return found or self._gathered(list(asked.names(list(range(asked.numbers.num_micro_batches)))))
+    def _bad_sample_lines(self, losses: Sequence[Tensor], names: Callable[[int], Sequence[str]]) -> list[str]:
+        """Name the samples of micro-batches with a bad loss on any rank; of all micro-batches if no loss is bad."""
+        bad = [number for number, loss in enumerate(losses) if not bool(torch.isfinite(loss))]
+        for micro_batches in (bad, range(len(losses))):
+            lines = [self._sample_line(number, names(number)) for number in micro_batches]
+            if gathered := [line for rank in all_gather_objects(lines, self.world.size) for line in rank]:
+                return gathered
+        return []
 
-    def _gathered(self, mine: list[str]) -> list[str]:
-        return [line for lines in all_gather_objects(mine, self.world.size) for line in lines]
+    def _sample_line(self, micro_batch: int, names: Sequence[str]) -> str:
+        num_more = len(names) - _MAX_SAMPLES
+        more = f"; and {num_more} more" if num_more > 0 else ""
+        return f"  rank {self.world.rank}, micro-batch {micro_batch}: {'; '.join(names[:_MAX_SAMPLES])}{more}"
 
 
-def read_later(numbers: Tensor) -> Callable[[], list[int]]:
-    """Send whole numbers, of any shape (N,), on their way to the host.
+def has_bad_number(losses: Sequence[Tensor], norm: Tensor | float, device: torch.device) -> Tensor:
+    """Return 1 if a loss or the norm is NaN or infinite, else 0: int64 (), computed without waiting for the device."""
+    norm_value: Any = norm if isinstance(norm, Tensor) else torch.full((), norm, device=device)
+    norm_value = norm_value.full_tensor() if hasattr(norm_value, "full_tensor") else norm_value
+    values = [value.to(device, torch.float32).reshape(()) for value in (*losses, norm_value)]
+    return 1 - torch.stack(values).isfinite().all().long()
 
-    Returns:
-        what waits for them, and for nothing that the device was given later.
-    """
+
+def _read_later(numbers: Tensor) -> Callable[[], list[int]]:
+    """Start copying integers (N,) to the host; the returned function waits for them, not for later work."""
     if not numbers.is_cuda:
         return numbers.tolist
     on_host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
     event: Any = torch.cuda.Event
-    there = event()
-    there.record()
+    copied = event()
+    copied.record()
 
     def read() -> list[int]:
-        there.synchronize()
+        copied.synchronize()
         return on_host.tolist()
 
     return read

@@ -1,4 +1,4 @@
-"""Adapters: which modules get them, how they begin, and going on from some that were trained before."""
+"""LoRA adapters: the modules that get them, their initial weights, and continuing from trained ones."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.trained import ADAPTER_FILE, instead_of_adapter, is_adapter
 
-# Ways to begin that change the model's own weights: only where there are weights.
+# Initializations that change the model's own weights, and therefore need them.
 _NEEDS_WEIGHTS = ("pissa", "olora")
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SHOWN_NAMES = 4
-_MOST_TOLD = 300
-_OF_LORA = ".lora_"
-# What an adapter's own settings say, by the option that says it otherwise.
+_MAX_SHOWN_NAMES = 4
+_MAX_ERROR_LENGTH = 300
+_LORA_PART = ".lora_"
+# Options, and the names of the same settings in an adapter's configuration.
 _OPTIONS = {
     "lora_rank": "r",
     "lora_alpha": "lora_alpha",
@@ -45,18 +45,28 @@ _OPTIONS = {
 
 
 def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> PeftModel:
-    """A model with adapters that learn: new ones, or those of ``--adapters``. Nothing else learns.
+    """Return a model in which only adapters are trained: new ones, or those of ``--adapters``.
 
     Raises:
         ConfigError: if a name matches nothing, or the adapter of ``--adapters`` does not fit.
     """
     has_weights = not next(model.parameters()).is_meta
     if run.adapters:
-        return _go_on(model, run, has_weights)
-    begin: Any = {"true": True, "false": False}.get(run.init_weights, run.init_weights)
+        return _continue_adapter(model, run, has_weights)
+    initialization: Any = {"true": True, "false": False}.get(run.init_weights, run.init_weights)
     if not has_weights and run.init_weights in _NEEDS_WEIGHTS:
-        begin = True
-    saved = _whole_modules(model, run)
+        initialization = True
+    names = [name for name, _ in model.named_modules()]
+    problems = [
+        f"--modules-to-save {module}: no module has this name"
+        for module in run.modules_to_save
+        if not any(has_name(name, module) for name in names)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems), "Usual are embed_tokens and lm_head.")
+    untyped: Any = model
+    head, embeddings = untyped.get_output_embeddings(), untyped.get_input_embeddings()
+    is_tied = head is not None and head.weight is embeddings.weight
     settings = LoraConfig(
         r=run.lora_rank,
         lora_alpha=run.lora_alpha,
@@ -64,36 +74,42 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
         bias=run.lora_bias,
         use_rslora=run.use_rslora,
         use_dora=run.use_dora,
-        init_lora_weights=begin,
-        # Sorted by peft's own rule into the shortest list of endings that matches these modules and no others.
+        init_lora_weights=initialization,
+        # peft shortens these to a list of endings that matches these modules and no others.
         target_modules=adapted_modules(model, towers, run),
-        modules_to_save=saved or None,
-        # Where head and embeddings are one matrix, they stay one.
-        ensure_weight_tying=bool(saved) and _is_tied(model),
+        modules_to_save=list(run.modules_to_save) or None,
+        ensure_weight_tying=bool(run.modules_to_save) and is_tied,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, settings)
 
 
 def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
-    """Full names of the modules that get adapters: those asked for, of linear ones of unfrozen parts without the head.
+    """Return the full names of the modules that get adapters.
 
-    With ``--target-regex`` it alone decides.
+    These match ``--target-regex``, or ``--target-modules`` among the linear modules of unfrozen parts without the head.
 
     Raises:
         ConfigError: naming a target that matches nothing.
     """
     if run.target_regex is not None:
-        return _kept_by_peft(model, _matching(model, run.target_regex))
+        names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
+        matching = [name for name in names if re.fullmatch(run.target_regex, name)]
+        if not matching:
+            raise ConfigError(
+                f"--target-regex {run.target_regex}: no module has a name that it matches as a whole",
+                f"Modules have names such as {', '.join(names[-_MAX_SHOWN_NAMES:])}.",
+            )
+        return _checked_with_peft(model, matching)
     frozen = run.frozen_parts
-    any_model: Any = model
-    head = any_model.get_output_embeddings()
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
     linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and towers.part_of(name) not in frozen
     ]
-    wanted = linear
+    targets = linear
     if run.target_modules != ("all-linear",):
         problems = [
             f"--target-modules {target}: no linear module of an unfrozen part has this name"
@@ -103,23 +119,20 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
         if problems:
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError("\n".join(problems), f"There are {', '.join(known)}; all-linear takes all of them.")
-        wanted = [name for name in linear if run.is_target(name)]
-    if not wanted:
+        targets = [name for name in linear if run.is_target(name)]
+    if not targets:
         raise ConfigError(
             f"no module is left to adapt: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
-    return _kept_by_peft(model, wanted)
+    return _checked_with_peft(model, targets)
 
 
-def _kept_by_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The names, if peft adapts these modules and no others.
+def _checked_with_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Return the names if peft adapts these modules and no others.
 
-    Of some mixtures of experts peft takes a module that ends like one of an expert, such as ``gate_proj`` of an expert
-    that all tokens share, for what older checkpoints called the routed experts, and adapts those: also when it loads.
-
-    Raises:
-        ConfigError: naming the modules, and what can be adapted.
+    In some mixtures of experts, peft takes modules named like an expert's, such as ``gate_proj`` of a shared expert,
+    for the routed experts of older checkpoints, and adapts these instead; also when it loads an adapter.
     """
     settings = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(settings, model, None)
@@ -133,35 +146,7 @@ def _kept_by_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
     return names
 
 
-def _matching(model: PreTrainedModel, regex: str) -> list[str]:
-    names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
-    found = [name for name in names if re.fullmatch(regex, name)]
-    if not found:
-        raise ConfigError(
-            f"--target-regex {regex}: no module has a name that it matches as a whole",
-            f"Modules have names such as {', '.join(names[-_SHOWN_NAMES:])}.",
-        )
-    return found
-
-
-def _whole_modules(model: PreTrainedModel, run: TrainConfig) -> list[str]:
-    names = [name for name, _ in model.named_modules()]
-    problems = [
-        f"--modules-to-save {wanted}: no module has this name"
-        for wanted in run.modules_to_save
-        if not any(has_name(name, wanted) for name in names)
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems), "Usual are embed_tokens and lm_head.")
-    return list(run.modules_to_save)
-
-
-def _is_tied(model: Any) -> bool:
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and head.weight is embeddings.weight
-
-
-def _go_on(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
+def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
     (directory,) = run.adapters
     if os.path.isdir(directory) and not is_adapter(directory):  # peft would ask the hub for it
         raise ConfigError(
@@ -199,12 +184,12 @@ def _go_on(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftM
 
 
 def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:
-    """A model with an adapter that was saved, all of it.
+    """Return a model with a saved adapter, or raise if not all of it fits.
 
-    peft leaves out, without a word that is seen, what a model has no place for, and begins anew what is not there.
+    peft silently drops weights that have no place in the model, and initializes missing ones.
 
     Args:
-        model: that the adapter was trained on.
+        model: the one that the adapter was trained on.
         settings: of ``PeftModel.from_pretrained``.
 
     Raises:
@@ -213,47 +198,47 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
     remedy = "Give the model that it was trained on, and another checkpoint if its files are damaged."
     try:
         adapted = PeftModel.from_pretrained(model, directory, **settings)
-        # Embeddings, which peft may have saved beside it, are another matter.
-        here = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        differing = _differing({name: weight for name, weight in here.items() if _OF_LORA in name}, directory, _OF_LORA)
+        # Without embeddings, which peft may have saved, too.
+        weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        lora = {name: weight for name, weight in weights.items() if _LORA_PART in name}
+        difference = _difference(lora, directory, _LORA_PART)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        told = f"the adapter in {directory} cannot be put onto this model: {str(error)[:_MOST_TOLD]}"
-        raise MismatchError(told, remedy) from error
-    if differing:
-        raise MismatchError(f"the adapter in {directory} is that of another model: {differing}", remedy)
+        message = f"the adapter in {directory} cannot be put onto this model: {str(error)[:_MAX_ERROR_LENGTH]}"
+        raise MismatchError(message, remedy) from error
+    if difference:
+        raise MismatchError(f"the adapter in {directory} is that of another model: {difference}", remedy)
     return adapted
 
 
-def take_adapter(model: PeftModel, checkpoint: str) -> None:
-    """Give a new adapter the weights of one that was saved, all of them.
+def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
+    """Load the weights of a saved adapter into a new one.
 
     Raises:
-        MismatchError: if that one has other modules or another rank, or cannot be read.
+        MismatchError: if the saved one has other modules or another rank, or cannot be read.
     """
     remedy = "Give the --lora-rank, --target-modules and --freeze-... that it was trained with."
     try:
-        differing = _differing(get_peft_model_state_dict(model), checkpoint)
+        difference = _difference(get_peft_model_state_dict(model), checkpoint)
         state = load_file(os.path.join(checkpoint, SAFETENSORS_WEIGHTS_NAME))
     except (OSError, SafetensorError) as error:
         raise MismatchError(f"the adapter in {checkpoint} cannot be read: {error}") from error
-    if differing:
-        raise MismatchError(f"the adapter in {checkpoint} is not that of these settings: {differing}", remedy)
+    if difference:
+        raise MismatchError(f"the adapter in {checkpoint} is not that of these settings: {difference}", remedy)
     set_peft_model_state_dict(model, state)
 
 
-def _differing(wanted: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
-    """What of an adapter's weights is not there, is there alone or has another shape; None if all fits.
+def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
+    """Describe weights that a saved adapter lacks, has in addition or has in another shape; None if all fit.
 
     Args:
-        wanted: the weights by name.
-        infix: which of those that were saved are looked at: this is in their names.
+        weights: the model's, by name.
+        infix: compare only saved weights with this in their names.
     """
     path = os.path.join(directory, SAFETENSORS_WEIGHTS_NAME)
-    if not os.path.exists(path):  # as older versions of peft saved it
+    if not os.path.exists(path):  # saved by an older version of peft
         return None
     with safe_open(path, "pt") as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if infix in name}  # noqa: SIM118
-    differing = sorted(
-        {name for name, _ in found.items() ^ {name: tuple(w.shape) for name, w in wanted.items()}.items()}
-    )
-    return f"{len(differing)} of its weights do not fit, such as {differing[0]}" if differing else None
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if infix in name}  # noqa: SIM118
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    names = sorted({name for name, _ in saved.items() ^ shapes.items()})
+    return f"{len(names)} of its weights do not fit, such as {names[0]}" if names else None

@@ -1,4 +1,4 @@
-"""``packtool merge``: an adapter worked into the weights of its base model, as a model of its own."""
+"""``packtool merge``: merge a LoRA adapter into its base model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from packtool.train.prepare.trained import TrainedModel, instead_of_adapter
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What was written.
+    """A merged model.
 
     Args:
-        output: directory of the model.
-        base_model, adapter: what it was made of.
+        output: its directory.
+        base_model, adapter: the directories it was made from.
         num_merged: modules whose weights have changed.
         dtype: precision of the weights.
     """
@@ -44,12 +44,12 @@ class MergeResult:
 def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     """Write the merged model with tokenizer, processor, template and generation settings.
 
-    Each weight is added up in float32 and rounded once. Needs the base model's memory on the host, and no GPU.
+    Each weight is summed in float32 and rounded once. Needs the base model's memory on the host, and no GPU.
 
     Raises:
-        ConfigError: for what is no adapter, or an output directory with something in it.
+        ConfigError: if ``--adapter`` is no adapter, or the output directory is not empty.
         MismatchError: if the base model is not where the adapter says.
-        StorageError: if the model cannot be written; then nothing of it is left.
+        StorageError: if the model cannot be written; nothing of it is left then.
     """
     output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)
@@ -63,7 +63,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     dtype = kept if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
-        # Read as it is saved: rounding comes after the sum.
+        # In the checkpoint's precision: rounding follows the sum.
         model: Any = load_model(directory, settings, dtype=kept, packing=False)
         restore_long_tensors(model, directory)
         saved, unloaded = SavedPrecision.of(settings, model), unloaded_tensors(model, directory)
@@ -79,7 +79,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
             merged.save_pretrained(part)
             add_unloaded(part, unloaded)
             copy_processor(directory, part)
-            copy_processor(trained.adapter, part)  # which has the template that was trained
+            copy_processor(trained.adapter, part)  # for the template that was used in training
             os.replace(part, output)
         for line in unloaded_line(unloaded, trained.base):
             progress.note(line)
@@ -87,7 +87,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
 
 
 def _merge_in_float32(model: Any) -> int:
-    """Merge layer after layer, so that no more than one of them is held in float32."""
+    """Merge one layer after the other, so that only one is in float32; return the number of layers."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         base: Any = layer.get_base_layer()

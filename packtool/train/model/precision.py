@@ -1,21 +1,14 @@
-"""The precision in which weights are kept, computed with and saved: three answers that need not agree.
+"""The precision in which weights are kept, computed with and saved, which may be three different ones.
 
 An update of AdamW is about as large as the learning rate. In bfloat16, which keeps 8 binary digits, 1e-5 is less than
-half of the last digit of every weight above 0.005 and rounding takes it away again. What is trained is therefore kept
-in float32 and rounded for the computation alone (autocast), or kept in bfloat16 with the digits that rounding took
-kept beside it (``kahan``). What is frozen never changes and stays as its checkpoint has it.
+half of the last digit of every weight above 0.005, and rounding discards it. Trained weights are therefore kept in
+float32 and rounded for the computation only (autocast), or kept in bfloat16 together with the digits that rounding
+discards (``kahan``). Frozen weights never change and keep the precision of their checkpoint.
 
     --master-weights    bytes for each trained weight: weight, gradient, optimizer's states (AdamW)
     float32             16 = 4 + 4 + 8
     kahan               12 = 2 + 2 + 8 (two moments, one of them with its lost digits; the weight's lost digits)
     none                 8 = 2 + 2 + 4 and most of a small update is lost
-
-AdamW for bfloat16 weights that loses nothing to rounding: what rounding takes is kept, and added in the next step.
-
-A number x is kept as two bfloat16 numbers: x rounded, and what is missing, rounded. Together they have 16 binary digits
-and more, where bfloat16 has 8: Kahan's compensated summation (Communications of the ACM, 1965), one step at a time.
-Weights and second moments need it (beta2 of 0.999 changes a moment by less than bfloat16 can tell); first moments move
-fast enough to do without. 12 bytes for each weight with its gradient instead of the 16 of float32.
 """
 
 from __future__ import annotations
@@ -36,77 +29,70 @@ from transformers import PreTrainedConfig
 
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
-from packtool.train.model.sharding import put
+from packtool.train.model.sharding import copy_weight
 from packtool.train.prepare.checkpoint import ONLY_MODEL
 
 MASTER_NAME = "master_weights.safetensors"
-"""The trained weights of a checkpoint as they are kept, where its model is saved with fewer digits or other names."""
+"""A checkpoint's trained weights in full precision, if its model is saved with fewer digits or other names."""
 
 _SHORT = (torch.bfloat16, torch.float16)
 
 
 def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Precision that a checkpoint was saved in; float32 where it does not say."""
-    named = config.dtype
-    if isinstance(named, str):
-        named = getattr(torch, named)
-    return named if isinstance(named, torch.dtype) else torch.float32
+    """Return the precision of a checkpoint; float32 if its configuration does not name it."""
+    dtype = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def keeps_masters(run: TrainConfig) -> bool:
-    """Whether trained weights are float32 in this process; DeepSpeed keeps its own, adapters are peft's."""
+    """Return whether a full model's trained weights are kept in float32 here; DeepSpeed keeps its own copies."""
     return run.train_type == "full" and run.master_weights == "float32" and run.deepspeed is None
 
 
 def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig) -> torch.dtype:
-    """Precision to read weights in: the computation's, or float32 where that would lose digits of master weights.
+    """Return the precision to read weights in: the computation's, or float32 if master weights would lose digits.
 
-    With ``--bf16`` or ``--fp16`` all weights stay in float32 where ``--torch-dtype`` says so.
-
-    Args:
-        dtype: of the computation.
-        config: of the checkpoint.
+    With ``--torch-dtype float32`` all weights stay in float32, even with ``--bf16`` or ``--fp16``.
     """
     if run.torch_dtype == "float32":
         return torch.float32
     loses = dtype in _SHORT and dtype != checkpoint_dtype(config)
-    # What is sharded while it is read keeps its precision.
+    # Weights that are sharded while they are read keep that precision.
     return torch.float32 if (loses or run.shares_experts) and keeps_masters(run) else dtype
 
 
 def raise_to_masters(model: nn.Module) -> None:
-    """Turn the weights that are trained into float32, in place; frozen ones stay what they are.
+    """Convert trained weights to float32, in place; frozen ones keep their precision.
 
-    Where only the bias of a norm is trained its scale is turned too, for a norm computes with both in one precision.
+    If only the bias of a norm is trained, its scale is converted too: a norm needs both in one precision.
     """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         is_trained = any(parameter.requires_grad for parameter in own)
         for parameter in own:
-            goes_along = is_trained and parameter.ndim == 1
-            if (parameter.requires_grad or goes_along) and parameter.dtype in _SHORT:
+            if (parameter.requires_grad or (is_trained and parameter.ndim == 1)) and parameter.dtype in _SHORT:
                 parameter.data = parameter.data.float()
 
 
 def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
-    """What the weights of a run are kept, computed with and saved in.
+    """Describe the precision in which a run's weights are kept, computed with and saved.
 
     Args:
         model: made trainable, not yet wrapped.
         dtype: of the computation.
-        saved: of the checkpoint that training began with.
+        saved: of the original checkpoint.
     """
     kept = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
     frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
-    frozen -= {"int8", "uint8"}  # told where they are counted
-    how = ", ".join(sorted(kept))
+    frozen -= {"int8", "uint8"}  # quantized weights have a line of their own
+    trained = ", ".join(sorted(kept))
     if run.train_type == "full" and run.master_weights == "kahan":
-        how += " with what rounding takes kept beside them (kahan)"
+        trained += " with what rounding takes kept beside them (kahan)"
     elif run.deepspeed is not None and dtype in _SHORT:
-        how += " with DeepSpeed's float32 copies"
+        trained += " with DeepSpeed's float32 copies"
     elif run.train_type == "full" and kept & {"bfloat16"}:
-        how += ": small updates are lost, and --master-weights float32 keeps them"
-    parts = [f"trained weights: {how}"]
+        trained += ": small updates are lost, and --master-weights float32 keeps them"
+    parts = [f"trained weights: {trained}"]
     if frozen:
         parts.append(f"frozen weights: {', '.join(sorted(frozen))}")
     parts.append(f"computed in {str(dtype)[6:]}")
@@ -117,11 +103,11 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
 
 @dataclass(frozen=True)
 class SavedPrecision:
-    """What a whole model is saved as: its checkpoint's precision.
+    """The precision in which a full model is saved: that of its original checkpoint.
 
     Args:
-        dtype: of the checkpoint that training began with.
-        long: names of weights that stay float32 whatever the rest is, as the model's class demands.
+        dtype: of the original checkpoint.
+        long: names of weights that stay float32 in any case, as the model's class demands.
     """
 
     dtype: torch.dtype
@@ -129,56 +115,56 @@ class SavedPrecision:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, model: nn.Module) -> SavedPrecision:
-        """The precision of a model as it was loaded, before anything was made trainable."""
+        """Return the precision of a model as it was loaded, before it is made trainable."""
         weights = [(name, parameter.dtype) for name, parameter in model.named_parameters()]
         is_short = any(dtype in _SHORT for _, dtype in weights)
         long = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
         return cls(checkpoint_dtype(config), frozenset(long))
 
+    def rounds(self, name: str, weight: Tensor) -> bool:
+        """Return whether a weight, of any shape, may lose digits when it is saved."""
+        return weight.dtype == torch.float32 and self.dtype in _SHORT and name not in self.long
+
     def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
-        """A model's state as it is saved.
+        """Return a model's state as it is saved.
 
         Args:
             state: names and weights, of any shape.
-            trained: names of weights that were trained: these are rounded, others only where that loses nothing.
+            trained: names of trained weights, which are rounded; others are rounded only if that loses nothing.
         """
-        # By where they lie, so that tied weights stay one.
-        done: dict[tuple[int, torch.Size], Tensor] = {}
-        return {name: self._cast(name, weight, name in trained, done) for name, weight in state.items()}
-
-    def _cast(self, name: str, weight: Tensor, is_trained: bool, done: dict[tuple[int, torch.Size], Tensor]) -> Tensor:
-        if weight.dtype != torch.float32 or self.dtype not in _SHORT or name in self.long:
-            return weight
-        key = weight.data_ptr(), weight.shape
-        if key not in done:
-            short = weight.to(self.dtype)
-            done[key] = short if is_trained or torch.equal(short.float(), weight) else weight
-        return done[key]
+        # By memory address, so that tied weights stay one.
+        rounded: dict[tuple[int, torch.Size], Tensor] = {}
+        saved = {}
+        for name, weight in state.items():
+            saved[name] = weight
+            if self.rounds(name, weight):
+                key = weight.data_ptr(), weight.shape
+                if key not in rounded:
+                    short = weight.to(self.dtype)
+                    rounded[key] = short if name in trained or torch.equal(short.float(), weight) else weight
+                saved[name] = rounded[key]
+        return saved
 
 
 def save_masters(
-    model: nn.Module, saved: SavedPrecision, checkpoint: str, whole: Mapping[str, Tensor] | None = None
+    model: nn.Module, saved: SavedPrecision, checkpoint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the trained weights that the saved model does not have as they are kept, if there are any.
+    """Write the trained weights that the saved model lacks, if there are any.
 
-    It has fewer digits of them, or other names: transformers saves the experts of a mixture one by one, and a resumed
-    Trainer, which looks for them under their names in memory, would go on with those that training began with.
+    The saved model has fewer digits of them, or other names: transformers saves the experts of a mixture one by one,
+    and a resumed Trainer, which looks for their names in memory, would keep the initial ones.
 
     Args:
-        whole: the weights of a sharded model in one piece, of any shape, all of which are written.
+        weights: full weights of a sharded model, of any shape, all of which are written.
     """
-    names = set(_saved_weights(checkpoint)) if whole is None else set()
+    names = set(_saved_weights(checkpoint)) if weights is None else set()
     masters = {
-        name: (parameter if whole is None else whole[name]).detach().contiguous()
+        name: (parameter if weights is None else weights[name]).detach().contiguous()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (name not in names or _is_rounded(name, parameter, saved))
+        if parameter.requires_grad and (name not in names or saved.rounds(name, parameter))
     }
     if masters:
         save_file(masters, os.path.join(checkpoint, MASTER_NAME))
-
-
-def _is_rounded(name: str, parameter: Tensor, saved: SavedPrecision) -> bool:
-    return parameter.dtype == torch.float32 and saved.dtype in _SHORT and name not in saved.long
 
 
 def _saved_weights(checkpoint: str) -> Iterator[str]:
@@ -189,41 +175,46 @@ def _saved_weights(checkpoint: str) -> Iterator[str]:
 
 @torch.no_grad()
 def load_masters(model: nn.Module, checkpoint: str) -> None:
-    """Read back what ``save_masters`` wrote.
+    """Read the weights that ``save_masters`` wrote.
 
     Raises:
-        MismatchError: if trained weights are neither there nor in the saved model.
+        MismatchError: if a trained weight is neither among them nor in the saved model.
     """
     path = os.path.join(checkpoint, MASTER_NAME)
-    lacking = []
+    missing = []
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
-    found: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
-    with found as file:
+    opened: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
+    with opened as file:
         masters = set(file.keys() if file is not None else ())
-        there = masters | set(_saved_weights(checkpoint))
+        available = masters | set(_saved_weights(checkpoint))
         for name, parameter in model.named_parameters():
             if name in masters:
-                put(parameter, file.get_tensor(name))
-            elif parameter.requires_grad and not there & set(by_parameter[id(parameter)]):
-                lacking.append(name)
-    if lacking:
+                copy_weight(parameter, file.get_tensor(name))
+            elif parameter.requires_grad and not available & set(by_parameter[id(parameter)]):
+                missing.append(name)
+    if missing:
         raise MismatchError(
-            f"{checkpoint} lacks {len(lacking)} weights that this run trains: {', '.join(lacking[:3])}",
+            f"{checkpoint} lacks {len(missing)} weights that this run trains: {', '.join(missing[:3])}",
             f"Freeze what was frozen there; or {ONLY_MODEL}",
         )
 
 
 class KahanAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019), with decay that does not go through the moments.
+    """AdamW (Loshchilov and Hutter 2019) for bfloat16 weights, without losing updates to rounding.
+
+    Kahan's compensated summation (Communications of the ACM, 1965), one step at a time: a number x is kept as two
+    bfloat16 numbers, x rounded and the rounded rest. Together they have at least 16 binary digits. Weights and second
+    moments need this (beta2 of 0.999 changes a moment by less than bfloat16 can represent); first moments change fast
+    enough without. 12 bytes for each weight with its gradient instead of float32's 16.
 
     Args:
         params: tensors, or groups of them as torch's optimizers take them.
         lr: learning rate.
         betas: of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: share of a weight, times the learning rate, that a step takes off.
+        weight_decay: share of a weight, times the learning rate, that each step subtracts.
     """
 
     def __init__(
@@ -238,7 +229,7 @@ class KahanAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients; one weight at a time is held in float32."""
+        """Apply the gradients; one weight at a time is in float32."""
         assert closure is None, "the Trainer gives none"
         for group in self.param_groups:
             for parameter in group["params"]:

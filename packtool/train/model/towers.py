@@ -1,22 +1,26 @@
-"""Parts of a model that are frozen, adapted and trained at a rate of their own: tower, aligner, language model."""
+"""Parts of a model that are frozen, adapted or trained at their own rate: vision tower, aligner, language model."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from packtool.config.model import ModelPart
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers, family_of
 from packtool.errors import UnsupportedModelError
 
 
+def base_model(model: Any) -> Any:
+    """Return the transformers model inside an adapter, or the model itself if it has none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def towers_of(model: nn.Module, model_type: str) -> Towers:
-    """Where the parts of a model lie; everything is language model in one of text alone.
+    """Return the names of a model's parts; a text model is all language model.
 
     Raises:
         UnsupportedModelError: if a part is not where this version of transformers is expected to have it.
@@ -29,28 +33,26 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
                 f"{type(model).__name__} has no module {prefix}: --freeze-vit and --freeze-aligner would miss it",
                 "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
             )
-    return dataclasses.replace(towers, unused=(*towers.unused, *_left_out(model), *_behind_features(model, towers)))
+    return dataclasses.replace(towers, unused=(*towers.unused, *_unused_modules(model, towers)))
 
 
-def _left_out(model: nn.Module) -> Iterator[str]:
-    """The modules that settings of the model leave out, as MiniCPM's do that keep four times as many tokens."""
+def _unused_modules(model: nn.Module, towers: Towers) -> Iterator[str]:
+    """Yield the modules that a model's settings leave out of its forward."""
+    # MiniCPM's merger, where the settings keep four times as many tokens.
     if getattr(model.config, "downsample_mode", None) == "4x":
         yield from (name for name, _ in model.named_modules() if name.endswith(".vit_merger"))
-
-
-def _behind_features(model: nn.Module, towers: Towers) -> Iterator[str]:
-    """The modules of a vision tower that are behind the layer whose output is taken for features, as LLaVA has it."""
-    # VipLLaVA's has the other name before transformers 5.23.
-    chosen = getattr(model.config, "vision_feature_layer", getattr(model.config, "vision_feature_layers", None))
-    if chosen is None or not towers.vision:
+    # Vision layers after the one whose output becomes the features, as in LLaVA; VipLLaVA's setting had another name
+    # before transformers 5.23.
+    setting = getattr(model.config, "vision_feature_layer", getattr(model.config, "vision_feature_layers", None))
+    if setting is None or not towers.vision:
         return
-    chosen = [chosen] if isinstance(chosen, int) else list(chosen)
+    feature_layers = [setting] if isinstance(setting, int) else list(setting)
     for name, module in model.get_submodule(towers.vision[0]).named_modules(prefix=towers.vision[0]):
         if name.endswith(".post_layernorm"):
             yield name
         elif isinstance(module, nn.ModuleList):
-            # Outputs are counted from the embeddings on, which are number 0.
-            used = max(layer if layer >= 0 else len(module) + 1 + layer for layer in chosen)
+            # Outputs are counted from the embeddings, which are number 0.
+            used = max(layer if layer >= 0 else len(module) + 1 + layer for layer in feature_layers)
             yield from (f"{name}.{number}" for number in range(used, len(module)))
 
 
@@ -58,43 +60,24 @@ def _behind_features(model: nn.Module, towers: Towers) -> Iterator[str]:
 _ADAPTED = "base_model.model."
 
 
-@dataclass(frozen=True)
-class PartRates:
-    """Where the parts lie, and their peak learning rates.
+def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
+    """Split an optimizer's parameter groups by ``--vit-lr`` and ``--aligner-lr``, where these are set.
 
     Args:
-        towers: of the model.
-        rates: of the parts that do not have ``--learning-rate``.
+        trained: whose parameters the optimizer has; perhaps sharded.
+        model: bare or adapted.
     """
-
-    towers: Towers
-    rates: Mapping[ModelPart, float]
-
-    @classmethod
-    def of(cls, config: TrainConfig, model: nn.Module) -> PartRates | None:
-        """What the options say of a model, bare or adapted; None if all parts learn at one rate."""
-        given: dict[ModelPart, float | None] = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
-        rates = {part: rate for part, rate in given.items() if rate is not None}
-        if not rates:
-            return None
-        inner: Any = model
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        return cls(towers_of(inner, inner.config.model_type), rates)
-
-
-def split_groups(
-    groups: Sequence[dict[str, Any]], names: Mapping[int, str], part_rates: PartRates
-) -> Iterator[dict[str, Any]]:
-    """An optimizer's groups, each split by the part of the model that its parameters belong to.
-
-    Args:
-        names: of parameters by their ``id``.
-    """
-    for group in groups:
+    rates = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
+    if all(rate is None for rate in rates.values()):
+        return
+    base = base_model(model)
+    towers = towers_of(base, base.config.model_type)
+    names = {id(parameter): name.removeprefix(_ADAPTED) for name, parameter in trained.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
         by_rate: dict[float | None, list[Any]] = {}
         for parameter in group["params"]:
-            part = part_rates.towers.part_of(names[id(parameter)].removeprefix(_ADAPTED))
-            by_rate.setdefault(part_rates.rates.get(part), []).append(parameter)
+            by_rate.setdefault(rates.get(towers.part_of(names[id(parameter)])), []).append(parameter)
         for rate, parameters in by_rate.items():
-            yield {**group, "params": parameters} | ({} if rate is None else {"lr": rate})
+            groups.append({**group, "params": parameters} | ({} if rate is None else {"lr": rate}))
+    optimizer.param_groups[:] = groups

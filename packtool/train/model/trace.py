@@ -1,11 +1,11 @@
-"""The memory of a forward and a backward pass, traced through the real model on tensors without numbers.
+"""The memory of a forward and backward pass, traced through the real model on tensors without data.
 
-Under torch's ``FakeTensorMode`` a model of any size runs in seconds and holds nothing, but every tensor that it would
-make is made and given up at its time. A dispatch mode adds up the bytes of those that are there. So towers, adapters,
-gradient checkpointing, autocast's copies of weights and the head's pieces count as they are, and not by a formula.
-So do the exchanges of a sequence that ranks share (``attention.parallel``), of which one rank is traced as if the
-others were there, and the keys and values that shared prefixes are gathered into. Kernels keep what flash attention
-does: q, k, v, the output and the lse.
+Under torch's ``FakeTensorMode`` a model of any size runs in seconds and holds nothing, but creates and frees every
+tensor at its time; a dispatch mode adds up the bytes of those that exist. Towers, adapters, gradient checkpointing,
+autocast's copies of weights and the chunks of the head thus count as they are, and not by a formula. So do the
+exchanges of a sequence that ranks share (``attention.parallel``), of which one rank is traced as if the others existed,
+and the keys and values that shared prefixes are gathered into. Kernels keep what flash attention does: q, k, v, the
+output and the lse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -37,7 +36,8 @@ from packtool.batch.processed import pictures_processed
 from packtool.batch.shard import Cut, FeatureRoute, SequenceShard
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
-from packtool.train.model.loss import HeadLoss, sum_of_losses, takes_logits_to_keep
+from packtool.train.model.loss import LossFunction
+from packtool.train.model.towers import base_model
 from packtool.train.prepare.figures import RankTokens
 
 _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"
@@ -45,11 +45,11 @@ _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"
 
 @dataclass(frozen=True)
 class PassBytes:
-    """The memory of a forward and backward pass beside weights and gradients, in bytes.
+    """The memory of a forward and backward pass without weights and gradients, in bytes.
 
     Args:
         kept: by autograd, after the forward pass.
-        peak: the most at a time.
+        peak: the maximum.
     """
 
     kept: int
@@ -64,14 +64,14 @@ def trace_pass(
     *,
     autocast: torch.dtype | None = None,
 ) -> PassBytes:
-    """What a micro-batch's forward and backward pass would hold.
+    """Trace the memory of a micro-batch's forward and backward pass.
 
     Args:
-        model: made trainable, on the meta device; it is of no use afterwards.
-        spec: the model that is trained; its directory is asked where its own processor makes pictures.
+        model: made trainable, on the meta device; unusable afterwards.
+        spec: the model's properties; its directory is read if its own processor creates pictures.
         tokens: of the micro-batch; half of them are targets.
-        axes: how ranks share its sequence; None where each has its own.
-        autocast: precision of the computation, where the weights that are trained are kept in another.
+        axes: how ranks share its sequence; None without sequence parallelism.
+        autocast: precision of the computation, if weights are kept in another.
     """
     axes = axes or Axes()
     batch = traced_batch(spec, tokens, axes)
@@ -80,27 +80,21 @@ def trace_pass(
         ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
         parallel = SequenceParallel(batch.shard.cut, axes.way, ring, ulysses, AbsentRanks(batch.shard.cut.size))
     route_through_traced(model, parallel)
-    # Autograd makes its threads once, for the devices that there are at its first backward pass. The mode tells of
-    # devices that are not there, so that pass is made before: later ones on a real GPU would miss their thread.
+    # Autograd creates its threads once, for the devices at its first backward pass. Under the mode it would miss those
+    # of real GPUs, so this pass comes first.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-    # What is made from numpy on the way (where chunks lie) is no fake tensor.
+    # Tensors that the model creates from numpy (positions of chunks) are no fake tensors.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        _bring_to_cpu(model)
+        _create_weights(model)
         model.train()
-        there: Batch = batch
         if not spec.family.processor_inputs:
-            there = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
-        return run_pass(model, there, autocast)
+            batch = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
+        return run_pass(model, batch, autocast)
 
 
 def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
-    """Make a model attend by kernels that keep what flash attention keeps, and compute nothing.
-
-    Args:
-        model: with or without adapters.
-        parallel: ranks that share its sequences; None for nobody.
-    """
-    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    """Route a model, bare or adapted, through kernels that keep what flash attention keeps, and compute nothing."""
+    inner = base_model(model)
     kernels = {"kernel": _TracedKernel(), "blocks": _TracedBlocks(), "parallel": parallel}
     AttentionInterface.register(_TEXT, partial(packed_attention, **kernels))
     AttentionInterface.register(_TOWERS, partial(tower_attention, kernel=_TracedKernel()))
@@ -113,23 +107,20 @@ def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = N
 
 
 def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None) -> PassBytes:
-    """Compute losses and gradients of a micro-batch on the CPU, with or without numbers, and add up what that holds."""
+    """Compute losses and gradients of a micro-batch on the CPU, on real or fake tensors, and return the memory."""
     with _LiveBytes() as live:
         with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-            if HeadLoss.applies_to(model):
-                loss = HeadLoss(model).losses(model, batch).sum(None)
-            else:
-                loss = sum_of_losses(model, batch, label_logits_only=takes_logits_to_keep(model))
+            loss = LossFunction(model)(model, batch).weighted_sum()
         kept = live.now
         loss.backward()  # type: ignore[no-untyped-call]
     return PassBytes(kept, live.peak)
 
 
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
-    """One document with one picture as wide as need be, and one sound: what towers keep follows what they take.
+    """Return a micro-batch of one document with one wide picture and one sound, which cost as much as several.
 
-    Pixels and mel frames are on the meta device. Of a sequence that ranks share it is the part of the one that holds
-    most.
+    Pixels and mel frames are on the meta device. Of a sequence that ranks share, it is the part of the rank that needs
+    most memory.
     """
     count = tokens.computed + tokens.computed % 2 * (axes.ring_size > 1)
     input_ids = torch.zeros(1, count, dtype=torch.int64)
@@ -146,15 +137,15 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         "channels": (None,),
         "num_samples": 1,
     }
-    # Gathered keys are copied most for the first rank, whose last chunk sees nearly all of the others.
+    # With gathered keys the first rank copies most: its last chunk sees nearly all of the others.
     last = axes.ring_size * axes.ulysses_size - 1
     cut = Cut(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
     if cut.size > 1:
-        whole = (count * cut.size,)
-        looked = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
-        routes = {kind: _route(*numbers, cut.size) for kind, numbers in looked.items() if any(numbers)}
-        shard = SequenceShard(cut, (), whole, routes)
-        return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=whole)
+        lengths = (count * cut.size,)
+        counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
+        routes = {kind: _route(*each, cut.size) for kind, each in counts.items() if any(each)}
+        shard = SequenceShard(cut, (), lengths, routes)
+        return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=lengths)
     common |= {"cu_seqlens": torch.tensor([0, count], dtype=torch.int32), "lengths": (count,)}
     if not tokens.keys:
         return PackedBatch(**common)
@@ -171,20 +162,19 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
 
 
 def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
-    """What the towers take, for so many tokens; ``input_ids`` (T,) get the placeholders."""
+    """Return the towers' inputs for these tokens, and write their placeholders into ``input_ids`` (T,)."""
     media: dict[str, Tensor] = {}
     if spec.family.processor_inputs:
         if tokens.vision:
-            seen, media = pictures_processed(spec, tokens.vision, tokens.computed)
-            input_ids[:seen] = spec.pad_ids["image"]
+            num_tokens, media = pictures_processed(spec, tokens.vision, tokens.computed)
+            input_ids[:num_tokens] = spec.pad_ids["image"]
         return media
     if spec.sees and max(tokens.vision, tokens.local_vision):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs
-        # A rank without a picture of its own looks at a blank one.
-        seen = max(tokens.local_vision, 1)
-        media[pixels] = torch.empty(seen * side**2, spec.patch_dim, device="meta")
-        media[grids] = torch.tensor([[1, side, side * seen]])
+        num_tokens = max(tokens.local_vision, 1)  # a rank without a picture of its own processes a blank one
+        media[pixels] = torch.empty(num_tokens * side**2, spec.patch_dim, device="meta")
+        media[grids] = torch.tensor([[1, side, side * num_tokens]])
         input_ids[: tokens.vision] = spec.pad_ids["image"]
     if spec.hears and max(tokens.audio, tokens.local_audio):
         frames = spec.family.mel_frames_of(max(tokens.local_audio, 1))
@@ -194,19 +184,19 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
     return media
 
 
-def _route(seen: int, held: int, size: int) -> FeatureRoute:
-    """Features of all that a rank looks at go to one other, and those of its own tokens come from there."""
-    rest, seen = (0,) * (size - 1), max(seen, 1)
-    return FeatureRoute(torch.arange(seen), (seen, *rest), (held, *rest), torch.arange(held))
+def _route(num_computed: int, num_own: int, size: int) -> FeatureRoute:
+    """Return the exchange of features of a rank that sends all it computes to one other, and receives all from it."""
+    others, num_sent = (0,) * (size - 1), max(num_computed, 1)
+    return FeatureRoute(torch.arange(num_sent), (num_sent, *others), (num_own, *others), torch.arange(num_own))
 
 
-def _bring_to_cpu(model: nn.Module) -> None:
-    """Give a model of the meta device weights, and gradients where it is trained, on a CPU that holds no numbers."""
+def _create_weights(model: nn.Module) -> None:
+    """Replace a meta model's weights by fake ones on the CPU, with gradients if they are trained."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             weight = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
             if weight.requires_grad:
-                # There from the second micro-batch on, and counted by themselves.
+                # Gradients exist from the second micro-batch on, and are counted separately.
                 weight.grad = torch.empty_like(weight)
             setattr(module, name, weight)
         for name, buffer in module.named_buffers(recurse=False):
@@ -214,11 +204,11 @@ def _bring_to_cpu(model: nn.Module) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the memory of all tensors that are made while it is on and are still there.
+    """Adds up the memory of the tensors that were created under this mode and still exist.
 
     Attributes:
-        now: bytes.
-        peak: the most so far.
+        now: bytes now.
+        peak: maximum so far.
     """
 
     def __init__(self) -> None:
@@ -230,18 +220,18 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._see((args, kwargs), is_new=False)
+        self._count((args, kwargs), is_new=False)
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        # What is made of numbers alone is computed: models read how large pictures are.
-        has_numbers = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        with _disable_current_modes() if has_numbers else contextlib.nullcontext():
+        # Operations on real tensors only are computed: models read the sizes of pictures.
+        is_real = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        with _disable_current_modes() if is_real else contextlib.nullcontext():
             out = func(*args, **(kwargs or {}))
-        self._see(out, is_new=True)
+        self._count(out, is_new=True)
         self.peak = max(self.peak, self.now)
         return out
 
-    def _see(self, tensors: Any, *, is_new: bool) -> None:
-        """Note the memory of tensors; what was there before, as weights, counts nothing, nor do views of it."""
+    def _count(self, tensors: Any, *, is_new: bool) -> None:
+        """Count the memory of tensors once; tensors from before, such as weights, and their views count nothing."""
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -270,12 +260,12 @@ class _Keep(torch.autograd.Function):
 
 
 def _unwritten(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the output, (T, Hq, D), and the lse, float32 (Hq, T)."""
+    """Return uninitialized memory for the output, (T, Hq, D), and the lse, float32 (Hq, T)."""
     return q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
 
 
 class _TracedKernel(Kernel):
-    """What flash attention keeps, without the attention."""
+    """Keeps what flash attention keeps, without the attention."""
 
     name = "traced"
     has_dropout = True
@@ -289,7 +279,7 @@ class _TracedKernel(Kernel):
 
 
 class _TracedBlocks(BlockKernel):
-    """What blocks of flash attention make room for."""
+    """Allocates what blocks of flash attention allocate."""
 
     name = "traced"
 

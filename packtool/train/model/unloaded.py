@@ -1,8 +1,8 @@
 """Tensors of a base model that its transformers class does not load, such as multi-token prediction (MTP) layers.
 
 ``config.json`` declares these layers and inference servers read them, but the class skips their tensors
-(``_keys_to_ignore_on_load_unexpected``), so ``save_pretrained`` would write a model without them. Every model that
-packtool saves gets them from the base model, unchanged.
+(``_keys_to_ignore_on_load_unexpected``), so ``save_pretrained`` would write a model without them. Every saved model
+gets them from the base model, unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_SHOWN_NAMES = 3
 
 
 def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
-    """Tensors of a checkpoint that ``from_pretrained`` does not load, with the file that holds each.
+    """Return the tensors of a checkpoint that ``from_pretrained`` does not load, with the file of each.
 
     Args:
         model: of the checkpoint's class, on any device, without adapters or wrappers.
@@ -37,7 +37,7 @@ def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
 
 
 def restore_long_tensors(model: PreTrainedModel, directory: str) -> None:
-    """Give weights that a checkpoint of 16 bits holds in float32 this precision again: loading has rounded them."""
+    """Restore weights that a 16-bit checkpoint stores in float32 and that loading has rounded."""
     weights, files = model.state_dict(), tensor_files(directory)
     names = _names_in_model(model, directory, converts=False)
     for path in sorted({path for path in files.values() if path.endswith(".safetensors")}):
@@ -49,10 +49,10 @@ def restore_long_tensors(model: PreTrainedModel, directory: str) -> None:
 
 
 def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = True) -> dict[str, str | None]:
-    """The weight that each tensor of a checkpoint is loaded into, or is part of; None for tensors that are not loaded.
+    """Return the weight that each tensor of a checkpoint becomes, or a part of; None for tensors that are not loaded.
 
     Args:
-        converts: with weights that are made of tensors by more than another name.
+        converts: include weights that are converted from tensors, and not only renamed.
     """
     weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
@@ -60,7 +60,7 @@ def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = 
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter) and converts]
 
     def name_in_model(name: str) -> str | None:
-        # In the order of from_pretrained: renamed by the class's rules, then by the prefix alone.
+        # In the order of from_pretrained: by the class's rules, then by the prefix alone.
         rules: tuple[tuple[list[WeightRenaming], list[WeightConverter]], ...] = ((renamings, converters), ([], []))
         renamed = (rename_source_key(name, *each, model.base_model_prefix, weights)[0] for each in rules)
         return next((each for each in renamed if each in weights), None)
@@ -69,20 +69,20 @@ def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = 
 
 
 def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
-    """One line that names the tensors a saved model keeps from its base; nothing if there are none."""
+    """Name the tensors that saved models keep from their base model, if there are any."""
     if unloaded:
         names = ", ".join(sorted(unloaded)[:_MAX_SHOWN_NAMES]) + (", ..." if len(unloaded) > _MAX_SHOWN_NAMES else "")
         yield f"saved models keep {len(unloaded):,} tensors of {base} that transformers does not load: {names}"
 
 
 def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
-    """Add tensors to a model that ``save_pretrained`` wrote, as further shards, and write its index anew.
+    """Add tensors to a saved model as further shards, and rewrite its index.
 
-    A tensor that the model already has stays as it is. Reads at most one shard of the base model at a time.
+    Tensors that the model already has stay unchanged. Reads at most one shard of the base model at a time.
 
     Args:
-        output: directory of the saved model; left alone if it holds no safetensors.
-        unloaded: names of tensors, and the file that holds each.
+        output: directory of the saved model; unchanged if it has no safetensors.
+        unloaded: names of tensors, and the file of each.
     """
     saved = tensor_files(output)
     names_by_file: dict[str, list[str]] = {}
@@ -102,7 +102,7 @@ def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
 
 
 def tensor_files(directory: str) -> dict[str, str]:
-    """The file that holds each tensor of a model, by the tensor's name; empty if transformers would find none."""
+    """Return the file of each tensor of a model by the tensor's name; empty if transformers would find none."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         path = os.path.join(directory, single)
         if os.path.isfile(path):
@@ -117,7 +117,7 @@ def tensor_files(directory: str) -> dict[str, str]:
 
 
 def _copy_tensors(source: str, names: list[str], path: str) -> None:
-    """Write some tensors of a file, of any shape, to a file of their own."""
+    """Copy some tensors of a file to a new file."""
     if source.endswith(".safetensors"):
         with safe_open(source, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in names}
@@ -141,7 +141,7 @@ def _write_index(output: str, shards: list[str]) -> None:
 
 
 def _header(path: str) -> dict[str, Any]:
-    """Type, shape and place of each tensor in a safetensors file, by name."""
+    """Return type, shape and offsets of each tensor in a safetensors file, by name."""
     with open(path, "rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)

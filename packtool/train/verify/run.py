@@ -1,4 +1,4 @@
-"""``packtool verify``: packs of the user's own data through the user's own model, against each sample alone."""
+"""``packtool verify``: compare packs of the user's data with their samples alone, in the user's model."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ _SAMPLES_PER_STEP = 16
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was compared, and how it came out.
+    """The comparisons and their results.
 
     Args:
         model: directory.
-        device, dtype: that it ran on and in.
-        attention: the kernel.
-        num_packs, num_samples, num_tokens: that were compared; samples and tokens of all packs, each sample whole.
-        num_shared_tokens: of these, tokens that were not computed again, for samples that share a prefix.
+        device, dtype: of the computation.
+        attention: name of the kernel.
+        num_packs, num_samples, num_tokens: of the comparison, counting every sample whole.
+        num_shared_tokens: of these, tokens that shared prefixes saved.
         checks: the worst of each kind.
-        seconds: of all of it.
+        seconds: of everything.
         trajectory: with ``--trajectory``, the losses of each step.
     """
 
@@ -84,7 +84,7 @@ class VerifyReport:
         return all(check.passed for check in self.checks)
 
     def raise_if_failed(self) -> None:
-        """Raise a MismatchError, exit code 4, that names every check that failed."""
+        """Raise a MismatchError, exit code 4, that names every failed check."""
         raise_if_failed(self.checks, shares=self.num_shared_tokens > 0)
 
 
@@ -92,15 +92,16 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     """Compare packs with their samples; where processes share sequences, every one of them calls this.
 
     Args:
-        world: this process among the others; by default what torchrun says.
+        world: this process among the others; by default from torchrun's environment.
 
     Returns:
-        the report, whether or not it passed.
+        the report, whether or not the checks passed.
 
     Raises:
-        ConfigError: for a kernel that is not there, or a packing length that no two samples share.
+        ConfigError: for an unavailable kernel, or a packing length into which no two samples fit.
         DataError: if no sample fits, or a picture cannot be read.
-        MismatchError: if the caches are not this model's, inputs could leak, or the model cannot be packed.
+        MismatchError: if the caches do not belong to the model, or inputs could leak.
+        UnsupportedModelError: if the model cannot be packed.
     """
     begin, progress = time.perf_counter(), progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
@@ -110,13 +111,31 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.trajectory is not None:
-        return _verify_trajectory(config, reader, spec, device, progress)
-    trees = _trees(config, files, reader, progress)
-    packs = choose_packs(reader, config, trees)
+        report = _verify_trajectory(config, reader, spec, device, progress)
+    else:
+        report = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
+    return dataclasses.replace(report, seconds=time.perf_counter() - begin)
+
+
+def _verify_packs(
+    config: VerifyConfig,
+    reader: CacheReader,
+    spec: InputSpec,
+    device: torch.device,
+    progress: Progress,
+    *,
+    files: ModelFiles,
+    world: World,
+) -> VerifyReport:
+    capacity = _capacity(config, reader)
+    shared, warning = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
+    if warning is not None:
+        progress.note(warning)
+    packs = choose_packs(reader, config, None if shared is None else shared.trees)
     dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
-    collate, min_shared = (collate_packs, None) if trees is None else (collate_tree, MIN_SHARED)
+    collate, min_shared = (collate_packs, None) if shared is None else (collate_tree, MIN_SHARED)
     for pack_samples in samples:
         refuse_leaky_inputs(collate(pack_samples, spec).model_inputs())
     parallel = None
@@ -132,63 +151,59 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
         set_attention(model, config.attn_impl, parallel)
-        under_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
-        tests = [under_test(some, some_local=number % 2 == 1) for number, some in enumerate(samples)]
+        make_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
+        tests = [make_test(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
         checks = _check_all(model, tests, progress)
-    return VerifyReport(
-        model=config.model,
-        device=device.type if device.type == "cpu" else str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        attention=kernel,
-        num_packs=len(packs),
-        num_samples=sum(map(len, packs)),
-        num_tokens=sum(sum(test.lengths) for test in tests),
-        num_shared_tokens=sum(test.num_shared_tokens for test in tests),
-        checks=tuple(worst_of(checks)),
-        seconds=time.perf_counter() - begin,
-    )
+    report = _report(config, reader, device, packs, attention=kernel, dtype=dtype, checks=worst_of(checks))
+    return dataclasses.replace(report, num_shared_tokens=sum(test.num_shared_tokens for test in tests))
 
 
 def _verify_trajectory(
-    config: VerifyConfig, reader: CacheReader, spec: InputSpec, device: torch.device, progress: Progress
+    config: VerifyConfig,
+    reader: CacheReader,
+    spec: InputSpec,
+    device: torch.device,
+    progress: Progress,
 ) -> VerifyReport:
-    """What ``verify`` returns with ``--trajectory``."""
-    begin = time.perf_counter()
-    assert config.trajectory is not None, "asked for"
     capacity, num_samples = _capacity(config, reader), config.samples_per_step or _SAMPLES_PER_STEP
     options = PlanOptions(max_length=capacity, packing_length=capacity, samples_per_step=num_samples)
     steps = plan_steps(config, options, reader)
-    kernel = choose(config.attn_impl, device, torch.float32).name
 
     def load() -> PreTrainedModel:
         model = load_model(config.model, spec.config, dtype=torch.float32, packing=True, attn_impl=config.attn_impl)
         return model.to(device)  # type: ignore[arg-type]  # to is overloaded
 
+    kernel = choose(config.attn_impl, device, torch.float32).name
     with quiet_transformers():
         trained, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
-    samples = np.concatenate([pack for step in steps for pack in step.packs])
+    packs = [pack for packs, _ in steps for pack in packs]
+    report = _report(config, reader, device, packs, attention=kernel, dtype=torch.float32, checks=checks)
+    return dataclasses.replace(report, trajectory=trained)
+
+
+def _report(
+    config: VerifyConfig,
+    reader: CacheReader,
+    device: torch.device,
+    packs: Sequence[Sequence[int]],
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    checks: Sequence[Check],
+) -> VerifyReport:
+    samples = np.concatenate(packs)
     return VerifyReport(
         model=config.model,
         device=device.type if device.type == "cpu" else str(device),
-        dtype="float32",
-        attention=kernel,
-        num_packs=sum(len(step.packs) for step in steps),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention,
+        num_packs=len(packs),
         num_samples=len(samples),
         num_tokens=int(reader.index.length[samples].sum()),
         num_shared_tokens=0,
-        checks=checks,
-        seconds=time.perf_counter() - begin,
-        trajectory=trained,
+        checks=tuple(checks),
+        seconds=0.0,
     )
-
-
-def _trees(config: VerifyConfig, files: ModelFiles, reader: CacheReader, progress: Progress) -> PrefixTrees | None:
-    """The samples that share prefixes within packs; None if all are compared whole."""
-    capacity = _capacity(config, reader)
-    shared, told = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
-    if told is not None:
-        progress.note(told)
-    return None if shared is None else shared.trees
 
 
 def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
@@ -196,12 +211,9 @@ def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
 
 
 def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees | None = None) -> list[list[int]]:
-    """Packs of at least two samples as training would make them: positions in the cache.
+    """Return packs of at least two samples as training would plan them: positions in the cache.
 
-    Packs in which prefixes are shared come first, and of these, or else of all, one with media.
-
-    Args:
-        trees: of samples that share prefixes.
+    Packs with shared prefixes come first, and among these, or else among all, one with media.
 
     Raises:
         ConfigError: if no two samples share a pack.
@@ -227,7 +239,7 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
         )
     shared = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
     has_media, shares = plan.sums_per_pack(index.media_tokens[plan.samples])[several] > 0, shared[several] > 0
-    # Else in the plan's order, which is drawn.
+    # The others stay in the plan's random order.
     first = several[np.lexsort((~has_media, ~shares))[0]]
     in_order = several[np.argsort(~shares, kind="stable")]
     chosen = [first, *in_order[in_order != first]][: config.num_packs]
@@ -235,14 +247,13 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
 
 
 def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress: Progress) -> list[Check]:
-    """Every check on every pack."""
     checks: list[Check] = []
     functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
-    todo = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
-    progress.start("verify", len(todo))
+    calls = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
+    progress.start("verify", len(calls))
     with without_dropout(model):
-        for check, under_test in todo:
-            checks.append(check(under_test))
+        for check, test in calls:
+            checks.append(check(test))
             progress.advance(1)
     progress.finish()
     return checks

@@ -21,7 +21,7 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.planning.skrull import SHARDED
-from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.model.loss import takes_logits_to_keep, target_losses
 from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
 from tests.batch.reduced import (
     TEXT_MODELS,
@@ -116,7 +116,7 @@ def _hybrid(name: str, directory: str) -> Setting:
 def _run(model: PreTrainedModel, batch: Batch, lengths: Sequence[int], parallel: SequenceParallel | None) -> Found:
     """The same on all ranks."""
     model.zero_grad(set_to_none=True)
-    loss = sum_of_losses(model, batch, label_logits_only=takes_logits_to_keep(model))
+    loss = target_losses(model, batch, label_logits_only=takes_logits_to_keep(model)).weighted_sum()
     torch.autograd.backward(loss)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = loss.detach().clone()

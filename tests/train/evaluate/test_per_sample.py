@@ -25,8 +25,7 @@ from packtool.errors import DataError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.evaluate import per_sample as module
-from packtool.train.evaluate.per_sample import evaluate, evaluate_in_training
-from packtool.train.evaluate.scorer import Evaluation
+from packtool.train.evaluate.per_sample import Evaluation, evaluate
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.model.loss import HeadLoss, head_of
 from packtool.train.prepare.evaluation import plan_of_samples
@@ -168,9 +167,9 @@ def test_logits_where_a_head_allows_no_losses(
     label_logits_only: bool, case: Case, reference: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HeadLoss, "applies_to", lambda model: False)
-    monkeypatch.setattr("packtool.train.evaluate.scorer.takes_logits_to_keep", lambda model: label_logits_only)
-    monkeypatch.setattr("packtool.train.evaluate.scorer._TARGETS_AT_ONCE", 7)
-    monkeypatch.setattr("packtool.train.evaluate.scorer._CELLS_AT_ONCE", 30)
+    monkeypatch.setattr("packtool.train.model.loss.takes_logits_to_keep", lambda model: label_logits_only)
+    monkeypatch.setattr("packtool.train.model.loss._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("packtool.train.evaluate.per_sample._CELLS_AT_ONCE", 30)
     assert largest_error(case.evaluate(max_tokens=400), reference) <= 1e-5
 
 
@@ -299,7 +298,7 @@ def test_training_goes_on_as_if_nothing_had_been(in_training: nn.Module, case: C
     modes = {name: part.training for name, part in model.named_modules()}
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     first, second = (
-        evaluate_in_training(model, reader, case.spec, plan, world=World(), num_workers=workers) for workers in (0, 1)
+        evaluate(model, reader, case.spec, plan, world=World(), num_workers=workers).metrics() for workers in (0, 1)
     )
     assert torch.equal(states[0], torch.get_rng_state())
     assert np.array_equal(states[1], np.random.get_state()[1])
@@ -313,7 +312,7 @@ def test_training_goes_on_as_if_nothing_had_been(in_training: nn.Module, case: C
     assert "forward" not in vars(head)
     # With the Trainer's own losses in the head, which stay there.
     theirs = HeadLoss(model)
-    assert evaluate_in_training(model, reader, case.spec, plan, world=World()) == first
+    assert evaluate(model, reader, case.spec, plan, world=World()).metrics() == first
     assert head.forward.__self__ is theirs
     del head.forward
     packed = load_model(case.checkpoint, case.spec.config, dtype=torch.float32, packing=True)

@@ -17,8 +17,14 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.views import SampleReader
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
-from packtool.train.evaluate.per_sample import EvaluationBatch, EvaluationMicroBatches
-from packtool.train.evaluate.scorer import Scorer, evaluating, is_packed, sample_scores
+from packtool.train.evaluate.per_sample import (
+    EvaluationBatch,
+    EvaluationMicroBatches,
+    Scorer,
+    evaluating,
+    is_packed,
+    sample_scores,
+)
 from packtool.train.model.loss import head_of
 from tests.attention.hybrids import hybrid_model
 from tests.batch.reduced import (
@@ -57,7 +63,7 @@ def scores(scorer: Scorer, spec: InputSpec, samples: list[EncodedSample], alignm
     item = dataset[0]
     assert isinstance(item, EvaluationBatch)
     losses, correct = scorer(item.batch)
-    return sample_scores(item.places, item.batch.labels, losses, correct).numpy()
+    return sample_scores(*item.where, item.batch.labels, losses, correct).numpy()
 
 
 @pytest.mark.smoke

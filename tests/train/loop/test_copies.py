@@ -97,7 +97,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> DeviceCopies:
 
 def test_the_computation_waits_for_the_copy_alone(copies: DeviceCopies) -> None:
     Event.times += [0.0, 0.0]
-    copies.bring(FakeBatch(EVENTS))  # type: ignore[type-var]
+    copies.to_device(FakeBatch(EVENTS))  # type: ignore[type-var]
     assert EVENTS == [
         "on copies",
         "to cuda, not blocking",
@@ -112,15 +112,15 @@ def test_the_computation_waits_for_the_copy_alone(copies: DeviceCopies) -> None:
 def test_waits_are_read_once_and_never_before_the_device_is_there(
     copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert copies.waited() == 0.0
+    assert copies.wait_seconds() == 0.0
     Event.times += [0.0, 250.0, 1000.0, 1750.0, 2000.0, 2000.0]
     for _ in range(3):
-        copies.bring(FakeBatch(EVENTS))  # type: ignore[type-var]
+        copies.to_device(FakeBatch(EVENTS))  # type: ignore[type-var]
     monkeypatch.setattr(Event, "reached", False)
-    assert copies.waited() == 0.0
+    assert copies.wait_seconds() == 0.0
     monkeypatch.setattr(Event, "reached", True)
-    assert copies.waited() == 1.0
-    assert copies.waited() == 0.0
+    assert copies.wait_seconds() == 1.0
+    assert copies.wait_seconds() == 0.0
 
 
 @pytest.mark.gpu
@@ -129,16 +129,16 @@ def test_on_a_gpu_copies_arrive_and_their_waits_are_told() -> None:
     copies, expected = DeviceCopies(torch.device("cuda")), torch.arange(1 << 22)
     batch = BatchOfOne(expected.pin_memory())
     for _ in range(3):
-        arrived = copies.bring(batch)  # type: ignore[type-var]
+        arrived = copies.to_device(batch)  # type: ignore[type-var]
         assert int((arrived.tensor + 1).sum()) == int(expected.sum()) + len(expected)
-    waited = copies.waited()
+    waited = copies.wait_seconds()
     assert waited is not None
     assert 0 < waited < 10
-    assert copies.waited() == 0.0
+    assert copies.wait_seconds() == 0.0
 
 
 def test_the_cpu_has_no_streams() -> None:
     events: list[str] = []
-    DeviceCopies(torch.device("cpu")).bring(FakeBatch(events))  # type: ignore[type-var]
+    DeviceCopies(torch.device("cpu")).to_device(FakeBatch(events))  # type: ignore[type-var]
     assert events == ["to cpu, blocking"]
-    assert DeviceCopies(torch.device("cpu")).waited() is None
+    assert DeviceCopies(torch.device("cpu")).wait_seconds() is None

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from packtool.train.loop.media_times import KindTimes, LoadingTimes
+from packtool.train.loop.media_times import LoadingTimes
 
 
 def times(step_seconds: float) -> LoadingTimes:
-    kinds = KindTimes("pictures", 32, 0.01, 0.5, 20.0), KindTimes("videos", 8, 0.4, 12.0, 0.5)
+    names = ("kind", "measured", "seconds", "megabytes", "per_step")
+    rows = ("pictures", 32, 0.01, 0.5, 20.0), ("videos", 8, 0.4, 12.0, 0.5)
+    kinds = [dict(zip(names, row, strict=True)) for row in rows]
     return LoadingTimes(kinds, step_seconds, "a model on a GPU", cores=2)
 
 

@@ -18,7 +18,7 @@ from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.encode.encoded import EncodedSample
 from packtool.train.loop import meter
 from packtool.train.loop.meter import Meter
-from packtool.train.model.loss import TargetLosses, losses_of_head, target_losses
+from packtool.train.model.loss import LossFunction, TargetLosses, target_losses
 from packtool.train.prepare.figures import StepFigures
 from tests.batch.reduced import reduced_model, reduced_spec, samples_alike
 
@@ -49,14 +49,14 @@ def test_waits_of_a_line_and_the_rest_are_its_time(lines: list[list[float]]) -> 
                 clock.now += load
                 yield "a micro-batch"
 
-            assert list(measured.waited_for(loaded())) == ["a micro-batch"]
+            assert list(measured.timed(loaded())) == ["a micro-batch"]
             clock.now += compute
-            measured.add(StepFigures())
+            measured.add_step(StepFigures())
             # A step without a line of its own.
             measured.begin_log()
             clock.now += unlogged
             clock.now += evaluate
-            measured.leave_out(evaluate)
+            measured.exclude(evaluate)
             measured.begin_log()
             clock.now += reach
             line = measured.logged(0.0, ACCELERATOR, copying=None)
@@ -68,7 +68,7 @@ def test_waits_of_a_line_and_the_rest_are_its_time(lines: list[list[float]]) -> 
             measured.end_log()
             # An evaluation between two lines is none of either.
             clock.now += make
-            measured.leave_out(make)
+            measured.exclude(make)
             written = write
 
 
@@ -76,7 +76,7 @@ def test_copies_are_a_share_of_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
     clock = Clock()
     monkeypatch.setattr(meter, "time", clock)
     measured = Meter(by_channel=False)
-    measured.add(StepFigures())
+    measured.add_step(StepFigures())
     clock.now += 8.0
     measured.begin_log()
     assert measured.logged(0.0, ACCELERATOR, copying=2.0)["copy_wait"] == 0.25
@@ -99,9 +99,9 @@ def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> N
 
     def told(batch: Batch) -> dict[str, float]:
         measured = Meter(by_channel=by_channel)
-        with losses_of_head(model) as head_loss:
-            assert head_loss is not None
-            measured.see(head_loss.losses(model, batch), batch)
+        with LossFunction.temporary(model) as loss_function:
+            assert loss_function.head_loss is not None
+            measured.add_losses(loss_function(model, batch), batch)
         line = measured.logged(0.0, ACCELERATOR, copying=None)
         return {name: value for name, value in line.items() if name.startswith(("loss_", "token_accuracy"))}
 
@@ -142,9 +142,9 @@ def test_the_loss_is_the_mean_over_targets_and_the_objective_has_the_weights(
     def losses_of(batch: Batch) -> TargetLosses:
         if not in_head:
             return target_losses(model, batch, label_logits_only=by_channel)
-        with losses_of_head(model) as head_loss:
-            assert head_loss is not None
-            return head_loss.losses(model, batch)
+        with LossFunction.temporary(model) as loss_function:
+            assert loss_function.head_loss is not None
+            return loss_function(model, batch)
 
     def losses_alone(sample: EncodedSample) -> list[float]:
         return losses_of(collate([sample], spec)).losses.tolist()
@@ -154,9 +154,9 @@ def test_the_loss_is_the_mean_over_targets_and_the_objective_has_the_weights(
     units = len(samples) if reduction == "sample" else sum(counts)
     measured = Meter(by_channel=by_channel)
     losses = losses_of(batch)
-    measured.see(losses, batch)
-    measured.add(StepFigures(target_tokens=sum(counts), units=units))
-    line = measured.logged(losses.sum(batch.loss_weights).item(), ACCELERATOR, copying=None)
+    measured.add_losses(losses, batch)
+    measured.add_step(StepFigures(target_tokens=sum(counts), units=units))
+    line = measured.logged(losses.weighted_sum().item(), ACCELERATOR, copying=None)
     assert line["loss"] == pytest.approx(sum(map(sum, alone)) / sum(counts), rel=1e-4)
     has_weights = reduction == "sample" or any(weight not in (None, 1.0) for weight in weights)
     assert ("objective" in line) == has_weights

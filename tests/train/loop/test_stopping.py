@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,8 +28,8 @@ from packtool.launch import torchrun
 from packtool.launch.worker import begin_worker
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import SIGNALS, StepWatch, StopSignals
+from packtool.train.model.loss import StepMean
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.prepare.run import Run
 from packtool.train.run import train
@@ -192,13 +191,13 @@ def test_checkpoints_of_transformers_own_are_refused(tiny: TinyWorld, tmp_path: 
 
 @pytest.fixture
 def bad_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second micro-batch of the third step has no loss."""
-    compute, calls = PackTrainer.compute_loss, iter(range(1000))
+    """The loss of the second micro-batch of the third step is NaN."""
+    contribution, calls = StepMean.contribution, iter(range(1000))
 
-    def broken(self: PackTrainer, *args: Any, **kwargs: Any) -> Tensor:
-        return compute(self, *args, **kwargs) * (float("nan") if next(calls) == 5 else 1.0)
+    def broken(self: StepMean, loss_sum: Tensor) -> Tensor:
+        return contribution(self, loss_sum) * (float("nan") if next(calls) == 5 else 1.0)
 
-    monkeypatch.setattr(PackTrainer, "compute_loss", broken)
+    monkeypatch.setattr(StepMean, "contribution", broken)
 
 
 def bad_rows(config: TrainConfig) -> list[int]:
@@ -247,14 +246,11 @@ def test_the_answer_is_read_a_step_later_where_nothing_comes_of_the_step(tiny: T
 
 def test_the_answer_is_read_before_an_evaluation() -> None:
     watch = StepWatch(StopSignals(), lambda: lambda _: [], on_nan="stop", world=World(), progress=SilentProgress())
-    watch.numbers.see_loss(torch.tensor(float("nan")))
-    args: Any = SimpleNamespace(device=torch.device("cpu"))
-    now = args, TrainerState(), TrainerControl()
-    watch.on_pre_optimizer_step(*now)
-    watch.on_step_end(*now)
-    watch.is_evaluated = lambda _: True
+    watch.record_loss(torch.tensor(float("nan")))
+    watch.before_update(0, torch.nn.Linear(1, 1), torch.device("cpu"))
+    watch.end_step(TrainerState(), TrainerControl(), is_evaluated=False)
     with pytest.raises(DivergedError, match="step 1 is infinite"):
-        watch.on_step_end(*now)
+        watch.end_step(TrainerState(), TrainerControl(), is_evaluated=True)
 
 
 @pytest.mark.usefixtures("bad_third_step")

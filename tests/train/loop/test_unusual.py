@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packtool.train.loop.callbacks import Outliers, is_far_above, sentence
+from packtool.train.loop.callbacks import Outliers, is_far_above, outlier_warning
 
 
 def test_six_robust_deviations_are_far() -> None:
@@ -63,9 +63,9 @@ def test_numbers_that_are_none_are_for_others_to_tell() -> None:
 
 
 def test_the_sentence_has_the_command() -> None:
-    told = sentence(1200, {"loss": 1.25}, {"loss": 9.0}, "'my run'")
+    told = outlier_warning(1200, {"loss": 1.25}, {"loss": 9.0}, "'my run'")
     assert told == (
         "step 1,200 is far above those before: loss 9 (the last lines: 1.25): packtool inspect 'my run' --step 1200 "
         "shows what it held"
     )
-    assert "inspect" not in sentence(3, {"grad_norm": 1.0}, {"grad_norm": 7.0}, None)
+    assert "inspect" not in outlier_warning(3, {"grad_norm": 1.0}, {"grad_norm": 7.0}, None)

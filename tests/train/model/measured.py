@@ -14,7 +14,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.encode.families import MediaLimits
-from packtool.train.model.load import _enable_checkpointing
+from packtool.train.model.load import enable_checkpointing
 from packtool.train.model.loss import HeadLoss
 from packtool.train.model.trace import PassBytes, route_through_traced, run_pass, trace_pass, traced_batch
 from packtool.train.prepare.figures import RankTokens
@@ -34,7 +34,7 @@ def made(config: Any, *, adapters: bool, recomputes: bool) -> nn.Module:
     """A model on the device of the moment."""
     model: Any = auto_class(config).from_config(copy.deepcopy(config), attn_implementation="sdpa")
     if recomputes:
-        _enable_checkpointing(model)
+        enable_checkpointing(model)
     if adapters:
         model = get_peft_model(model, LoraConfig(target_modules=ADAPTED, r=4), low_cpu_mem_usage=True)
     return model

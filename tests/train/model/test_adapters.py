@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.model.adapters import add_adapters, attach_adapter, take_adapter
+from packtool.train.model.adapters import add_adapters, attach_adapter, load_adapter_weights
 from packtool.train.model.load import auto_class
 from packtool.train.model.towers import towers_of
 from tests.attention.hybrids import hybrid_config
@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_fits_is_taken_whole(saved: Path) -> None:
     attached, taking = attach_adapter(reduced_model("qwen3"), str(saved)), adapted()
-    take_adapter(taking, str(saved))
+    load_adapter_weights(taking, str(saved))
     theirs, ours = (get_peft_model_state_dict(model, save_embedding_layers=False) for model in (attached, taking))
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
@@ -45,7 +45,7 @@ def test_what_fits_is_taken_whole(saved: Path) -> None:
 )
 def test_what_does_not_fit_is_named(saved: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match=r"is not that of these settings: \d+ of its weights do not fit, such as "):
-        take_adapter(adapted(**settings), str(saved))
+        load_adapter_weights(adapted(**settings), str(saved))
 
 
 def test_modules_that_peft_takes_for_others_are_named() -> None:
@@ -67,4 +67,4 @@ def test_modules_that_peft_takes_for_others_are_named() -> None:
 def test_a_file_that_is_damaged_is_told(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no adapter")
     with pytest.raises(MismatchError, match="cannot be read"):
-        take_adapter(adapted(), str(tmp_path))
+        load_adapter_weights(adapted(), str(tmp_path))

@@ -22,8 +22,8 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.train.model.compiled import check_backend, compile_layers
-from packtool.train.model.load import _enable_checkpointing, auto_class
-from packtool.train.model.loss import losses_of_head
+from packtool.train.model.load import auto_class, enable_checkpointing
+from packtool.train.model.loss import LossFunction
 from tests.batch.reduced import make_sample, reduced_config
 from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 
@@ -57,8 +57,8 @@ def step_of(model: Any, spec: InputSpec, lengths: Sequence[int], multiple_of: in
     samples = [make_sample(length, seed=length) for length in lengths]
     batch = collate_packs(samples, spec, frozenset(), multiple_of=multiple_of)
     model.zero_grad()
-    with losses_of_head(model) as head:
-        loss = head.losses(model, batch).sum(batch.loss_weights)
+    with LossFunction.temporary(model) as loss_function:
+        loss = loss_function(model, batch).weighted_sum()
         loss.backward()
     return loss.detach(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
@@ -94,7 +94,7 @@ def test_with_autograd_compiled_too(adapters: bool) -> None:
     """Forward and backward as graphs, recomputed; with adapters, too, whose first layer's input has no gradient."""
     spec = InputSpec("", reduced_config("qwen3"), MediaLimits())
     model = model_of(spec)
-    _enable_checkpointing(model)
+    enable_checkpointing(model)
     if adapters:
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
     check_compiled(model, spec, "aot_eager", TWO_LENGTHS if adapters else PACKS)
@@ -104,7 +104,7 @@ def test_recomputing_stays_outside() -> None:
     """Once forward and once backward in each layer: neither left out, nor done twice."""
     spec = InputSpec("", reduced_config("qwen3"), MediaLimits())
     model = model_of(spec)
-    _enable_checkpointing(model)
+    enable_checkpointing(model)
     calls: list[int] = []
     for layer in model.get_decoder().layers:
         layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -22,11 +22,11 @@ from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.model.sharding import (
+    check_experts,
     expert_sharding,
     expert_weights,
-    experts_turned_rightly,
+    experts_transposed_correctly,
     load_optimizer,
-    refuse_other_experts,
 )
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
@@ -144,15 +144,15 @@ def test_options_that_do_not_go_with_it() -> None:
 @spreads
 def test_models_whose_experts_cannot_be_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = text_mixture()
-    refuse_other_experts(experts, config())
+    check_experts(experts, config())
     assert len(expert_weights(experts)) == 2 * experts.config.num_hidden_layers
     with pytest.raises(ConfigError, match=r"4 experts \(model.layers.0.*\) cannot be divided by 3"):
-        refuse_other_experts(experts, config(expert_parallel_size=3))
+        check_experts(experts, config(expert_parallel_size=3))
     with pytest.raises(UnsupportedModelError, match="has no plan for experts of a Qwen3ForCausalLM"):
-        refuse_other_experts(reduced_model("qwen3"), config())
+        check_experts(reduced_model("qwen3"), config())
     monkeypatch.setattr("packtool.train.model.sharding._NEEDED_FIELDS", frozenset(("ep_size", "ep_of_tomorrow")))
     with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no ep_of_tomorrow in its DistributedConfig"):
-        refuse_other_experts(experts, config())
+        check_experts(experts, config())
 
 
 @spreads
@@ -172,7 +172,7 @@ def test_experts_are_turned_if_their_checkpoint_has_them_otherwise() -> None:
         turn = Transpose(1, 2, check_dims=True)
         return turn.convert({"w": [stored]}, ["w"], ["w"], model=owner, full_layer_name="w")["w"]
 
-    with experts_turned_rightly():
+    with experts_transposed_correctly():
         assert torch.equal(read(right), right)
         assert torch.equal(read(other), other.transpose(1, 2))
-    assert read(right).shape == (2, 5, 3), "experts_turned_rightly is needed no more with this transformers"
+    assert read(right).shape == (2, 5, 3), "experts_transposed_correctly is needed no more with this transformers"

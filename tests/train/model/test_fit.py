@@ -20,8 +20,8 @@ from packtool.progress import SilentProgress
 from packtool.simulate.cost import Constants
 from packtool.train.loop import checks
 from packtool.train.model import memory
-from packtool.train.model.fit import SHOWN, Fit, Proposal, find_fit
-from packtool.train.model.memory import MemoryEstimate, TracedOnce
+from packtool.train.model.fit import MAX_PROPOSALS, Fit, Proposal, find_fit
+from packtool.train.model.memory import CachedTracer, MemoryEstimate
 from packtool.train.prepare.figures import RankTokens
 from tests.train.tiny import TinyWorld
 
@@ -46,7 +46,7 @@ def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(found: Fit, budget: float) -> None:
-    assert 0 < len(found.proposals) <= SHOWN
+    assert 0 < len(found.proposals) <= MAX_PROPOSALS
     assert found.num_tried <= found.num_settings
     assert all(each.memory is not None and each.memory.total * GIB <= budget for each in found.proposals)
     least = min(each.seconds_per_token for each in found.proposals)
@@ -199,7 +199,7 @@ def test_a_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch)
         return told_bytes(config, model, dtype, tokens, axes)
 
     monkeypatch.setattr(memory, "traced_pass_bytes", counted)
-    trace, config = TracedOnce(), tiny.config("out")
+    trace, config = CachedTracer(), tiny.config("out")
     none: Any = None
     tokens, alone = RankTokens(computed=100, vision=10), Axes()
     known = told_bytes(config, none, none, tokens, alone)

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.planning.cost import CostModel
-from packtool.train.model.loss import HeadLoss, sum_of_losses
+from packtool.train.model.loss import HeadLoss, target_losses
 from scripts._flop_counter import flop_counter
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec, save_image_processor
 from tests.train.test_isolation import gradients
@@ -32,11 +32,11 @@ def setting(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[Any, Any, li
 def test_losses_and_gradients_are_those_of_the_logits(setting: Any, chunk_logits: int) -> None:
     model, spec, samples = setting
     batch = collate_packs(samples, spec)
-    expected = gradients(model, [sum_of_losses(model, batch, label_logits_only=False)])
+    expected = gradients(model, [target_losses(model, batch, label_logits_only=False).weighted_sum()])
     head = HeadLoss(model, chunk_logits)
     found = head.losses(model, batch)
     assert len(found.losses) == batch.num_target_tokens
-    ours = gradients(model, [found.sum(batch.loss_weights)])
+    ours = gradients(model, [found.weighted_sum()])
     assert ours.keys() == expected.keys()
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=5e-6)
@@ -54,7 +54,7 @@ def test_logits_that_are_made_again_are_the_work_of_the_hardware() -> None:
     for chunk_logits in (None, 1):
         model = reduced_model("qwen3")
         with flop_counter() as counter:
-            HeadLoss(model, chunk_logits).losses(model, batch).sum(None).backward()  # type: ignore[no-untyped-call]
+            HeadLoss(model, chunk_logits).losses(model, batch).weighted_sum().backward()  # type: ignore[no-untyped-call]
         counted.append(counter.get_total_flops())
     config = spec.config.to_dict()
     kept, again = (CostModel.of_config(config, recomputes_head=does).per_target_token for does in (False, True))
@@ -65,8 +65,8 @@ def test_weights_and_padding() -> None:
     spec, samples = reduced_spec("qwen3"), [weighted(1, 9), weighted(3, 12)]
     for batch, packed in ((collate_packs(samples, spec), True), (collate_padded(samples, spec), False)):
         model = reduced_model("qwen3", packed=packed)
-        expected = sum_of_losses(model, batch, label_logits_only=False)
-        torch.testing.assert_close(HeadLoss(model).losses(model, batch).sum(batch.loss_weights), expected)
+        expected = target_losses(model, batch, label_logits_only=False).weighted_sum()
+        torch.testing.assert_close(HeadLoss(model).losses(model, batch).weighted_sum(), expected)
 
 
 def test_documents_of_targets(setting: Any) -> None:
@@ -83,7 +83,7 @@ def test_documents_of_targets(setting: Any) -> None:
 def test_without_targets_every_parameter_gets_zeros(setting: Any) -> None:
     model, spec, _ = setting
     found = HeadLoss(model).losses(model, collate_packs([], spec))
-    loss = found.sum(None)
+    loss = found.weighted_sum()
     assert loss.item() == 0.0
     reached = gradients(model, [loss])
     assert reached.keys() == dict(model.named_parameters()).keys()
@@ -102,7 +102,7 @@ def saved_logits(model: Any, batch: Batch, chunk_logits: int) -> int:
 
     head = HeadLoss(model, chunk_logits)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = head.losses(model, batch).sum(None)
+        found = head.losses(model, batch).weighted_sum()
     found.backward()
     return saved
 
@@ -132,7 +132,7 @@ def test_hits_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     argmax = torch.Tensor.argmax
     monkeypatch.setattr(torch.Tensor, "argmax", lambda *given: calls.append(1) or argmax(*given))
-    loss = head.losses(model, batch).sum(None)
+    loss = head.losses(model, batch).weighted_sum()
     asked = len(calls)
     assert asked == -(-batch.num_target_tokens // 10)
     loss.backward()

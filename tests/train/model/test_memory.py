@@ -11,7 +11,8 @@ import torch
 
 from packtool.progress import SilentProgress
 from packtool.train.model import loss, memory
-from packtool.train.model.memory import estimate_memory, model_without_weights, traced_bytes
+from packtool.train.model.load import model_without_weights
+from packtool.train.model.memory import estimate_memory, traced_bytes
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.result import TrainResult, next_lines, settings_lines
 from packtool.train.run import train

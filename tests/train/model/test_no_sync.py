@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from transformers import TrainerControl, TrainerState
 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import PackedBatch, target_positions
@@ -119,7 +117,7 @@ def loss_of(mode: FakeTensorMode, spec: InputSpec, batch: PackedBatch, *, adapte
     model.train()
     on_device = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cuda"))
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        return HeadLoss(model).losses(model, on_device).sum(on_device.loss_weights)
+        return HeadLoss(model).losses(model, on_device).weighted_sum()
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -151,15 +149,14 @@ def end_of_step(norm: Tensor | float, loss: Tensor, on_nan: OnNan) -> StepWatch:
     """What watches a step, told of its numbers and asked before its update."""
     watch = StepWatch(
         StopSignals(),
-        lambda: lambda numbers: map(str, numbers),
+        lambda: lambda number: [str(number)],
         on_nan=on_nan,
         world=World(),
         progress=SilentProgress(),
     )
-    watch.numbers.see_loss(loss)
-    watch.numbers.see_norm(norm, is_scaled=False)
-    args: Any = SimpleNamespace(device=loss.device)
-    watch.on_pre_optimizer_step(args, TrainerState(), TrainerControl())
+    watch.record_loss(loss)
+    watch.record_norm(norm)
+    watch.before_update(0, torch.nn.Linear(1, 1), loss.device)
     return watch
 
 
@@ -198,7 +195,7 @@ def step_on(device: str, kernel: str, spec: InputSpec) -> Callable[[], Tensor]:
 
     def step() -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss = head_loss.losses(model, batch).sum(batch.loss_weights)
+            loss = head_loss.losses(model, batch).weighted_sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 

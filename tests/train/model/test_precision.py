@@ -120,7 +120,7 @@ def test_frozen_and_trained_parts_of_different_precision_go_together(name: str, 
         run = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", train_type="full", **flags)
         make_trainable(model, run)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = HeadLoss(model).losses(model, batch).sum(None)
+            loss = HeadLoss(model).losses(model, batch).weighted_sum()
         loss.backward()
         losses.append(loss.item())
         for parameter in model.parameters():

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.model.load import load_model, make_trainable
-from packtool.train.model.quantize import quantization_of, quantized_layers, saved_bytes
+from packtool.train.model.quantize import quantization_config, quantized_layers, saved_bytes
 from tests.batch.reduced import reduced_model
 
 has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
@@ -45,7 +45,7 @@ def test_what_few_bits_cannot_do_is_refused(settings: dict[str, Any], told: str)
 @pytest.mark.skipif(has_bitsandbytes, reason="is about its absence")
 def test_without_the_package_it_is_named() -> None:
     with pytest.raises(ConfigError, match="--quant-bits 4: bitsandbytes is not installed"):
-        quantization_of(config(quant_bits=4), PreTrainedConfig(), torch.float32)
+        quantization_config(config(quant_bits=4), PreTrainedConfig(), torch.float32)
 
 
 def test_towers_and_head_keep_their_bits() -> None:

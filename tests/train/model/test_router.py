@@ -14,7 +14,7 @@ from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.model.load import _enable_checkpointing, route_attention
+from packtool.train.model.load import enable_checkpointing, route_attention
 from packtool.train.model.router import RouterBalance, load_balance
 from tests.batch.reduced import make_sample, reduced_config, reduced_model, reduced_spec
 
@@ -33,14 +33,14 @@ def gradients(batches: list[Batch], step_tokens: int, *, recomputed: bool = Fals
     if packed:
         route_attention(model, packing=True)
     if recomputed:
-        _enable_checkpointing(model)
+        enable_checkpointing(model)
         model.train()
     balance = RouterBalance(model, 0.5)
     for batch in batches:
         with balance.of(batch, step_tokens, world_size=1):
             (model(**batch.model_inputs()).logits.sum() * 0.0).backward()
     found = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return [*found, balance.taken()]
+    return [*found, balance.take()]
 
 
 def test_one_layer_is_what_transformers_computes() -> None:

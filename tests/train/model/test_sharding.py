@@ -18,9 +18,8 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.model.loss import HeadLoss
 from packtool.train.model.sharding import (
+    configure_fsdp,
     deepspeed_settings,
-    keep_digits_of_outputs,
-    shard_layers_that_are_there,
     sharding_arguments,
 )
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec
@@ -75,7 +74,7 @@ def losses_of_shards(keeps: bool) -> None:
     plugin = SimpleNamespace(mixed_precision_policy=rounding)
     if keeps:
         accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-        keep_digits_of_outputs(accelerator, config(fsdp=("full_shard",)))
+        configure_fsdp(accelerator, torch.nn.Linear(1, 1), config(fsdp=("full_shard",)))
         assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
     model = reduced_model("qwen3")
     head = HeadLoss(model)
@@ -84,7 +83,7 @@ def losses_of_shards(keeps: bool) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=plugin.mixed_precision_policy)
     sharded: Any = fully_shard(model, mesh=mesh, mp_policy=plugin.mixed_precision_policy)
     found = head.losses(sharded, collate_packs(mixed_samples("qwen3"), reduced_spec("qwen3")))
-    found.sum(None).backward()
+    found.weighted_sum().backward()
     assert (found.losses.dtype == torch.float32) is keeps
     assert torch.equal(found.losses.bfloat16().to(found.losses.dtype), found.losses) is not keeps
     assert all(parameter.grad is not None for parameter in sharded.parameters())
@@ -104,7 +103,7 @@ def test_layers_that_a_model_lists_and_lacks_are_not_looked_for() -> None:
 
     model = torch.nn.Sequential(Layer(), torch.nn.Linear(1, 1))
     model._no_split_modules = {"Layer", "LayerOfAnotherPart"}  # type: ignore[assignment]
-    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None, mixed_precision_policy=None)
     accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    shard_layers_that_are_there(accelerator, model, config(fsdp=("full_shard",)))
+    configure_fsdp(accelerator, model, config(fsdp=("full_shard",)))
     assert plugin.transformer_cls_names_to_wrap == ["Layer"]

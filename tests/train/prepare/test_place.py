@@ -19,7 +19,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.loop.callbacks import StepsCallback
+from packtool.train.loop.callbacks import RunCallback
 from packtool.train.prepare.place import METRICS_NAME, locked_place
 from packtool.train.run import train
 from tests.forked import started
@@ -106,12 +106,12 @@ def test_a_run_whose_directory_was_taken_over_writes_no_checkpoint(
 ) -> None:
     """As after a suspension of minutes, with another run on another machine."""
 
-    def take_over(self: StepsCallback, *given: Any, **more: Any) -> Any:
+    def take_over(self: RunCallback, *given: Any, **more: Any) -> Any:
         storage.publish_new(str(tmp_path / ".lock-000002.json"), b"{}")
         return real(self, *given, **more)
 
-    real = StepsCallback.on_step_end
-    monkeypatch.setattr(StepsCallback, "on_step_end", take_over)
+    real = RunCallback.on_step_end
+    monkeypatch.setattr(RunCallback, "on_step_end", take_over)
     with pytest.raises(MismatchError, match="taken over by another run"):
         train(tiny.config(tmp_path, max_steps=2, save_steps=1), SilentProgress())
     assert not list(tmp_path.glob("checkpoint-*"))

@@ -29,7 +29,7 @@ from packtool.report.inspect_pack import pack_figures, pack_lines
 from packtool.report.plan import plan_lines
 from packtool.report.plan_page import page_content
 from packtool.train.model.load import load_model, make_trainable
-from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.loss import target_losses
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.prepare.run import Run
@@ -140,7 +140,7 @@ def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> Non
     batch = collate_tree(samples, spec)
     assert isinstance(batch, TreeBatch)
     with flop_counter() as counter:
-        sum_of_losses(model, batch, label_logits_only=True).backward()
+        target_losses(model, batch, label_logits_only=True).weighted_sum().backward()
     # torch counts all keys for every query; what is causal sees no more than half of its own document.
     cost = RunCosts.of(run.config, run.source.files.config).model
     own, keys = np.array(batch.lengths), np.array(batch.key_lengths)

@@ -28,9 +28,8 @@ from packtool.config.commands import VerifyConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import SilentProgress
-from packtool.train.model.loss import losses_of_head
+from packtool.train.model.loss import LossFunction
 from packtool.train.run import train
-from packtool.train.verify.before_training import fewer_tokens, verify_cheaply
 from packtool.train.verify.checks import (
     Check,
     check_gradients,
@@ -39,6 +38,8 @@ from packtool.train.verify.checks import (
     check_loss,
     check_prefixes,
     raise_if_failed,
+    shortest_samples,
+    verify_cheaply,
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
@@ -174,7 +175,7 @@ def test_a_run_whose_packs_leak_does_not_begin(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "packtool.train.verify.before_training.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
+        "packtool.train.verify.checks.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
     )
     with pytest.raises(MismatchError, match="the loss of a pack is not that of its samples alone") as caught:
         train(tiny.config(tmp_path, verify_packing=True), SilentProgress())
@@ -330,16 +331,16 @@ def test_the_check_before_training_makes_nothing_larger_than_a_step(monkeypatch:
     num_targets = sum(int((sample.labels != -100).sum()) for sample in samples)
     with Largest() as in_check:
         raise_if_failed(verify_cheaply(model, samples, spec))
-    with losses_of_head(model) as head, Largest() as in_step:
-        assert head is not None
-        head.losses(model, collate_packs(samples, spec)).sum(None).backward()
+    with LossFunction.temporary(model) as loss_function, Largest() as in_step:
+        assert loss_function.head_loss is not None
+        loss_function(model, collate_packs(samples, spec)).weighted_sum().backward()
     assert in_check.numel <= in_step.numel < num_targets * vocab_size
 
 
 def test_the_check_takes_few_tokens() -> None:
     samples = [make_sample(num_tokens, seed=num_tokens) for num_tokens in (30, 10, 40, 20)]
-    assert [sample.length for sample in fewer_tokens(samples, 60)] == [30, 10, 20]
-    assert [sample.length for sample in fewer_tokens(samples, 59)] == [10, 20]
-    assert [sample.length for sample in fewer_tokens(samples, 1)] == [10, 20]
-    assert fewer_tokens(samples, 1000) == samples
-    assert fewer_tokens(samples[:1], 1) == samples[:1]
+    assert [sample.length for sample in shortest_samples(samples, 60)] == [30, 10, 20]
+    assert [sample.length for sample in shortest_samples(samples, 59)] == [10, 20]
+    assert [sample.length for sample in shortest_samples(samples, 1)] == [10, 20]
+    assert shortest_samples(samples, 1000) == samples
+    assert shortest_samples(samples[:1], 1) == samples[:1]

@@ -12,8 +12,9 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.model import bucket
-from packtool.train.model.memory import estimate_memory, model_without_weights
+from packtool.train.model import memory as module
+from packtool.train.model.load import model_without_weights
+from packtool.train.model.memory import estimate_memory
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld
 
@@ -23,11 +24,11 @@ SKRULL: dict[str, Any] = {"schedule": "skrull", "bucket_size": "auto", "freeze_v
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process has 64 MiB."""
-    monkeypatch.setattr(bucket, "device_bytes", lambda *, on_gpu: 64 * 2**20)
+    monkeypatch.setattr(module, "device_bytes", lambda *, on_gpu: 64 * 2**20)
 
 
 def sized(config: TrainConfig) -> int:
-    found = bucket.with_bucket(config, World(), SilentProgress()).bucket_tokens
+    found = module.with_bucket(config, World(), SilentProgress()).bucket_tokens
     assert found is not None
     return found
 
@@ -35,14 +36,14 @@ def sized(config: TrainConfig) -> int:
 def test_what_is_recomputed_is_not_kept(tiny: TinyWorld) -> None:
     model = model_config(tiny.model)
     whole, recomputed = (
-        bucket.bytes_per_token(tiny.config("", gradient_checkpointing=on), model, torch.float32) for on in (False, True)
+        module.bytes_per_token(tiny.config("", gradient_checkpointing=on), model, torch.float32) for on in (False, True)
     )
     assert recomputed < whole
 
 
 def test_half_the_precision_keeps_half(tiny: TinyWorld) -> None:
     model, config = model_config(tiny.model), tiny.config("")
-    full, half = (bucket.bytes_per_token(config, model, dtype) for dtype in (torch.float32, torch.bfloat16))
+    full, half = (module.bytes_per_token(config, model, dtype) for dtype in (torch.float32, torch.bfloat16))
     # Norms compute in 32 bits whatever comes in.
     assert 0.5 < half / full < 0.9
 
@@ -52,8 +53,8 @@ def test_more_memory_holds_more_tokens(tiny: TinyWorld, monkeypatch: pytest.Monk
     config = tiny.config("out", **SKRULL)
     small = sized(config)
     assert small % 128 == 0
-    monkeypatch.setattr(bucket, "device_bytes", lambda *, on_gpu: 128 * 2**20)
-    per_token = bucket.bytes_per_token(config, model_config(tiny.model), torch.float32)
+    monkeypatch.setattr(module, "device_bytes", lambda *, on_gpu: 128 * 2**20)
+    per_token = module.bytes_per_token(config, model_config(tiny.model), torch.float32)
     assert sized(config) - small == pytest.approx(64 * 2**20 * 0.92 / per_token, abs=256)
 
 
@@ -91,7 +92,7 @@ def test_a_number_stays(tiny: TinyWorld) -> None:
 
 
 def test_no_room_for_a_token(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "device_bytes", lambda *, on_gpu: 2**20)
+    monkeypatch.setattr(module, "device_bytes", lambda *, on_gpu: 2**20)
     with pytest.raises(ConfigError, match="weights, gradients and optimizer need"):
         sized(tiny.config("out", **SKRULL))
 
@@ -103,6 +104,6 @@ def test_pictures_towers_are_not_measured(tiny: TinyWorld) -> None:
 
 def test_the_share_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    whole = bucket.device_bytes(on_gpu=False)
+    whole = module.device_bytes(on_gpu=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert bucket.device_bytes(on_gpu=False) == whole // 4
+    assert module.device_bytes(on_gpu=False) == whole // 4
