@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from packtool.report.plan import plan_lines
 from packtool.report.plan_page import page, page_content
 from packtool.report.tables import aligned
 from packtool.simulate.run import names_of
-from packtool.train.prepare.preview import Preview, preview, save_plan
+from packtool.train.prepare.preview import Preview, preview
 from packtool.train.prepare.result import option_words
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class Plan:
         """
         if self.preview.inputs.reader is None:
             raise ConfigError("a plan of --lengths belongs to no cache, so there is nothing to save it for")
-        save_plan(self.preview, dataclasses.replace(self.config, save=os.fspath(path)))
+        self.preview.save(os.fspath(path))
 
     def page(self, path: str | os.PathLike[str], command: str | None = None) -> None:
         """Write a page that draws the plan: one HTML file that loads nothing from elsewhere.

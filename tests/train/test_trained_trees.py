@@ -16,7 +16,7 @@ from packtool.cli.main import run
 from packtool.config.plan import PlanConfig
 from packtool.errors import EXIT_USAGE, MismatchError
 from packtool.progress import SilentProgress
-from packtool.train.prepare.preview import preview, save_plan
+from packtool.train.prepare.preview import preview
 from packtool.train.run import train
 from tests.forked import run_ranks
 from tests.train.alike import alike_rows, make_alike_world
@@ -220,7 +220,7 @@ def check_same_rest_of_steps(whole: Path, resumed: Path, step: int) -> None:
 def test_a_saved_plan_trains_as_planned(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = PlanConfig(cached_dataset=(alike.cache,), packing_length=256, save=path)
-    save_plan(preview(config), config)
+    preview(config).save(config.save)
     for name, given in {"direct": {}, "saved": {"plan": path}}.items():
         train(alike.config(tmp_path / name, **given, num_train_epochs=1.0), SilentProgress())
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "direct")

@@ -1,4 +1,4 @@
-"""A whole schedule looked at before it is paid for: what ``packtool plan`` finds out. No torch, no weights."""
+"""``packtool plan``: a schedule and its figures, before a GPU is rented. No torch, no weights."""
 
 from __future__ import annotations
 
@@ -30,67 +30,46 @@ from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 
 
-@dataclass(frozen=True)
-class PlainBatches:
-    """What packing is compared with: rows in batches, each padded to the longest of its batch.
-
-    Args:
-        rows: of a batch: about as many as packs in its place hold samples.
-        steps: optimizer steps of an epoch.
-        tokens: that the model computes, padding included.
-        padding: share of them that is padding.
-    """
-
-    rows: int
-    steps: int
-    tokens: int
-    padding: float
-
-
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """A plan and everything around it.
+    """A planned schedule and its figures.
 
     Args:
         inputs: of the plan.
         timeline: of the run's steps.
-        plan: of the first epoch; with stages a whole epoch of the first one.
+        plan: of the first epoch; with stages a full epoch of the first one.
         seconds: that planning took.
-        whole: figures of the plan that shares nothing; ``plan``'s own where it shares nothing.
-        plain: what the same samples would be without packing, in batches of as many rows as packs of whole ones hold.
     """
 
     inputs: Inputs
     timeline: Timeline
     plan: EpochPlan
     seconds: float
-    whole: PlanSummary
-    plain: PlainBatches
 
     @property
     def first(self) -> EpochPlan:
-        """The epoch that is trained first: of a run with stages, its part of the first one."""
+        """The plan of the epoch that is trained first; with stages it may be a part of one."""
         return self.timeline.first
 
     @property
     def first_inputs(self) -> Inputs:
-        """What ``plan`` is made from: with stages the inputs of the first one."""
+        """The inputs of ``plan``: with stages those of the first one."""
         return self.timeline.stages[0].inputs
 
     @property
     def options(self) -> PlanOptions:
-        """What ``plan`` is made with."""
+        """The options of ``plan``."""
         return dataclasses.replace(self.first_inputs.options, world_size=self.plan.steps.world_size)
 
     @property
     def num_epochs(self) -> float:
-        """Times that every sample is seen."""
+        """Passes of the run over its samples."""
         config = self.inputs.config
         return config.max_steps / self.plan.steps.num_steps if config.max_steps else config.num_train_epochs
 
     @property
     def cost_source(self) -> str:
-        """Whose config.json told the costs."""
+        """The model whose ``config.json`` gives the costs."""
         if self.inputs.files is None:
             return "a dense model of 8 billion weights (--model names another)"
         if self.inputs.config.model is not None or self.inputs.reader is None:
@@ -125,10 +104,7 @@ class Preview:
             "target_tokens_per_step": batch.num_targets,
             "samples_per_step_without_packing": batch.num_plain,
             "target_tokens_per_step_without_packing": batch.num_plain_targets,
-            "padding_of_plain_batches": self.plain.padding,
-            "rows_of_plain_batches": self.plain.rows,
-            "steps_of_plain_batches": self.plain.steps,
-            "tokens_of_plain_batches": self.plain.tokens,
+            **self._plain_batches(),
             "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
             "balance": {
@@ -155,6 +131,47 @@ class Preview:
         return found
 
     @cached_property
+    def unshared(self) -> PlanSummary:
+        """The figures of the plan if no prefix were shared."""
+        if self.inputs.shared is None:
+            return self.plan.summary
+        options = self.options
+        shape = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
+        return self.inputs.unshared_summary(shape)
+
+    def _plain_batches(self) -> dict[str, Any]:
+        """Figures of the same samples in padded batches, each of as many rows as packs hold samples on average."""
+        inputs, seed = self.first_inputs, self.inputs.config.seed
+        # About what else fits into the same memory.
+        num_rows = max(round(self.unshared.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
+        options = dataclasses.replace(
+            self.options,
+            packing=False,
+            cost=None,
+            balance="none",
+            packing_algorithm="best_fit",
+            max_samples_per_pack=None,
+            max_media_tokens_per_pack=None,
+            per_device_train_batch_size=num_rows,
+            group_by_length=False,
+            dynamic_batch_tokens=None,
+            dynamic_max_batch_size=None,
+            samples_per_step=None,
+            skrull=None,
+        )
+        if inputs.mixture is None:
+            padded = plan_epoch(inputs.lengths, inputs.targets, options, seed=seed)
+        else:
+            padded = plan_mixture(inputs.mixture, options, seed=seed)
+        fill = padded_fill(padded.packs, padded.steps)
+        return {
+            "padding_of_plain_batches": 1 - fill,
+            "rows_of_plain_batches": num_rows,
+            "steps_of_plain_batches": padded.summary.num_steps,
+            "tokens_of_plain_batches": round(padded.packs.num_tokens / fill),
+        }
+
+    @cached_property
     def counts_of_steps(self) -> Int64Array | None:
         """Samples, tokens and target tokens of each source in each step, int64 (T, S, 3); None without a mixture."""
         mixture = self.first_inputs.mixture
@@ -162,13 +179,13 @@ class Preview:
 
     @property
     def source_figures(self) -> dict[str, dict[str, Any]] | None:
-        """What the epoch has of each source, by name; None without a mixture."""
+        """Counts and shares of each source in the epoch, by name; None without a mixture."""
         mixture, counts = self.first_inputs.mixture, self.counts_of_steps
         return None if mixture is None or counts is None else share_figures(by_name(counts.sum(axis=0), mixture))
 
     @property
     def batch_line(self) -> str | None:
-        """A sentence about what packs make of the batch; None where it is no larger than without packing."""
+        """A sentence on the larger batch of packs, with advice; None if it is no larger than without packing."""
         summary, options, batch = self.plan.summary, self.options, BatchGrowth.of(self.plan.summary)
         if options.samples_per_step is not None:
             return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
@@ -181,20 +198,20 @@ class Preview:
 
     @cached_property
     def parts(self) -> TreeParts | None:
-        """Those of trees that were cut; None without."""
+        """The parts of trees that did not fit into one pack; None without such trees."""
         return TreeParts.of(self.plan.packs, None if self.inputs.shared is None else self.inputs.shared.trees)
 
     @property
     def shared_line(self) -> str | None:
-        """A sentence about prefixes that are shared, or that could be; None if there are none."""
+        """A sentence on shared prefixes, or on those that could be shared; None if there are none."""
         shared = self.inputs.shared
         if shared is None:
             return self.inputs.unshared
         assert self.options.cost is not None, "a preview knows costs"
-        return shared.line(self.options.cost, self.plan.summary.num_steps, self.whole.num_steps)
+        return shared.line(self.options.cost, self.plan.summary.num_steps, self.unshared.num_steps)
 
     def _shared_figures(self) -> dict[str, Any] | None:
-        """What shared prefixes save; None if there are none."""
+        """Savings by shared prefixes; None if there are none."""
         shared = self.inputs.shared
         if shared is None:
             return None
@@ -210,9 +227,36 @@ class Preview:
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
             "tower_work_share_saved": shared.tower_work_saved(self.options.cost),
-            "packs_without": self.whole.num_packs,
-            "steps_without": self.whole.num_steps,
+            "packs_without": self.unshared.num_packs,
+            "steps_without": self.unshared.num_steps,
         }
+
+    def save(self, path: str) -> None:
+        """Write the packs for ``packtool train --plan``, and the steps of the first epoch for other readers.
+
+        Raises:
+            StorageError: if the file cannot be written.
+        """
+        reader = self.inputs.reader
+        assert reader is not None, "checked with the settings"
+        # A file keeps packs, without what other epochs of a mixture would draw.
+        packs = dataclasses.replace(self.plan.whole_packs, mixture="")
+        plan = SavedPlan(
+            samples=packs.samples,
+            offsets=packs.offsets,
+            lengths=packs.lengths,
+            shared=packs.shared,
+            # Skrull trains a pack's samples one by one, in the packs' order.
+            places=np.repeat(self.plan.steps.places(), np.diff(self.plan.packs.offsets), axis=0),
+            capacity=packs.capacity,
+            max_length=self.options.max_length,
+            seed=self.inputs.config.seed,
+            cache=reader.fingerprint,
+            plan=packs.fingerprint,
+            num_cached=len(reader),
+            parts="" if self.parts is None else self.parts.placement,
+        )
+        write_plan(path, plan)
 
 
 def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
@@ -228,74 +272,14 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     begin = time.perf_counter()
     inputs = inputs.prepared()
     options = inputs.options
-    assignment = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
-    timeline = Timeline.of(inputs, ((0, *assignment),))
+    shape = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
+    timeline = Timeline.of(inputs, ((0, *shape),))
     plan = timeline.stages[0].sections[0].whole
-    seconds = time.perf_counter() - begin
-    whole = plan.summary if inputs.shared is None else inputs.unshared_summary(assignment)
-    return Preview(inputs, timeline, plan, seconds, whole, _plain_batches(whole, timeline.stages[0].inputs, plan))
-
-
-def _plain_batches(whole: PlanSummary, inputs: Inputs, plan: EpochPlan) -> PlainBatches:
-    options, lengths, targets, seed = inputs.options, inputs.lengths, inputs.targets, inputs.config.seed
-    # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
-    each = max(round(whole.samples_per_pack), 1) * options.per_device_train_batch_size
-    rows = dataclasses.replace(
-        options,
-        world_size=plan.steps.world_size,
-        packing=False,
-        cost=None,
-        balance="none",
-        packing_algorithm="best_fit",
-        max_samples_per_pack=None,
-        max_media_tokens_per_pack=None,
-        per_device_train_batch_size=each,
-        group_by_length=False,
-        dynamic_batch_tokens=None,
-        dynamic_max_batch_size=None,
-        samples_per_step=None,
-        skrull=None,
-    )
-    if inputs.mixture is None:
-        padded = plan_epoch(lengths, targets, rows, seed=seed)
-    else:
-        padded = plan_mixture(inputs.mixture, rows, seed=seed)
-    fill = padded_fill(padded.packs, padded.steps)
-    return PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill)
-
-
-def save_plan(found: Preview, config: PlanConfig) -> None:
-    """Write the packs for ``packtool train --plan``, and the steps of the first epoch for whoever looks at them.
-
-    Raises:
-        StorageError: if the file cannot be written.
-    """
-    assert config.save is not None, "asked for"
-    reader = found.inputs.reader
-    assert reader is not None, "checked with the settings"
-    # A file keeps packs, and not what else epochs of a mixture would draw.
-    packs, trained = dataclasses.replace(found.plan.whole_packs, mixture=""), found.plan.packs
-    # Skrull trains a pack's samples one by one, in the packs' order.
-    places = np.repeat(found.plan.steps.places(), np.diff(trained.offsets), axis=0)
-    plan = SavedPlan(
-        samples=packs.samples,
-        offsets=packs.offsets,
-        lengths=packs.lengths,
-        shared=packs.shared,
-        places=places,
-        capacity=packs.capacity,
-        max_length=found.options.max_length,
-        seed=config.seed,
-        cache=reader.fingerprint,
-        plan=packs.fingerprint,
-        num_cached=len(reader),
-        parts="" if found.parts is None else found.parts.placement,
-    )
-    write_plan(config.save, plan)
+    return Preview(inputs, timeline, plan, time.perf_counter() - begin)
 
 
 def _trains_packs(summary: PlanSummary) -> bool:
-    """Whether packs are trained as they are, with what is free in them."""
+    """Whether packs are trained as they are, with their free tokens."""
     return summary.options.packing and summary.skrull is None
 
 

@@ -31,7 +31,7 @@ from packtool.report.plan_page import page_content
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.model.loss import target_losses
 from packtool.train.prepare.costs import RunCosts
-from packtool.train.prepare.preview import preview, save_plan
+from packtool.train.prepare.preview import preview
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.shared_prefixes import find_shared
 from scripts._flop_counter import flop_counter
@@ -264,7 +264,7 @@ def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None
 def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
-    save_plan(preview(config), config)
+    preview(config).save(config.save)
     saved = read_plan(path)
     assert saved.shared is not None
     assert saved.format == "packtool plan 2"
@@ -289,7 +289,7 @@ def test_the_parts_of_a_tree_are_placed_and_told(alike: TinyWorld, tmp_path: Pat
         cut = {"packing_length": 150, "gradient_accumulation_steps": 4, **given}
         found = preview(PlanConfig(cached_dataset=(alike.cache,), save=path, **cut))
         told = found.figures()["shared_prefixes"]
-        save_plan(found, PlanConfig(cached_dataset=(alike.cache,), save=path, **cut))
+        found.save(path)
         assert read_plan(path).parts == wanted
         if wanted:
             in_one, meeting = told["of_them_in_one_step"], told["of_them_meeting_in_a_step"]
@@ -309,7 +309,7 @@ def test_a_plan_without_cut_trees_says_nothing_of_parts(alike: TinyWorld, tmp_pa
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
     found = preview(config)
-    save_plan(found, config)
+    found.save(config.save)
     assert "trees_in_several_packs" not in found.figures()["shared_prefixes"]
     assert b'"parts"' not in Path(path).read_bytes()
 
@@ -318,7 +318,7 @@ def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> 
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
     found = preview(config)
-    save_plan(found, config)
+    found.save(config.save)
     reader = CacheReader.open([alike.cache])
     num_pictures = 0
     for number in range(found.plan.packs.num_packs):
@@ -348,7 +348,7 @@ def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> 
 def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike: TinyWorld, tmp_path: Path) -> None:
     for name, share in (("tree", "auto"), ("whole", "false")):
         config = planned(alike, save=str(tmp_path / name), share_prefix=share)
-        save_plan(preview(config), config)
+        preview(config).save(config.save)
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
         pack_figures(alike.cache, str(tmp_path / "tree"), 0, nowhere)
@@ -358,7 +358,7 @@ def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike: TinyWorld, tmp
 def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path, share_prefix="false")
-    save_plan(preview(config), config)
+    preview(config).save(config.save)
     assert read_plan(path).format == "packtool plan 1"
     assert prepared(alike, tmp_path, plan=path).source.min_shared is None
     with pytest.raises(MismatchError, match="--share-prefix: false there, true here"):
