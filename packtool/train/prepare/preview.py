@@ -274,7 +274,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     options = inputs.options
     shape = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
     timeline = Timeline.of(inputs, ((0, *shape),))
-    plan = timeline.stages[0].sections[0].whole
+    plan = timeline.stages[0].sections[0].full
     return Preview(inputs, timeline, plan, time.perf_counter() - begin)
 
 

@@ -1,16 +1,16 @@
-"""All optimizer steps of a run, numbered from 0: a timeline of stages, of sections, of stretches of one epoch each.
+"""The optimizer steps of a run, numbered from 0, and the epoch and plan that each belongs to.
 
-A run without stages is one stage. A section is what is assigned to the same ranks: resuming with another number of
-processes, or with other data, begins a new one with a plan of what is left of the epoch. Stages of a curriculum:
+A timeline has stages, a stage has sections, and a section has stretches of one epoch each. A run without stages is one
+stage. Resuming with another number of ranks, or with other data, starts a new section, with a plan of what is left of
+the epoch. Stages of a curriculum:
 
     until: 30%    | 30% of --max-steps, or of --num-train-epochs: 0.3 epochs of the first stage's mixture
     stage 1       | part of an epoch   epoch 0
-    stage 2       | part of an epoch   epoch 1      from what was trained least often before
-                  | whole epochs       epochs 2, 3  drawn as ever
+    stage 2       | part of an epoch   epoch 1      samples that were trained least often so far
+                  | full epochs        epochs 2, 3  drawn as usual
 
-Every stage begins a new epoch, for seeds and for the ledger: nothing comes again in an epoch until all of it has come.
-What a stage has beside whole epochs comes first, so that all that is drawn is trained, and what was trained in the
-stages before comes last: a part of an epoch is a mixture of its own (``Mixture.part``).
+Each stage starts a new epoch, for seeds and for the ledger. The partial epoch of a stage comes first, so that all of
+its samples are trained, and is a mixture of its own (``Mixture.part``), in which samples of earlier stages come last.
 """
 
 from __future__ import annotations
@@ -34,17 +34,13 @@ from packtool.train.prepare.mixtures import source_lines
 
 @dataclass(frozen=True)
 class OpenTimeline:
-    """The steps of a run whose samples nobody has counted: in no epochs.
-
-    Args:
-        num_steps: at most.
-    """
+    """The steps of a stream: at most ``num_steps``, without epochs."""
 
     num_steps: int
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of the whole run, because nobody knows where an epoch ends."""
+        """Steps of the whole run."""
         return self.num_steps
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -52,20 +48,13 @@ class OpenTimeline:
         return 0, step
 
     def epochs(self, step: int) -> float:
-        """What part of the run is done after so many steps."""
+        """The fraction of the run that is done after ``step`` steps."""
         return step / self.num_steps
 
 
 @dataclass(frozen=True, eq=False)
 class EpochStretch:
-    """Consecutive steps that the plan of one epoch has.
-
-    Args:
-        section: that it belongs to.
-        epoch: whose seeds its plan has.
-        first: step of the run that is step 0 of its plan.
-        stop: step of the run behind its last one.
-    """
+    """Consecutive steps of one epoch: ``first`` to ``stop - 1`` of the run, which its plan numbers from 0."""
 
     section: Section
     epoch: int
@@ -74,49 +63,49 @@ class EpochStretch:
 
     @property
     def plan(self) -> EpochPlan:
-        """What the epoch has, as far as it was assigned at once."""
+        """The plan of the epoch, or of what was left of it when its packs were assigned."""
         return self.section.plan_of(self.epoch)
 
     @property
-    def is_part(self) -> bool:
-        """Whether its plan is that of a part of an epoch."""
+    def is_partial(self) -> bool:
+        """Whether it lies in the partial epoch that its section starts with."""
         return self.section.part is not None and self.epoch == self.section.epoch
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it has all steps of an epoch."""
-        return not self.is_part and self.stop - self.first == self.section.steps_per_epoch
+    def is_full(self) -> bool:
+        """Whether it has all steps of a full epoch."""
+        return not self.is_partial and self.stop - self.first == self.section.steps_per_epoch
 
     @property
     def typical_plan(self) -> EpochPlan:
-        """Its plan; of a whole epoch, which has other samples in the same shares, the first one's."""
-        return self.section.whole if self.is_whole else self.plan
+        """Its plan; for a full epoch that of the first, which has the same shares of other samples."""
+        return self.section.full if self.is_full else self.plan
 
     def samples(self) -> Int64Array:
-        """Cache positions of what it trains, int64 (M,), in no order."""
+        """Positions in the caches of the samples that it trains, int64 (M,), in no order."""
         mixture = self.section.inputs.mixture
-        if self.is_whole and mixture is not None:
+        if self.is_full and mixture is not None:
             return mixture.drawn(self.epoch)
         return self.plan.samples_of(0, self.stop - self.first)
 
     def target_tokens_from(self, start: int) -> int:
-        """Labels that carry loss in its steps from ``start`` on, a step of the run."""
-        if self.is_whole and start <= self.first:
+        """Target tokens of its steps from step ``start`` of the run."""
+        if self.is_full and start <= self.first:
             inputs = self.section.inputs
             if inputs.mixture is not None:
                 return int(inputs.targets[inputs.mixture.drawn(self.epoch)].sum())
-            return int(self.section.whole.steps.target_tokens_per_step.sum())  # every epoch has the same samples
+            return int(self.section.full.steps.target_tokens_per_step.sum())  # every epoch has the same samples
         per_step = self.plan.steps.target_tokens_per_step
         return int(per_step[max(start - self.first, 0) : self.stop - self.first].sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Epochs one behind the other whose packs are assigned to the same ranks, without end.
+    """Successive epochs, without end, whose packs are assigned to the same ranks.
 
     Args:
-        first: step of the run that it begins with.
-        epoch: that it begins with.
+        first: its first step in the run.
+        epoch: its first epoch.
         part: plan of the part of that epoch that it has; None for all of it.
         max_part_steps: steps of ``part`` that are trained; None for all.
     """
@@ -130,29 +119,23 @@ class Section:
 
     @classmethod
     def after_change(cls, inputs: Inputs, assignment: BatchShape, change: DataChange) -> Section:
-        """What was left of an epoch when the data changed, and the epochs behind it."""
+        """The rest of the epoch in which the data changed, and the epochs after it."""
         left = inputs.plan_left(change, assignment)
         return cls(inputs, assignment, change.step, change.epoch + (left is None), left)
 
-    def resumed(self, step: int, assignment: BatchShape) -> Section:
-        """What it has from a step on, assigned to other ranks."""
-        stretch = self.stretch(step)
-        left = stretch.plan.packs_from(step - stretch.first)
-        return Section(self.inputs, assignment, step, stretch.epoch, self.inputs.assign(left, assignment))
-
     @cached_property
-    def whole(self) -> EpochPlan:
-        """The plan of a whole epoch; all have as many steps."""
+    def full(self) -> EpochPlan:
+        """The plan of a full epoch; all have as many steps."""
         return self.inputs.plan_of(0, self.assignment)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch."""
-        return self.whole.steps.num_steps
+        """Steps of a full epoch."""
+        return self.full.steps.num_steps
 
     @property
     def num_part_steps(self) -> int:
-        """Steps of the part of an epoch that it begins with; 0 if it begins with a whole one."""
+        """Steps of the partial epoch that it starts with; 0 if it starts with a full one."""
         num = 0 if self.part is None else self.part.steps.num_steps
         return num if self.max_part_steps is None else min(num, self.max_part_steps)
 
@@ -163,11 +146,7 @@ class Section:
         return self.inputs.plan_of(epoch, self.assignment)
 
     def end(self, num_epochs: float, max_steps: int | None) -> int:
-        """Steps of the run that are done when it has so many epochs, counted from the run's beginning.
-
-        Args:
-            max_steps: that is it where it is given.
-        """
+        """Steps of the run after ``num_epochs`` epochs, counted from its beginning; ``max_steps`` if that is given."""
         if max_steps:
             return max_steps
         epochs = num_epochs - self.epoch
@@ -181,7 +160,7 @@ class Section:
         return self.first + left + math.ceil(max(epochs - 1, 0.0) * each)
 
     def stretch(self, step: int) -> EpochStretch:
-        """The epoch that a step of the run lies in."""
+        """The epoch that a step of the run belongs to."""
         assert step >= self.first, "earlier steps were assigned before"
         first = self.first + self.num_part_steps
         if step < first:
@@ -194,12 +173,12 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class TrainedStage:
-    """A stage as it is trained, or what is left of it; a run without stages is one.
+    """A stage as it is trained, or the rest of it; a run without stages is one.
 
     Args:
         number: of the stage, 0-based.
-        epoch: that it begins with.
-        sections: of its steps, each from where packs were assigned.
+        epoch: its first epoch.
+        sections: one for each time that packs were assigned.
         stop: steps of the run that are done when it ends.
     """
 
@@ -218,19 +197,22 @@ class TrainedStage:
         num_epochs: float,
         max_steps: int | None,
     ) -> TrainedStage:
-        """A stage that is assigned anew after some steps.
+        """A stage whose packs are assigned to other ranks after some steps.
 
         Args:
-            section: from its first step on.
-            later: steps after which other processes go on, and assignments to them.
+            section: from its first step.
+            later: steps after which other ranks resume, and assignments to them.
             num_epochs, max_steps: of the run when it ends.
         """
         sections = [section]
         for step, assignment in later:
-            if step >= sections[-1].end(num_epochs, max_steps):
+            if step >= section.end(num_epochs, max_steps):
                 break
-            sections.append(sections[-1].resumed(step, assignment))
-        return cls(number, epoch, tuple(sections), sections[-1].end(num_epochs, max_steps))
+            stretch = section.stretch(step)
+            left = section.inputs.assign(stretch.plan.packs_from(step - stretch.first), assignment)
+            section = Section(section.inputs, assignment, step, stretch.epoch, left)
+            sections.append(section)
+        return cls(number, epoch, tuple(sections), section.end(num_epochs, max_steps))
 
     @property
     def first(self) -> int:
@@ -239,17 +221,17 @@ class TrainedStage:
 
     @property
     def inputs(self) -> Inputs:
-        """What its epochs are planned from."""
+        """The inputs of its plans."""
         return self.sections[0].inputs
 
     @property
     def mixture(self) -> Mixture:
-        """What its whole epochs have."""
+        """The mixture of its full epochs."""
         assert self.inputs.mixture is not None, "stages have recipes"
         return self.inputs.mixture
 
     def stretch(self, step: int) -> EpochStretch:
-        """The epoch that a step lies in, as far as it was assigned at once."""
+        """The steps around ``step`` that belong to one epoch and section."""
         number = max((n for n, section in enumerate(self.sections) if section.first <= step), default=0)
         stretch = self.sections[number].stretch(step)
         if number + 1 == len(self.sections):
@@ -257,7 +239,7 @@ class TrainedStage:
         return dataclasses.replace(stretch, stop=min(stretch.stop, self.sections[number + 1].first))
 
     def stretches(self, start: int = 0) -> Iterator[EpochStretch]:
-        """Its epochs from that of a step on, one behind the other."""
+        """Its epochs in order, from that of step ``start``."""
         step = max(start, self.first)
         while step < self.stop:
             stretch = self.stretch(step)
@@ -265,19 +247,19 @@ class TrainedStage:
             step = stretch.stop
 
     def trained(self) -> Int64Array:
-        """How often it trains each sample of the caches, (N,)."""
+        """How often it trains each sample of the caches, int64 (N,)."""
         counts = np.zeros(len(self.inputs.lengths), np.int64)
         for stretch in self.stretches():
             counts += np.bincount(stretch.samples(), minlength=len(counts))
         return counts
 
     def counts(self) -> Int64Array:
-        """Samples, tokens and target tokens that it has of each source, int64 (S, 3)."""
+        """Its samples, tokens and target tokens of each source, int64 (S, 3)."""
         nothing = np.zeros((len(self.mixture.names), 3), np.int64)
         return sum((counts_of_samples(stretch.samples(), self.mixture) for stretch in self.stretches()), nothing)
 
     def figures(self) -> dict[str, Any]:
-        """What it is, and has of each source, by name."""
+        """Its figures and those of its sources, by name, as JSON has them."""
         options = self.inputs.options
         shares = share_figures(by_name(self.counts(), self.mixture))
         sources = {name: each for name, each in shares.items() if each["num_samples"]}
@@ -300,11 +282,11 @@ class TrainedStage:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The steps of a run whose epochs are planned.
+    """The steps of a run on caches.
 
     Args:
         inputs: of the run.
-        stages: one behind the other, up to the last; those that were trained before the data changed are not there.
+        stages: in order, up to the last; without those that ended before the data changed.
     """
 
     inputs: Inputs
@@ -314,19 +296,18 @@ class Timeline:
     def of(
         cls, inputs: Inputs, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None = None
     ) -> Timeline:
-        """The steps of a run, with the rest of an epoch assigned anew wherever the number of processes changed.
+        """The steps of a run; the rest of an epoch is assigned anew wherever the number of ranks changed.
 
         Args:
-            assignments: since the data last changed, if they did: the step, and world size, gradient accumulation and
-                batch size from there on.
-            change: the last change of the data, from which on steps can be asked for; None if there was none.
+            assignments: since the last change of the data: a step, and world size, gradient accumulation and batch size
+                from there.
+            change: the last change of the data, before which no step can be located; None without any.
         """
         if inputs.stages:
             return cls(inputs, tuple(_stages(inputs, assignments, change)))
-        (_, *first), *others = assignments
-        assignment, config = _assignment(first), inputs.config
+        (_, assignment), *later = [(step, (ranks, accum, size)) for step, ranks, accum, size in assignments]
+        config = inputs.config
         section = Section(inputs, assignment) if change is None else Section.after_change(inputs, assignment, change)
-        later = [(step, _assignment(each)) for step, *each in others]
         return cls(inputs, (TrainedStage.of(0, 0, section, later, config.num_train_epochs, config.max_steps),))
 
     @property
@@ -336,9 +317,9 @@ class Timeline:
 
     @cached_property
     def first(self) -> EpochPlan:
-        """The plan of a whole epoch; with stages of the first, which may be a part of one."""
+        """The plan of a full epoch; with stages that of the first epoch, which may be partial."""
         section = self.stages[0].sections[-1]
-        return section.plan_of(section.epoch) if self.inputs.stages else section.whole
+        return section.plan_of(section.epoch) if self.inputs.stages else section.full
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -346,39 +327,39 @@ class Timeline:
         return self.first.steps.num_steps
 
     def stage(self, step: int) -> TrainedStage:
-        """The stage that a step lies in."""
+        """The stage that a step belongs to."""
         return next((stage for stage in self.stages if step < stage.stop), self.stages[-1])
 
     def stage_of(self, step: int) -> tuple[int, int] | None:
-        """The 0-based number of the stage that a step lies in, and the epoch that it begins with; None without."""
+        """The 0-based number of the stage of a step, and the stage's first epoch; None without stages."""
         stage = self.stage(step)
         return (stage.number, stage.epoch) if self.inputs.stages else None
 
     def stretch(self, step: int) -> EpochStretch:
-        """The epoch that a step lies in, as far as it was assigned at once; also behind the last step."""
+        """The steps around ``step`` that belong to one epoch and section; ``step`` may lie after the last one."""
         stage = self.stage(step)
         stretch = stage.stretch(step)
         return stretch if stage is self.stages[-1] else dataclasses.replace(stretch, stop=min(stretch.stop, stage.stop))
 
     def stretches(self, start: int = 0) -> Iterator[EpochStretch]:
-        """The epochs from that of a step on, up to the last step."""
+        """The epochs in order, from that of step ``start`` to the last step."""
         for stage in self.stages:
             yield from stage.stretches(start)
 
     def locate(self, step: int) -> tuple[int, int]:
-        """Epoch and step within its plan."""
+        """The epoch of a step, and its number in the epoch's plan."""
         stretch = self.stretch(step)
         return stretch.epoch, step - stretch.first
 
     def plan_of(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch, from where its packs were assigned last."""
+        """The plan of an epoch as its packs were last assigned."""
         stage = next(stage for stage in reversed(self.stages) if stage.epoch <= epoch or stage is self.stages[0])
         return stage.sections[-1].plan_of(epoch)
 
     def epochs(self, step: int) -> float:
-        """How many epochs are done after so many steps, with the part of the one that is being trained.
+        """Epochs that are done after ``step`` steps, with the fraction of the current one.
 
-        With stages, a part of an epoch counts as one.
+        With stages, a partial epoch counts as one.
         """
         stretch = self.stretch(step)
         done, section = step - stretch.first, stretch.section
@@ -386,31 +367,31 @@ class Timeline:
             return stretch.epoch + done / max(stretch.stop - stretch.first, 1)
         if section.first == 0 and section.part is None:
             return step / self.steps_per_epoch
-        if stretch.is_part:
+        if stretch.is_partial:
             done += max(self.steps_per_epoch - section.num_part_steps, 0)
         return stretch.epoch + done / self.steps_per_epoch
 
     def target_tokens_from(self, start: int) -> int:
-        """Labels that carry loss in all steps from ``start`` on, over all ranks."""
+        """Target tokens of all steps from ``start``, over all ranks."""
         return sum(stretch.target_tokens_from(start) for stretch in self.stretches(start))
 
     def num_steps_without_packing(self) -> int:
-        """Steps of the run if every sample were a row."""
+        """Steps of the run with one sample a row."""
         if self.inputs.stages:
             return math.ceil(sum(self._sums(lambda plan: plan.summary.num_steps_without_packing)))
         return math.ceil(self.num_steps / self.steps_per_epoch * self.first.summary.num_steps_without_packing)
 
     def num_empty_micro_batches(self) -> int:
-        """Micro-batches without samples in all whole epochs, over all ranks, if they have as many as the first.
+        """Micro-batches without samples, over all ranks and full epochs, if each has as many as the first.
 
-        They lie in the last steps of epochs. Skrull has some in other steps too, and not quite as many in every epoch.
+        Each epoch has them in its last step; with Skrull their number differs a little between epochs.
         """
         if self.inputs.stages:
             return round(sum(self._sums(lambda plan: plan.steps.num_empty_micro_batches)))
         return self.num_steps // self.steps_per_epoch * self.first.steps.num_empty_micro_batches
 
     def slowest_flops(self) -> float:
-        """FLOPs of all steps if every rank had as many as the slowest of its step; plans must know costs."""
+        """FLOPs of all steps if every rank had as many as the slowest of its step; plans need costs."""
 
         def of_epoch(plan: EpochPlan) -> float:
             assert plan.summary.balance is not None, "costs are known"
@@ -419,7 +400,7 @@ class Timeline:
         return sum(self._sums(of_epoch))
 
     def _sums(self, number: Callable[[EpochPlan], float]) -> Iterator[float]:
-        """A number of each epoch's plan, in the share of its steps that is trained."""
+        """A number of each epoch's plan, times the fraction of its steps that is trained."""
         for stretch in self.stretches():
             plan = stretch.typical_plan
             yield number(plan) * (stretch.stop - stretch.first) / max(plan.steps.num_steps, 1)
@@ -427,7 +408,7 @@ class Timeline:
     def counts_of_steps(self) -> Int64Array:
         """Samples, tokens and target tokens of each source in each step of the run, int64 (T, S, 3).
 
-        Of whole epochs of a stage the first one stands for all: their samples are drawn anew, in the same shares.
+        The first full epoch of a stage stands for all of them, whose samples are drawn anew in the same shares.
         """
         counts = []
         for stretch in self.stretches():
@@ -437,14 +418,14 @@ class Timeline:
         return np.concatenate(counts)
 
     def figures(self) -> list[dict[str, Any]]:
-        """What each stage is and has, by name, as JSON has it; nothing of a run without stages."""
+        """The figures of each stage, as JSON has them; empty without stages."""
         if not self.inputs.stages:
             return []
         last = self.stages[-1].number + 1
         return [{"stage": stage.number + 1, "stages": last, **stage.figures()} for stage in self.stages]
 
     def lines(self) -> Iterator[str]:
-        """What each stage has, for the log of a run."""
+        """The samples and sources of each stage, for the log."""
         for figures in self.figures():
             yield f"{stage_title(figures)}: {figures['samples']:,} samples"
             if left_out := figures["filtered"]:
@@ -453,7 +434,7 @@ class Timeline:
             yield from source_lines(figures["sources"])
 
     def stage_line(self, step: int) -> str | None:
-        """What is to be said when so many steps are done: that a stage begins."""
+        """The message that a stage begins after ``step`` steps; None if none does."""
         for figures in self.figures() if any(stage.first == step for stage in self.stages) else ():
             if figures["first_step"] == step + 1:
                 return stage_title(figures).replace(", ", " begins: ", 1)
@@ -461,7 +442,7 @@ class Timeline:
 
 
 def stage_title(figures: Mapping[str, Any]) -> str:
-    """What a stage is: ``stage 2 of 2, steps 91 to 100, packs of 131,072 tokens``."""
+    """The title of a stage: ``stage 2 of 2, steps 91 to 100, packs of 131,072 tokens``."""
     length, size = figures["packing_length"], figures["sequence_parallel_size"]
     packs = f", packs of {length:,} tokens" if length is not None else ""
     shared = f", each on {size} processes" if size > 1 else ""
@@ -469,15 +450,11 @@ def stage_title(figures: Mapping[str, Any]) -> str:
     return f"stage {figures['stage']} of {figures['stages']}, {steps}{packs}{shared}"
 
 
-def _assignment(values: Sequence[int]) -> BatchShape:
-    world_size, accumulation, batch_size = values
-    return world_size, accumulation, batch_size
-
-
 def _stages(
     inputs: Inputs, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None
 ) -> Iterator[TrainedStage]:
     """The stages of a run; arguments as for ``Timeline.of``."""
+    shapes = [(step, (ranks, accumulation, size)) for step, ranks, accumulation, size in assignments]
     step, epoch, number = 0, 0, 0
     trained = np.zeros(len(inputs.lengths), np.int64)
     if change is not None:
@@ -485,10 +462,10 @@ def _stages(
         step, epoch, number = change.step, change.epoch, change.stage[0]
         trained = joined_counts(change.trained)
     while True:
-        *_, (_, *now) = (each for each in assignments if each[0] <= step)
-        later = [(at, inputs.scaled(number, _assignment(each))) for at, *each in assignments if at > step]
-        begun, assignment = epoch, inputs.scaled(number, _assignment(now))
-        share, num_epochs = inputs.stage_share(number, step, _assignment(now))
+        *_, shape = (each for at, each in shapes if at <= step)
+        later = [(at, inputs.scaled(number, each)) for at, each in shapes if at > step]
+        begun, assignment = epoch, inputs.scaled(number, shape)
+        share, num_epochs = inputs.stage_share(number, step, shape)
         if change is not None and change.stage is not None:
             begun = change.stage[1]
             section = Section.after_change(inputs.stages[number], assignment, change)
@@ -509,22 +486,22 @@ def _stages(
 def _first_section(
     inputs: Inputs, number: int, start: tuple[int, int], share: float, trained: Int64Array, assignment: BatchShape
 ) -> Section:
-    """A stage from its first epoch on, or the part of one that it has: where steps are told, not one too few.
+    """A stage from its first epoch, which may be partial.
 
     Args:
         start: its first step, and epoch.
-        share: of the epoch, as ``Inputs.stage_share`` has it.
-        trained: how often each sample was before, (N,).
+        share: of the epoch, as ``Inputs.stage_share`` returns it.
+        trained: how often each sample was trained before, (N,).
     """
     stage = inputs.stages[number]
     assert stage.mixture is not None, "made with one"
-    if inputs.config.max_steps is None:
-        plan = stage.plan_mixture(stage.mixture.part(share, trained), start[1], assignment)
-        return Section(stage, assignment, *start, plan)
-    each = stage.plan_of(0, assignment).steps.num_steps
-    num_steps = round(share * each)
+    num_steps = each = None
+    if inputs.config.max_steps is not None:
+        each = stage.plan_of(0, assignment).steps.num_steps
+        num_steps = round(share * each)
     while True:
         plan = stage.plan_mixture(stage.mixture.part(share, trained), start[1], assignment)
-        if plan.steps.num_steps >= num_steps:
+        if num_steps is None or each is None or plan.steps.num_steps >= num_steps:
             return Section(stage, assignment, *start, plan, num_steps)
+        # One step too few would end the run early.
         share += (num_steps - plan.steps.num_steps + 0.5) / each
