@@ -1,4 +1,4 @@
-"""What the plans of a run are made from: caches opened and checked, targets, mixtures, shared prefixes and costs."""
+"""The inputs of a run's plans: caches opened and checked, targets, mixture, shared prefixes and costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_pac
 from packtool.train.prepare.targets import TargetChoices
 
 _KEPT_PLANS = 2
-"""Plans that are remembered: that of the epoch in training, and of the one read ahead, tens of megabytes each."""
+"""Plans that are cached, tens of megabytes each: of the epoch in training, and of the one read ahead."""
 
 BatchShape = tuple[int, int, int]
 """World size, gradient accumulation and batch size: what the packs of an epoch are assigned to."""
@@ -43,27 +43,27 @@ BatchShape = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
-    """What the plans of a run, or of one of its stages, are made from, for any number of processes.
+    """The inputs of the plans of a run, or of one of its stages, for any number of ranks.
 
     Args:
         config: the command's settings; those of a training run with ``--eval-strategy`` decided.
-        options: of the plan, with costs; what packs are assigned to comes with each ``BatchShape``.
+        options: of the plan, with costs; each ``BatchShape`` adds what packs are assigned to.
         lengths: tokens of each sample, (N,).
-        targets: labels of each sample that carry loss, (N,).
+        targets: target tokens of each sample, (N,).
         media_tokens: of each sample, (N,); None for a file of lengths.
         towers: cost of each sample's media, or of those that it adds to a shared prefix; None for a file of lengths.
         reader: of the caches; None for a file of lengths.
-        recipe: by which caches are mixed; None for every sample once an epoch.
+        recipe: of the mixture; None if every sample is trained once an epoch.
         model: its ``config.json``.
-        files: of the model; None where the costs are those of a preset.
-        choices: of labels, where ``--loss-scale`` or the recipe has others than the export.
-        saved: the file of ``--plan``, whose packs are trained instead of planned ones.
-        shared: prefixes that are computed once; None where all samples are computed whole.
-        unshared: why prefixes are not shared that could be; None if there is nothing to say.
-        mixture: what an epoch takes of the samples; None for each once. With stages what any of them takes.
-        stages: inputs of each stage of the recipe; empty without stages.
-        sequence_parallel_size: processes that share a sequence.
-        planner: equal inputs, whose plans are taken; None where these plan for themselves.
+        files: of the model; None if the costs are a preset's.
+        choices: of target tokens, where ``--loss-scale`` or the recipe differ from the export.
+        saved: the file of ``--plan``, whose packs are trained.
+        shared: prefixes that are computed once; None if every sample is computed whole.
+        unshared: message why prefixes are not shared that could be.
+        mixture: samples of an epoch; with stages those of all of them; None without a recipe.
+        stages: inputs of each stage of the recipe.
+        sequence_parallel_size: ranks that share a sequence.
+        planner: equal inputs that have planned already.
         notes: for the user.
     """
 
@@ -100,14 +100,13 @@ class Inputs:
         inputs = dataclasses.replace(self, shared=shared, unshared=unshared)
         if shared is not None:
             inputs = dataclasses.replace(inputs, towers=shared.towers(self.options.cost, self.targets))
-        return inputs if self.recipe is None else inputs.mixed(self.recipe, self._max_length)
+        if self.recipe is None:
+            return inputs
+        max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
+        return inputs.mixed(self.recipe, max_length)
 
     def prepared_as(self, planned: Inputs) -> Inputs:
-        """These inputs with what was prepared and planned from others; prepared anew if a plan would not be the same.
-
-        Args:
-            planned: prepared, for the same settings of packs and steps.
-        """
+        """Take shared prefixes, mixtures and plans from inputs with equal settings; prepare if plans would differ."""
         options = planned.options
         same = dataclasses.replace(
             self.options,
@@ -139,13 +138,13 @@ class Inputs:
         )
 
     def mixed(self, recipe: Recipe, max_length: int) -> Inputs:
-        """These inputs with the mixture of a recipe, or those of its stages.
+        """Add the mixture of a recipe, or those of its stages.
 
         Args:
-            max_length: samples of a stage have at most as many tokens.
+            max_length: tokens of a sample of any stage.
 
         Raises:
-            ConfigError, DataError: naming what does not go with the run, or the source of which nothing is left.
+            ConfigError, DataError: naming the conflict with the run, or the source of which no sample is left.
         """
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
@@ -173,21 +172,15 @@ class Inputs:
 
     @property
     def of_run(self) -> tuple[TrainConfig, ModelFiles, CacheReader]:
-        """What a training run has, and ``packtool plan`` may lack."""
+        """Settings, model files and caches of a training run, which ``packtool plan`` may lack."""
         assert isinstance(self.config, TrainConfig), "the inputs of a training run"
         assert self.files is not None, "a model is trained"
         assert self.reader is not None, "checked with the settings"
         return self.config, self.files, self.reader
 
-    @property
-    def _max_length(self) -> int:
-        """Tokens of the longest sample that is taken, whatever packs hold."""
-        assert self.reader is not None, "a file of lengths has no export"
-        return self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
-
     @cached_property
     def samples(self) -> SampleReader:
-        """The samples with their labels as ``--loss-scale``, or that of their source, chooses them."""
+        """The samples, labeled by ``--loss-scale`` or that of their source."""
         assert self.reader is not None, "a file of lengths has no samples"
         samples: SampleReader = ChosenTargets(self.reader, self.choices) if any(self.choices) else self.reader
         if self.mixture is None:
@@ -197,7 +190,7 @@ class Inputs:
         return MixedSamples(samples, self.mixture.offsets, names, weights, keeps_channels=keeps_channels)
 
     def plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
-        """The plan of a whole epoch; the last ones are remembered, here and nowhere else."""
+        """The plan of a full epoch; the last ones are cached."""
         return (self.planner or self)._remembered(epoch, assignment)
 
     @cached_property
@@ -216,7 +209,7 @@ class Inputs:
     def _plan(
         self, epoch: int, assignment: BatchShape, shared: SharedPrefixes | None, samples: Int64Array | None = None
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture, or of some samples."""
+        """The plan of an epoch without a mixture, or of the given samples."""
         options, towers = self._assigned(assignment), self.towers
         if shared is not None and samples is not None:
             assert options.cost is not None, "training knows costs"
@@ -234,14 +227,14 @@ class Inputs:
         )
 
     def plan_mixture(self, mixture: Mixture, epoch: int, assignment: BatchShape) -> EpochPlan:
-        """The plan of what a mixture draws in an epoch."""
+        """The plan of the samples that a mixture draws in an epoch."""
         options, seed = self._assigned(assignment), self.config.seed
         return plan_mixture(
             mixture, options, seed=seed, epoch=epoch, media_tokens=self.media_tokens, towers=self.towers
         )
 
     def plan_left(self, change: DataChange, assignment: BatchShape) -> EpochPlan | None:
-        """The plan of what was left of an epoch when the data changed; None if that was nothing."""
+        """The plan of the rest of the epoch in which the data changed; None if nothing was left."""
         samples = np.repeat(np.arange(len(self.lengths)), change.samples())
         if not (self.lengths[samples] <= self.options.max_length).any():
             return None
@@ -272,10 +265,10 @@ class Inputs:
         )
 
     def wanted_of(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
-        """How often an epoch has each sample of the caches, int64 (N,); what is too long for it counts, too.
+        """How often an epoch has each sample of the caches, int64 (N,), even if it is too long to be trained.
 
         Args:
-            trained: how often it has trained each with other data, (N,); None if it has trained none so.
+            trained: how often the epoch trained each before the data changed, (N,); None if they did not.
         """
         trained = np.zeros(len(self.lengths), np.int64) if trained is None else trained
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.wanted(epoch, trained)
@@ -301,7 +294,7 @@ class Inputs:
 
     @property
     def _step_rule(self) -> str:
-        """What decides the steps but packs, batch size and accumulation, in one line."""
+        """The settings that decide steps besides packs, batch size and accumulation, in one line."""
         skrull, num_samples = self.options.skrull, self.options.samples_per_step
         if skrull is None:
             return "" if num_samples is None else f"{num_samples} samples a step"
@@ -310,9 +303,9 @@ class Inputs:
         return f"{shared}, for {skrull.times.device}"
 
     def fingerprints(self, assignment: BatchShape) -> tuple[str, str]:
-        """What tells a run's packs from those of others, however many ranks there are, and how steps have them.
+        """Fingerprints of the packs, for any number of ranks, and of the steps.
 
-        With stages they tell where these end, too: what a stage draws depends on it.
+        Those of stages include where they end, which decides what they draw.
         """
         if not self.stages:
             plan = self.plan_of(0, assignment)
@@ -326,7 +319,7 @@ class Inputs:
         return digest.hexdigest(), steps
 
     def stage_end(self, number: int) -> float:
-        """Steps of the run that are done when a stage ends; without ``--max-steps`` the epochs that it has."""
+        """Steps of the run that are done when a stage ends; without ``--max-steps`` its number of epochs."""
         assert self.recipe is not None, "stages are a recipe's"
         stages, config = self.recipe.stages, self.config
         if config.max_steps is not None:
@@ -340,7 +333,7 @@ class Inputs:
         return ((stages[number].until_share or 1.0) - (before or 0.0)) * config.num_train_epochs
 
     def stage_share(self, number: int, step: int, assignment: BatchShape) -> tuple[float, int]:
-        """What part of an epoch a stage from a step on begins with, above 0 and at most 1, and all of its epochs."""
+        """The part of an epoch, in (0, 1], that a stage has first at ``step``, and its number of epochs, rounded up."""
         epochs = self.stage_end(number)
         if self.config.max_steps is not None:
             each = self.stages[number].plan_of(0, self.scaled(number, assignment)).steps.num_steps
@@ -357,14 +350,14 @@ class Inputs:
     def epoch_to_resume(
         self, ledger: Ledger, assignment: BatchShape
     ) -> tuple[Callable[[Int64Array, Int64Array], Int64Array], int, tuple[int, int] | None]:
-        """The epoch that a run with other data is in.
+        """The epoch in which a run resumes with other data.
 
         Returns:
-            how often it has each sample, int64 (N,), as a function of how often each was trained before it, and in it;
-            tokens of the longest sample that it takes; and the stage, as ``Ledger`` has it.
+            a function of how often each sample was trained before the epoch, and in it, that returns how often the
+            epoch has it, int64 (N,); maximum tokens of a sample; and the stage, as ``Ledger`` has it.
 
         Raises:
-            MismatchError: if nothing tells in which stage that is.
+            MismatchError: if the stage is unknown.
         """
         if not self.stages:
             if ledger.stage is not None and self.config.max_steps is None:
@@ -385,13 +378,13 @@ class Inputs:
                 start = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
                 share, _ = self.stage_share(number, int(start), assignment)
                 mixture = mixture.part(share, before)
-            # What another stage has trained is no part of what this one is to have.
+            # Samples that another stage trained do not count for this one.
             return mixture.wanted(ledger.epoch, trained if is_same else np.zeros_like(trained))
 
         return wanted, stage.options.max_length, (number, begun)
 
     def _stage_at(self, ledger: Ledger) -> int:
-        """The stage that a run resumed with other data is in."""
+        """The stage in which a run resumes with other data."""
         if self.config.max_steps is not None:
             last = len(self.stages) - 1
             return next((number for number in range(last) if ledger.step < self.stage_end(number)), last)
@@ -407,14 +400,14 @@ class Inputs:
 
 
 def _joined(mixtures: list[Mixture]) -> Mixture:
-    """A mixture of all that any stage takes, for names and weights of sources, and for counts of their epochs."""
+    """The mixture of all samples of any stage, for names, weights and epochs of sources."""
     own = zip(*(mixture.candidates for mixture in mixtures), strict=True)
     candidates = tuple(np.unique(np.concatenate(each)) for each in own)
     return dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
 
 
 def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
-    """What of stages does not go with the run that has them, a line for each."""
+    """Conflicts of stages with the settings of the run, a line for each."""
     config, place, problems = inputs.config, recipe.place, []
     stages, size = recipe.stages, config.sequence_parallel_ranks
     if inputs.options.skrull is not None:
@@ -441,7 +434,7 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
 
 
 def _step_problems(key: str, stage: Stage, before: int, max_steps: int, *, is_last: bool) -> Iterator[str]:
-    """What of a stage does not go with ``--max-steps``."""
+    """Conflicts of a stage with ``--max-steps``."""
     end = stage.until or max(round((stage.until_share or 0) * max_steps), 1)
     if is_last:
         if before >= max_steps:
