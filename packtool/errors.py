@@ -4,18 +4,18 @@
     ├── ConfigError                  2   an option, a YAML key or an environment variable is wrong
     ├── DataError                    3   rows cannot be read, strict mode met a bad row, nothing is left
     │   ├── RowError                 3   one row, named by source and number
-    │   └── MediaError               3   a picture, video or sound is gone, changed or broken since the export
-    ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not fit each other
+    │   └── MediaError               3   an image, video or audio is missing, changed or broken since the export
+    ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not match
     │   └── UnsupportedModelError    4   a model whose layers cannot be isolated under packing
-    ├── StorageError                 5   a local or remote file system said no
-    │   ├── RemoteError              5   the same of a remote one, with the kind of its refusal
-    │   └── StoreDownError           5   a store gives none of the media that rows name
-    ├── DivergedError                1   a loss or a gradient is infinite or not a number
-    └── StoppedError                 1   a signal ended the run after a checkpoint; really 128 + the signal's number
+    ├── StorageError                 5   reading or writing files failed, locally or remotely
+    │   ├── RemoteError              5   the same for remote files, with the kind of failure
+    │   └── StoreDownError           5   a store provides none of the media that rows reference
+    ├── DivergedError                1   a loss or a gradient is not finite
+    └── StoppedError                 1   a signal ended the run after a checkpoint; in fact 128 + the signal's number
 
-Messages say what was wrong, where (file, row, option) and what to do about it. Anything that is not a
-``PacktoolError`` is a bug and exits with 1; Ctrl-C exits with 130. A training that is told to stop by SIGTERM (143),
-SIGUSR1 (138) or Ctrl-C (130) saves a checkpoint first.
+Messages say what was wrong, where (file, row, option) and how to fix it. Any exception that is not a ``PacktoolError``
+is a bug and exits with 1; Ctrl-C exits with 130. Training that is stopped by SIGTERM (143), SIGUSR1 (138) or Ctrl-C
+(130) saves a checkpoint first.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ EXIT_MISMATCH = 4
 EXIT_STORAGE = 5
 EXIT_INTERRUPTED = 130
 
-_LEAST_LETTERS = 4  # with the dash in front: too many names begin with fewer
+_MIN_PREFIX = 4  # letters including the dash in front: too many names begin with fewer
 
 
 def most_similar(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known name that is spelled most like another: ``seed`` for ``sed``.
+    """The known name with the most similar spelling, such as ``seed`` for ``sed``.
 
-    Where none is, the shortest one that has the name as words of its own, or as how they begin: ``--expand-turns`` for
-    ``--expand``.
+    If none is similar, the shortest known name with a word that begins with it: ``--expand-turns`` for ``--expand``.
 
     Args:
-        likeness: from 0 to 1, how similar it must be (``difflib``).
+        likeness: minimum similarity, from 0 to 1 (``difflib``).
     """
     names = list(known)
     if close := difflib.get_close_matches(name, names, n=1, cutoff=likeness):
         return close[0]
-    begun = _words(name)
-    longer = [other for other in names if len(begun) >= _LEAST_LETTERS and begun in _words(other)]
+    prefix = _words(name)
+    longer = [other for other in names if len(prefix) >= _MIN_PREFIX and prefix in _words(other)]
     return min(longer, key=len, default=None)
 
 
@@ -57,10 +56,10 @@ def _words(name: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The end of a message about a name that nobody knows: the most similar one that is known, if any is.
+    """The end of a message about an unknown name: ``; did you mean 'seed'?``, or "" without a similar name.
 
     Args:
-        likeness: see ``most_similar``.
+        likeness: minimum similarity, as for ``most_similar``.
     """
     close = most_similar(name, known, likeness)
     if close is None:
@@ -69,11 +68,11 @@ def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 class PacktoolError(Exception):
-    """Base of all errors that are meant to be read by a user.
+    """Base of all errors that are meant for users.
 
     Args:
         message: what went wrong and where.
-        remedy: what to do about it, printed on a line of its own.
+        remedy: how to fix it, printed on a line of its own.
     """
 
     exit_code = EXIT_UNEXPECTED
@@ -87,7 +86,7 @@ class PacktoolError(Exception):
         return f"{self.message}\n{self.remedy}" if self.remedy else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process borders (export's workers), where the default would lose the remedy.
+        # Errors are pickled between processes (export's workers), where the default would lose the remedy.
         return _restore, (type(self), self.message, self.remedy, self.__dict__)
 
 
@@ -99,13 +98,13 @@ def _restore(cls: type[PacktoolError], message: str, remedy: str | None, state: 
 
 
 class ConfigError(PacktoolError):
-    """One or more settings are wrong; all that were found are listed at once."""
+    """One or more settings are wrong; all of them are listed at once."""
 
     exit_code = EXIT_USAGE
 
     @classmethod
     def from_problems(cls, problems: Sequence[str]) -> ConfigError:
-        """Collect several mistakes into one error."""
+        """Combine several messages into one error."""
         if len(problems) == 1:
             return cls(problems[0])
         lines = "\n".join(f"  - {problem}" for problem in problems)
@@ -113,10 +112,10 @@ class ConfigError(PacktoolError):
 
 
 def raise_together(checks: Iterable[Callable[[], object]]) -> None:
-    """Run all checks, and raise what they refuse as one error.
+    """Run all checks, and raise their errors as one.
 
     Raises:
-        PacktoolError: the only one; or a ConfigError, or what all of several are, that lists them.
+        PacktoolError: the only error; of several, one that lists them: a ConfigError, or of their common class.
     """
     errors = []
     for check in checks:
@@ -143,8 +142,8 @@ class RowError(DataError):
     """One row cannot be used.
 
     Args:
-        source: file the row came from.
-        row: 0-based number of the row in that file.
+        source: file of the row.
+        row: 0-based number in that file.
         reason: the machine-readable reason, as in ``dropped.jsonl``.
         detail: the reason in words, for the user.
     """
@@ -158,11 +157,11 @@ class RowError(DataError):
 
 
 class MediaError(DataError):
-    """A picture, video or sound cannot be loaded, or is not what it was when it was measured."""
+    """An image, video or audio cannot be loaded, or has changed since it was measured."""
 
 
 class MismatchError(PacktoolError):
-    """Two things that must fit each other do not."""
+    """Two things that must match do not."""
 
     exit_code = EXIT_MISMATCH
 
@@ -181,12 +180,12 @@ RemoteFault = Literal["missing", "refused", "unreachable", "invalid"]
 
 
 class RemoteError(StorageError):
-    """A remote place did not give a file.
+    """A remote file cannot be read or written.
 
     Args:
-        fault: ``missing``: there is no such file. ``refused``: the server answers that this file is not to be had.
-            ``unreachable``: the store as a whole: no answer, broken or busy for long, or credentials that it does not
-            take. ``invalid``: the address, or what lies there, is nothing that can be read.
+        fault: ``missing``: there is no such file. ``refused``: the server denies access to this file. ``unreachable``:
+            the whole store does not answer, is broken or busy for long, or rejects the credentials. ``invalid``: the
+            address or the file is not readable.
     """
 
     def __init__(self, message: str, remedy: str | None = None, fault: RemoteFault = "invalid") -> None:
@@ -195,23 +194,23 @@ class RemoteError(StorageError):
 
 
 class StoreDownError(StorageError):
-    """A store gives none of the media that rows name, one after the other."""
+    """A store provides none of the media that rows reference."""
 
-    def going_on(self, words: str) -> StoreDownError:
-        """The same error, whose remedy also says how to go on."""
+    def with_resume_advice(self, words: str) -> StoreDownError:
+        """The same error, whose remedy also says how to resume."""
         return StoreDownError(self.message, f"{self.remedy} {words}")
 
 
 class DivergedError(PacktoolError):
-    """Training met a loss or a gradient that is infinite or not a number; the weights have not."""
+    """A loss or a gradient of a training step is not finite; the weights are."""
 
 
 class StoppedError(PacktoolError):
-    """A signal ended a run, which has saved a checkpoint.
+    """A signal ended a run after it saved a checkpoint.
 
     Args:
-        message: empty on all processes but the first.
-        signal: its number; the exit code is 128 more.
+        message: empty on all processes except the first.
+        signal: its number; the exit code is 128 + this number.
     """
 
     def __init__(self, message: str, remedy: str | None = None, signal: int = 0) -> None:

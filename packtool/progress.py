@@ -1,4 +1,4 @@
-"""The library never prints: it tells a ``Progress``, and only the command line decides what becomes of it."""
+"""Progress of long-running functions; the library itself never prints."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """What long-running functions report to."""
+    """Receives the progress of long-running functions; the command line prints it."""
 
     def start(self, title: str, total: int | None) -> None:
-        """A new piece of work begins; ``total`` in rows, packs, ... when known."""
+        """Begin a piece of work; ``total`` is its number of rows, packs, ..., if known."""
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
-        """``num_done`` more are finished; ``fields`` are shown beside the bar (drops, tokens, ...)."""
+        """Add ``num_done`` finished items; ``fields`` (drops, tokens, ...) are shown beside the bar."""
 
     def line(self, num_done: int = 0, **fields: float | int | str) -> None:
-        """Do what ``advance`` does; the figures were asked for here, and get a line where no bar shows them."""
+        """Do what ``advance`` does, and print the fields on a line of their own if there is no bar."""
 
     def note(self, message: str) -> None:
-        """Tell something that is worth a line of its own."""
+        """Print a message on a line of its own."""
 
     def finish(self) -> None:
-        """The piece of work that ``start`` opened is over."""
+        """End the piece of work that ``start`` began."""
 
 
 class SilentProgress:
-    """Progress that is shown nowhere."""
+    """Progress that is not shown."""
 
     def start(self, title: str, total: int | None) -> None:
         pass

@@ -41,7 +41,7 @@ ORDER = (
     "demo",
     "cli",
 )
-BASE = {"errors", "constants", "progress", "visible", "config", "storage", "launch"}
+BASE = {"errors", "constants", "progress", "terminal", "config", "storage", "launch"}
 # The rooms of train/, under run.py: a room imports only from those before it.
 TRAIN_ORDER = ("prepare", "model", "evaluate", "verify", "loop")
 
@@ -335,8 +335,8 @@ def test_docstrings_give_the_shapes_of_arrays() -> None:
     assert not wrong
 
 
-# Where text goes to a terminal, or becomes HTML: each makes visible what others wrote.
-PRINTERS = {"visible.py", "report/tables.py"}
+# Where text goes to a terminal, or becomes HTML: each escapes what others wrote.
+PRINTERS = {"terminal.py", "report/tables.py"}
 ESCAPERS = {"report/drawing.py"}
 
 
@@ -350,7 +350,7 @@ def test_text_of_others_is_shown_in_few_places() -> None:
                 if called in ("print", "typer.echo", "typer.secho", "click.echo", "traceback.print_exc") or (
                     called.endswith((".print", "stdout.write", "stderr.write"))
                 ):
-                    wrong.append(f"{name}:{node.lineno}: {called}: packtool.visible.show takes care of controls")
+                    wrong.append(f"{name}:{node.lineno}: {called}: packtool.terminal.show takes care of controls")
             is_html = isinstance(node, ast.Constant) and isinstance(node.value, str) and "</" in node.value
             if is_html and _room(path) == "report" and name not in ESCAPERS:
                 wrong.append(f"{name}:{node.lineno}: HTML stands in report/templates/")

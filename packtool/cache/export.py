@@ -312,7 +312,7 @@ class _Job:
         except StoreDownError as error:
             if work.directory is None:
                 raise
-            raise error.going_on("What was finished is kept: run the same command again to go on.") from error
+            raise error.with_resume_advice("What was finished is kept: run the same command again to go on.") from error
         progress.finish()
         return results
 

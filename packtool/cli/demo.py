@@ -10,7 +10,7 @@ from packtool.cli.invocation import Invocation, interruptible_progress
 from packtool.config.commands import DemoConfig
 from packtool.errors import EXIT_UNEXPECTED
 from packtool.launch.processes import share_cores_politely
-from packtool.visible import show
+from packtool.terminal import show
 
 
 def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:

@@ -14,7 +14,7 @@ from packtool.cli.invocation import Invocation, interruptible_progress
 from packtool.config.commands import InspectConfig
 from packtool.constants import TRAIN_SPLIT
 from packtool.errors import EXIT_MISMATCH, ConfigError
-from packtool.visible import show, show_json, show_styled
+from packtool.terminal import show, show_json, show_styled
 
 _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "red"}
 

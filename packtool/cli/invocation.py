@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from packtool.errors import EXIT_INTERRUPTED
-from packtool.visible import show, show_json
+from packtool.terminal import show, show_json
 
 if TYPE_CHECKING:
     from packtool.report.tables import TerminalProgress

@@ -43,7 +43,7 @@ from packtool.errors import (
 )
 from packtool.launch.processes import end_with_launcher, is_said_elsewhere
 from packtool.launch.world import LOST_PEER, is_launched, is_lost_peer
-from packtool.visible import show
+from packtool.terminal import show
 
 _VARIABLE = "PACKTOOL_LOG_LEVEL"
 _MS_SWIFT_VARIABLE = "SWIFT_LOG_LEVEL"

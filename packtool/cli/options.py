@@ -34,7 +34,7 @@ from packtool.config.settings import (
     value_type,
 )
 from packtool.errors import EXIT_INTERRUPTED, ConfigError, did_you_mean, most_similar
-from packtool.visible import show
+from packtool.terminal import show
 
 # A switch is off by default and has no negative form (--no-...).
 ArgumentKind = Literal["flag", "switch", "single", "list"]

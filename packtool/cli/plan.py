@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from packtool.cli.invocation import Invocation, interruptible_progress
 from packtool.config.plan import PackConfig, PlanConfig
 from packtool.config.simulate import SimulateConfig
-from packtool.visible import show, show_json
+from packtool.terminal import show, show_json
 
 if TYPE_CHECKING:
     from packtool.library.planned import Plan

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
@@ -18,7 +19,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_OK, PacktoolError
 from packtool.launch.processes import begins_run, find_place, imported_at_once, share_cores_politely
 from packtool.launch.world import LOST_PEER, is_lost_peer
-from packtool.visible import show, show_json
+from packtool.terminal import show, show_json
 
 if TYPE_CHECKING:
     from packtool.launch.world import World
@@ -33,34 +34,28 @@ def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
     Libraries have bare ``except:`` clauses, and Python discards exceptions in callbacks from C and in finalizers. A
     Ctrl-C at that moment would be lost; here the next call of the progress raises it again.
     """
-    wrapped = _InterruptRepeater(progress)
-    before = signal.signal(signal.SIGINT, wrapped.interrupt)
-    try:
-        yield cast("Progress", wrapped)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    was_interrupted = False
 
-
-class _InterruptRepeater:
-    """Has the methods of a progress, which raise KeyboardInterrupt after an interrupt."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._was_interrupted = False
-
-    def interrupt(self, *_: object) -> None:
-        self._was_interrupted = True
+    def interrupt(*_: object) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
         raise KeyboardInterrupt
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        method = getattr(self._progress, name)
-
+    def repeating(method: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **fields: Any) -> None:
-            if self._was_interrupted:
+            if was_interrupted:
                 raise KeyboardInterrupt
             method(*args, **fields)
 
         return call
+
+    methods = ("start", "advance", "line", "note", "finish")
+    wrapped = SimpleNamespace(**{name: repeating(getattr(progress, name)) for name in methods})
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield cast("Progress", wrapped)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_train(config: TrainConfig, invocation: Invocation) -> None:

@@ -26,7 +26,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from packtool.config.settings import load_json
 from packtool.errors import EXIT_UNEXPECTED, ConfigError
-from packtool.visible import show
+from packtool.terminal import show
 
 _NODE, _NODES = "packtool/node/", "packtool/nodes"
 _BEAT_SECONDS = 1.0

@@ -25,7 +25,7 @@ from torch.distributed.run import main as torchrun
 
 from packtool.errors import EXIT_UNEXPECTED, ConfigError
 from packtool.launch.nodes import Nodes
-from packtool.visible import show
+from packtool.terminal import show
 
 _SIGNAL_BASE = 128
 # The terminal sends one Ctrl-C to a whole group of processes; a person is slower.

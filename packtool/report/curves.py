@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from packtool.config.settings import load_json
 from packtool.report.drawing import CURVE_COLOURS, SIZE, Axis, Chart, Note, Path, Point
-from packtool.visible import visible_line
+from packtool.terminal import escape_line
 
 CURVES_NAME = "curves.png"
 _DOTS_PER_INCH = 200
@@ -384,5 +384,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _channel_name(name: str) -> str:
-    name = visible_line(name)
+    name = escape_line(name)
     return name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…"

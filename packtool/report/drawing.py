@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from packtool.constants import VERSION
-from packtool.visible import visible_line
+from packtool.terminal import escape_line
 
 PAGE_COLOURS = {
     "back": ("#f6f5f1", "#101417"),
@@ -302,7 +302,7 @@ def breakable(text: str) -> Markup:
     words = []
     for word in text.split(" "):
         # Find the joints before escaping, which adds ampersands and semicolons.
-        parts = _JOINT.sub("\\1\n", visible_line(word)).split("\n")
+        parts = _JOINT.sub("\\1\n", escape_line(word)).split("\n")
         joined = Markup("<wbr>").join(parts)
         words.append(joined if len(parts) == 1 else Markup("<span class=word>{}</span>").format(joined))
     return Markup(" ").join(words)
@@ -319,7 +319,7 @@ def _environment() -> Environment:
         loader=PackageLoader("packtool.report"),
         autoescape=True,
         finalize=lambda value: (
-            visible_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+            escape_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
         ),
         undefined=StrictUndefined,
         trim_blocks=True,

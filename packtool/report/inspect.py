@@ -33,8 +33,8 @@ from packtool.encode.families.boxes import INTERNVL_TOKENS, QWEN_TOKENS, BoxForm
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import Progress
+from packtool.terminal import escape_text
 from packtool.train.prepare.check import repair_command
-from packtool.visible import visible
 
 PICTURE = "\ufffc"
 """Stands for each image in a sample's text."""
@@ -276,7 +276,7 @@ class Part:
 def marked_text(parts: Iterable[Part]) -> str:
     """A sample without colours: trained text between « and », after its weight if that is not 1."""
     texts = (f"«{part.weighted_text}»" if part.look == "trained" else part.weighted_text for part in parts)
-    return visible("".join(texts))
+    return escape_text("".join(texts))
 
 
 def sample_view(

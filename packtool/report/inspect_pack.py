@@ -15,7 +15,7 @@ from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.errors import ConfigError
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.report.inspect import all_media, medium_text, model_of_cache
-from packtool.visible import visible_line
+from packtool.terminal import escape_line
 
 
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
             num = len(part["samples"])
             name = f"a prefix of {num} samples, {own:,} tokens once instead of {num * own:,}"
         else:
-            name = f"sample {part['sample']}: {visible_line(part['source'])}, row {part['row']}"
+            name = f"sample {part['sample']}: {escape_line(part['source'])}, row {part['row']}"
             name += f", {part['part']}" if part["part"] else ""
             if part["prefix"] is not None:
                 name += f", adds {own:,} of its {stop + 1:,} tokens"

@@ -45,7 +45,7 @@ from packtool.report.drawing import render
 from packtool.report.inspect import Decoder, Medium, all_media, dropped_rows, model_of_cache
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 from packtool.rows.sample import MediaRef
-from packtool.visible import visible
+from packtool.terminal import escape_text
 
 Int64Array = npt.NDArray[np.int64]
 INDEX = "index.html"
@@ -368,7 +368,7 @@ def _script(name: str, value: Any) -> bytes:
 def _escaped(value: Any) -> Any:
     """The value with terminal escapes in all of its strings."""
     if isinstance(value, str):
-        return visible(value)
+        return escape_text(value)
     if isinstance(value, dict):
         return {_escaped(key): _escaped(each) for key, each in value.items()}
     return [_escaped(each) for each in value] if isinstance(value, (list, tuple)) else value

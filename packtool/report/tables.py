@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from packtool.visible import show, visible, visible_line
+from packtool.terminal import escape_line, escape_text, show
 
 _MAX_WIDTH = 60  # columns; a wider cell shifts the rest of its own line only
 _SECONDS_BETWEEN_LINES = 5.0
@@ -29,7 +29,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
         rows: cells; control characters are escaped.
         sides: alignment of each column, ``l``eft or ``r``ight; the last letter is for all further columns.
     """
-    cells = [[visible_line(cell) for cell in row] for row in rows]
+    cells = [[escape_line(cell) for cell in row] for row in rows]
     sides += sides[-1] * max((len(row) for row in cells), default=0)
     widths = [
         max((width for cell in column if (width := cell_len(cell)) <= _MAX_WIDTH), default=0)
@@ -101,7 +101,7 @@ class TerminalProgress:
         self.finish()
 
     def start(self, title: str, total: int | None) -> None:
-        self._title, self._total, self._done = visible_line(title), total or 0, 0
+        self._title, self._total, self._done = escape_line(title), total or 0, 0
         self._begin = self._last = time.monotonic()
         if not self._enabled or not self._console.is_terminal:
             return
@@ -143,7 +143,7 @@ class TerminalProgress:
 
     def note(self, message: str) -> None:
         if self._enabled:
-            self._console.print(visible(message), markup=False, soft_wrap=True)
+            self._console.print(escape_text(message), markup=False, soft_wrap=True)
 
     def finish(self) -> None:
         if self._bar is not None:
@@ -172,4 +172,4 @@ def _field_text(fields: Mapping[str, float | int | str]) -> str:
     for name, value in fields.items():
         shown = f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else value
         texts.append(f"{name.replace('_', ' ')} {shown}")
-    return visible_line("  ".join(texts))
+    return escape_line("  ".join(texts))

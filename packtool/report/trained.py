@@ -15,10 +15,10 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.planning.ledger import SourceLedger
 from packtool.report.drawing import plural
 from packtool.report.tables import aligned
+from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import has_history, read_ledger
 from packtool.train.prepare.replay import Replay, replay_segment, segments_of
-from packtool.visible import visible_line
 
 _MAX_COMPANIONS = 20
 
@@ -299,7 +299,7 @@ def _occurrence(
 
 def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """What ``packtool inspect --row`` prints of a run."""
-    times, run = figures["times"], visible_line(figures["run"])
+    times, run = figures["times"], escape_line(figures["run"])
     steps, skipped = plural(figures["until_step"], "step"), plural(figures["num_skipped"], "time")
     left_out = f"; left out {skipped}, for it could not be loaded" if figures["num_skipped"] else ""
     yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained{left_out}"

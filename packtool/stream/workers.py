@@ -53,7 +53,7 @@ def encoded_blocks(
                 f"{resumes}; fewer --dataset-num-proc need less memory.",
             ) from None
         except StoreDownError as error:
-            raise error.going_on(f"{resumes}.") from error
+            raise error.with_resume_advice(f"{resumes}.") from error
 
 
 def _encode_blocks(report: object, spec: EncodeSpec) -> Callable[[PlacedBlock], EncodedBlock]:

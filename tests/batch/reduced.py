@@ -199,8 +199,17 @@ def samples_alike(name: str) -> list[EncodedSample]:
     prompt = going_on(branch, untrained(make_sample(5, seed=3)))
     answers = [all_trained(make_sample(length, seed=40 + length)) for length in (3, 5, 1)]
     other = make_sample(8, first, seed=5, limits=limits)
-    found = [going_on(prompt, answers[0]), other, going_on(trunk, make_sample(7, seed=6)), going_on(prompt, answers[1])]
-    found += [going_on(trunk, make_sample(6, second, seed=7, limits=limits)), going_on(other, answers[2]), prompt]
+    found = [
+        going_on(prompt, answers[0]),
+        other,
+        going_on(trunk, make_sample(7, seed=6)),
+        going_on(prompt, answers[1]),
+    ]
+    found += [
+        going_on(trunk, make_sample(6, second, seed=7, limits=limits)),
+        going_on(other, answers[2]),
+        prompt,
+    ]
     return [dataclasses.replace(sample, row=number) for number, sample in enumerate(found)]
 
 

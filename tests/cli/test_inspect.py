@@ -19,7 +19,7 @@ from packtool.report.tables import histogram_lines
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
-from tests.test_visible import acting
+from tests.test_terminal import acting
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
 from tests.report.test_page_in_browser import DESK, PHONE, Browser
 from tests.report.test_page_in_browser import browser as browser
-from tests.test_visible import acting
+from tests.test_terminal import acting
 from tests.waiting import PATIENCE_S
 
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 2'>\u202e\x1b[2J"

@@ -1,10 +1,16 @@
-"""Tables of a terminal: columns stand below one another, whatever cells hold."""
+"""Tables are aligned whatever their cells contain; progress is a bar in a terminal and lines elsewhere."""
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from packtool.report.tables import aligned, print_table
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from packtool.report import tables
+from packtool.report.tables import TerminalProgress, aligned, print_table
 
 
 @pytest.mark.smoke
@@ -29,3 +35,35 @@ def test_a_table_is_one_line_for_each_row(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert out.splitlines()[:2] == ["what\\x1b[2J", "a\\nb\\x1b]0;t\\x07  [/b]"]
     assert len(out.splitlines()) == 3
+
+
+@given(start=st.integers(0, 20_000), gaps=st.lists(st.integers(5, 70), min_size=1, max_size=5))
+def test_lines_seconds_apart_have_different_times(start: int, gaps: list[int]) -> None:
+    times = [tables._elapsed(sum(gaps[:number], start)) for number in range(len(gaps) + 1)]
+    assert len(set(times)) == len(times)
+
+
+def test_a_line_without_figures_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_SECONDS_BETWEEN_LINES", 0.0)
+    printed = io.StringIO()
+    with TerminalProgress(Console(file=printed, width=200)) as progress:
+        progress.start("train", 4)
+        progress.line(2, loss=1.25)
+        progress.advance(1)
+    shown = printed.getvalue().splitlines()
+    assert shown[0].startswith("train: 2 of 4")
+    assert shown[0].endswith("  loss 1.25")
+    assert shown[1].startswith("train: 3 of 4")
+    assert "loss" not in shown[1]
+
+
+def test_a_bar_says_of_which_step_its_figures_are() -> None:
+    printed = io.StringIO()
+    with TerminalProgress(Console(file=printed, width=200, force_terminal=True)) as progress:
+        progress.start("train", 4)
+        progress.line(2, loss=1.25)
+        progress.advance(1)
+        assert progress._bar is not None
+        progress._bar.refresh()
+    assert "3/4" in printed.getvalue()
+    assert "at 2: loss 1.25" in printed.getvalue().split("3/4")[-1]

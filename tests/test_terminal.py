@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from packtool.report.tables import TerminalProgress, print_table
-from packtool.visible import show, show_json, show_styled, visible, visible_line
+from packtool.terminal import escape_line, escape_text, show, show_json, show_styled
 
 # Text with far more controls than chance would give it.
 HOSTILE = "\x1b]52;c;cm0gLXJm\x07 \x1b]0;title\x07\x1b[2J\x1b[8m\x9b31m\r\x00\x7f\u202e\u2066\u2028\ud800\U000e0041"
@@ -25,17 +25,17 @@ def acting(text: str, kept: str = "\n\t") -> list[str]:
 
 @given(TEXT)
 def test_nothing_that_acts_is_left(text: str) -> None:
-    assert acting(visible(text)) == []
-    assert acting(visible_line(text), kept="") == []
-    assert visible(visible(text)) == visible(text)
-    visible_line(text).encode()  # no half of a surrogate pair is left
+    assert acting(escape_text(text)) == []
+    assert acting(escape_line(text), kept="") == []
+    assert escape_text(escape_text(text)) == escape_text(text)
+    escape_line(text).encode()  # no half of a surrogate pair is left
 
 
 def test_what_is_plain_stays() -> None:
     plain = "naïve 中文 עברית 👩\u200d👩\u200d👧 a\tb\n<script> \\x1b [bold]"
-    assert visible(plain) == plain
-    assert visible("\x1b[2J\r\u202e\U000e0041") == r"\x1b[2J\r\u202e\U000e0041"
-    assert visible_line("a\tb\n") == r"a\tb\n"
+    assert escape_text(plain) == plain
+    assert escape_text("\x1b[2J\r\u202e\U000e0041") == r"\x1b[2J\r\u202e\U000e0041"
+    assert escape_line("a\tb\n") == r"a\tb\n"
 
 
 @given(text=TEXT)
