@@ -59,7 +59,7 @@ def test_every_reason_has_a_remedy() -> None:
 
 def test_the_reasons_in_the_documentation_are_in_the_list() -> None:
     page = (ROOT.parent / "docs" / "rows.md").read_text()
-    tables = [rest.partition("\n\n")[0] for rest in page.split("| reason | what it means |")[1:]]
+    tables = [rest.partition("\n\n")[0] for rest in page.split("| reason | cause |")[1:]]
     names = re.findall(r"^\| `(\w+)` \|", "\n".join(tables), re.MULTILINE)
     assert len(names) >= 10
     assert set(names) <= DROP_REASONS.keys()
