@@ -45,7 +45,7 @@ from packtool.cache.restart import (
 from packtool.cache.task import MIN_SHARD_ROWS, Task, TaskResult, Work, make_tasks
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
-from packtool.encode.blocks import check_template, refused_at_first
+from packtool.encode.blocks import check_template, first_row_error
 from packtool.encode.encoder import Encoder, remarks_on
 from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
@@ -136,7 +136,7 @@ def _export(config: ExportConfig, progress: Progress, executor: Executor, collec
 
 def _note_refusals(scanned: Sequence[ScannedSource], progress: Progress) -> None:
     """Warn before the work begins about rows that name media which they may not access."""
-    lines = (refused_at_first(found.source, found.blocks) for found in scanned[:_NUM_CHECKED])
+    lines = (first_row_error(found.source, found.blocks) for found in scanned[:_NUM_CHECKED])
     if (line := next(filter(None, lines), None)) is not None:
         progress.note(line)
     close_readers()  # workers have their own

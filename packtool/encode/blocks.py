@@ -1,4 +1,4 @@
-"""Blocks of rows become samples: what export's tasks and streaming do alike."""
+"""Turn blocks of rows into encoded samples, for export's tasks and for streaming."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from packtool.rows.source import RowBlock, Source
 
 
 def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
-    """One item for every row, in order.
+    """Yield a sample for every row, in order, or why it is dropped.
 
     Args:
-        may_hold_secrets: False drops rows with a medium whose URL holds what must not be written down.
+        may_hold_secrets: False drops rows with a medium whose URL has a user, password or query.
 
     Raises:
         DataError: if the file is no longer what was scanned.
@@ -33,7 +33,7 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
             if isinstance(row, Dropped):
                 yield row
                 continue
-            try:  # as ``guard_row`` does, without the price of a call
+            try:  # as ``guard_row``, without the cost of a call
                 sample = _sample(row, source, number, may_hold_secrets)
             except BaseException as error:
                 sample = unexpected_drop(source.label, number, error)
@@ -41,10 +41,10 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
 
 
 def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source, Iterable[RowBlock]]]) -> None:
-    """Find out at once, by the first good row of each source, that conversations are to be encoded without a template.
+    """Refuse conversations without a chat template at once, by the first good row of each source.
 
     Raises:
-        ConfigError: if so.
+        ConfigError: if a source holds conversations, and the model has no chat template.
         DataError, StorageError: as ``samples_of``.
     """
     if files.chat_template:
@@ -61,10 +61,10 @@ def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source
 
 
 def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:
-    """What becomes of each, in order.
+    """Yield the result of each sample, in order.
 
-    Samples are encoded together. Where that meets something that nobody foresaw, each is encoded by itself, so that
-    the row at fault is found and only that one is dropped.
+    Samples are encoded together. After an unexpected error each is encoded by itself, so that only the row at fault is
+    dropped.
     """
     samples = [item for item in group if isinstance(item, Sample)]
     together = guard_row("", 0, encoder.encode, samples)
@@ -73,14 +73,10 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
         yield next(encoded) if isinstance(item, Sample) else item
 
 
-def refused_at_first(source: Source, blocks: Iterable[RowBlock]) -> str | None:
-    """What is to be said before a long run if the first rows with media name none that they may; None if all is well.
-
-    Args:
-        blocks: of which the first is looked at.
-    """
-    found = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
-    with_media = [refs for item in found if isinstance(item, Sample) and (refs := _refs(item))]
+def first_row_error(source: Source, blocks: Iterable[RowBlock]) -> str | None:
+    """Return a message if all media in the first block of rows may not be read, for before a long run."""
+    items = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
+    with_media = [refs for item in items if isinstance(item, Sample) and (refs := _refs(item))]
     refusals = [next(filter(None, map(_refusal, refs)), None) for refs in with_media]
     if not refusals or not all(refusals):
         return None
@@ -92,14 +88,14 @@ def _refusal(ref: MediaRef) -> str | None:
         check_allowed(ref)
     except MediaProblem as problem:
         return problem.detail
-    except (StorageError, ValueError):  # no path at all: another matter
+    except (StorageError, ValueError):  # no path at all: another problem
         return None
     return None
 
 
 def _alone(sample: Sample, encoder: Encoder) -> list[EncodedSample] | Dropped:
-    found = guard_row(sample.source, sample.row, encoder.encode, [sample])
-    return found if isinstance(found, Dropped) else found[0]
+    result = guard_row(sample.source, sample.row, encoder.encode, [sample])
+    return result if isinstance(result, Dropped) else result[0]
 
 
 def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:
@@ -107,16 +103,11 @@ def _sample(row: dict[str, object], source: Source, number: int, may_hold_secret
         sample = to_sample(row, source, number)
     except RowProblem as problem:
         return Dropped(source.label, number, problem.reason, problem.detail)
-    if not may_hold_secrets and (shown := _secret(sample)) is not None:
-        detail = f"{shown}: the URL has a user, password or query, which would be kept; export with --media embed"
-        return Dropped(source.label, number, "media_secret", detail)
+    for ref in () if may_hold_secrets else _refs(sample):
+        if ref.path is not None and "://" in ref.path and (masked := storage.masked(ref.path)) != ref.path:
+            detail = f"{masked}: the URL has a user, password or query, which would be kept; export with --media embed"
+            return Dropped(source.label, number, "media_secret", detail)
     return sample
-
-
-def _secret(sample: Sample) -> str | None:
-    """A medium's address without what must not be kept of it, if there is such a thing in any."""
-    paths = (ref.path for ref in _refs(sample) if ref.path is not None and "://" in ref.path)
-    return next((storage.masked(path) for path in paths if storage.masked(path) != path), None)
 
 
 def _refs(sample: Sample) -> list[MediaRef]:

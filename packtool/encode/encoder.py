@@ -30,7 +30,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowParts, expansion_of, joined
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
-from packtool.encode.template import CannotRender, ChatTemplate, LeftOut, TemplateFailure, message_of, strings_of
+from packtool.encode.template import CannotRender, ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import PieceTokenizer
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
@@ -105,7 +105,6 @@ class Encoder:
         self._finder: TurnFinder | None = None
         if files.chat_template:
             self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
-            self._left_out = LeftOut(self._template.render)
             self._vocabulary, self._finder = turn_finder(self._template, tokenizer, media_tokens)
         else:
             self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
@@ -278,14 +277,18 @@ class Encoder:
             )
         as_list = self._media.content_as_list
         try:
-            messages = [message_of(turn, shield, kinds, as_list) for turn in sample.turns]
+            messages = []
+            for turn in sample.turns:
+                text = shield.text(shield.media(turn.content, kinds))
+                content = shield.as_list(text) if as_list else text
+                messages.append({"role": turn.role, "content": content, **shield.value(turn.extra)})
             tools = shield.value(sample.tools)
             rendered = self._template.render(messages, tools)
         except TemplateFailure as failure:
             raise CannotRender("template_refused", str(failure)) from failure
         except RecursionError as error:
             raise CannotRender("template_refused", "the row's values nest too deep") from error
-        if (number := self._left_out.first(sample.turns, messages, tools)) is not None:
+        if (number := self._template.missing_turn(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
             raise CannotRender("turn_left_out", detail)
         return shield.cut(rendered, self._media.placeholders)

@@ -1,7 +1,7 @@
-"""What encoding needs of a model directory: tokenizer, chat template, config, processor settings. No weights, no torch.
+"""The files of a model directory for encoding: tokenizer, chat template, config, processor settings. No weights.
 
-``transformers.AutoTokenizer`` takes seconds and imports torch; a worker needs neither. The files are read as they
-are, and transformers is asked only for tokenizers that have no ``tokenizer.json``.
+``transformers.AutoTokenizer`` takes seconds and imports torch; a worker needs neither. The files are read directly, and
+transformers is used only for tokenizers without a ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packtool.encode.template import ended_template
 from packtool.errors import ConfigError
 
 _FETCH_AGAIN = "Fetch the model's files again."
-# What transformers makes a tokenizer of where there is no tokenizer.json.
+# Files from which transformers makes a tokenizer without a tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -36,8 +36,8 @@ class ModelFiles:
         processor: settings of the image processor, empty for text-only models.
         video_processor: settings of the video processor; the image processor's where a model has no others.
         audio_processor: settings of the feature extractor for sound, empty where there is none.
-        template_file: that the chat template is from, where it is not the model's own.
-        end_mark: what the chat template was made to end the last answer with, "" where it ends answers by itself.
+        template_file: file of the chat template, where it is not the model's own.
+        end_mark: the end of the last answer that was added to the chat template, "" where it ends answers by itself.
     """
 
     directory: str
@@ -56,7 +56,7 @@ class ModelFiles:
         """Read a model directory, or fetch the small files of a hub id.
 
         Args:
-            chat_template: a file whose template is taken instead of the model's.
+            chat_template: a file whose template replaces the model's.
 
         Raises:
             ConfigError: if a file is missing or is not what it should be.
@@ -75,6 +75,7 @@ class ModelFiles:
         template, end_mark = ended_template(
             template, _named_tokens(tokenizer_config), partial(_stop_tokens, directory, tokenizer)
         )
+        images, videos = "preprocessor_config.json", "video_preprocessor_config.json"
         return cls(
             directory=directory,
             config=config,
@@ -82,11 +83,9 @@ class ModelFiles:
             tokenizer_json=tokenizer,
             chat_template=template,
             end_mark=end_mark,
-            processor=_settings_of(directory, "image_processor", "preprocessor_config.json"),
-            video_processor=_settings_of(
-                directory, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
-            ),
-            audio_processor=_settings_of(directory, "feature_extractor", "preprocessor_config.json"),
+            processor=_settings_of(directory, "image_processor", images),
+            video_processor=_settings_of(directory, "video_processor", videos, images),
+            audio_processor=_settings_of(directory, "feature_extractor", images),
             template_file=chat_template,
         )
 
@@ -97,7 +96,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """Hash of vocabulary, merges, added tokens and pre-tokenization, however the file is laid out.
+        """Hash of vocabulary, merges, added tokens and pre-tokenization, whatever the layout of the file.
 
         Raises:
             ConfigError: if ``tokenizer.json`` is broken.
@@ -134,29 +133,25 @@ class ModelFiles:
 
 
 def _named_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    further = tokenizer_config.get("extra_special_tokens")
-    named = {**tokenizer_config, **(further if isinstance(further, dict) else {})}
-    found = {}
-    for name, value in named.items():
-        value = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(value, str):
-            found[name] = value
-    return found
+    extra = tokenizer_config.get("extra_special_tokens")
+    settings = {**tokenizer_config, **(extra if isinstance(extra, dict) else {})}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
+    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
 
 def _stop_tokens(directory: str, tokenizer_json: str) -> tuple[str, ...]:
-    """Tokens that generation stops at, as ``generation_config.json`` has them."""
+    """Return the tokens that generation stops at, from ``generation_config.json``."""
     stops = (_read_json(directory, "generation_config.json") or {}).get("eos_token_id")
     stops = stops if isinstance(stops, list) else [stops]
     try:
         added = load_json(tokenizer_json)["added_tokens"]
         return tuple(str(token["content"]) for token in added if token["id"] in stops)
-    except (ValueError, KeyError, TypeError):  # told where the tokenizer is used
+    except (ValueError, KeyError, TypeError):  # reported where the tokenizer is used
         return ()
 
 
 def place_of(model: str) -> str:
-    """A model's directory as it is called from any other directory; ids of the hub and remote stores stay."""
+    """Return a model's directory as an absolute path; ids of the hub and remote stores stay."""
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 
@@ -164,13 +159,17 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _read_text(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
 def _read_json(directory: str, name: str) -> dict[str, Any] | None:
     path = os.path.join(directory, name)
     if not os.path.exists(path):
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            value = load_json(file.read())
+        value = load_json(_read_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
@@ -181,8 +180,7 @@ def _read_json(directory: str, name: str) -> dict[str, Any] | None:
 def _tokenizer_json(directory: str) -> str:
     path = os.path.join(directory, "tokenizer.json")
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return _read_text(path)
     if not any(os.path.exists(os.path.join(directory, name)) for name in _TOKENIZER_FILES):
         raise ConfigError(
             f"{directory} has no tokenizer: none of {', '.join(('tokenizer.json', *_TOKENIZER_FILES))} is there",
@@ -204,24 +202,21 @@ def _tokenizer_json(directory: str) -> str:
 def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
     path = os.path.join(directory, "chat_template.jinja")
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return _read_text(path)
     template = (_read_json(directory, "chat_template.json") or tokenizer_config).get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template if isinstance(template, str) else ""
 
 
 def given_template(path: str) -> str:
-    """The text of a file with a chat template.
+    """Read a file with a chat template.
 
     Raises:
-        ConfigError: if it cannot be read, or holds nothing.
+        ConfigError: if it cannot be read, or is empty.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = _read_text(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--chat-template {path} cannot be read: {reason}", "Give a .jinja file.") from error
@@ -231,11 +226,11 @@ def given_template(path: str) -> str:
 
 
 def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:
-    """Settings of one part of a processor: from ``processor_config.json``, or the first of its own files."""
-    found = (_read_json(directory, "processor_config.json") or {}).get(part)
+    """Return the settings of a part of a processor, from ``processor_config.json`` or the first of its own files."""
+    settings = (_read_json(directory, "processor_config.json") or {}).get(part)
     for name in names:
-        found = found or _read_json(directory, name)
-    return found or {}
+        settings = settings or _read_json(directory, name)
+    return settings or {}
 
 
 def _fetch(model: str) -> str:

@@ -1,22 +1,16 @@
 """Chat templates, rendered as transformers renders them (``apply_chat_template``), without importing it.
 
-Templates that end no answer: what the model stops at is put behind the last one.
-
-GLM's turns end where the next one opens, and what opens it is among the tokens that generation stops at
-(``generation_config.json``)::
+GLM's turns end where the next one opens, and the opening token is among those that generation stops at
+(``generation_config.json``). Such templates are extended by that token after the last answer::
 
     <|user|>Why?<|assistant|>So.<|user|>And?<|assistant|>Thus.              as the template writes it
-    <|user|>Why?<|assistant|>So.<|user|>And?<|assistant|>Thus.<|user|>      with it
+    <|user|>Why?<|assistant|>So.<|user|>And?<|assistant|>Thus.<|user|>      extended
 
-So ``<|user|>`` is what an answer is trained to end with, as in ms-swift and TRL [read in both]. That
-``<|observation|>`` is what tool calls end with follows from the template and from what generation stops at alone.
+So answers are trained to end with ``<|user|>``, as in ms-swift and TRL [read in both]. That tool calls end with
+``<|observation|>`` follows from the template and the stop tokens alone.
 
-A sample as chat templates get it.
-
-Turns that a chat template leaves out, though a row has them: a second system prompt, a tool's answer.
-
-Many templates know of one system prompt, before everything else, and pass over all others without a word. What a row
-says must not vanish so; whether it does is found out by rendering the same roles once more, with a mark for each text.
+Many templates know only one system prompt, before everything else, and silently skip all others. No turn of a row may
+vanish so; this is tested by rendering the same roles once more, with a mark for each text.
 """
 
 from __future__ import annotations
@@ -38,25 +32,22 @@ import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from packtool.encode.control import Shield
 from packtool.errors import ConfigError
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.sample import Sample, Turn
 
-# What a template can run into on a conversation it was not written for.
-_FAILURES = (
-    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    ArithmeticError,
-)
+# Errors of a template on a conversation it was not written for.
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _COUNTED, _BOUNDED = "packtool_counted", "packtool_bounded"
-_MOST_ROUNDS = 10_000_000
+_MAX_ROUNDS = 10_000_000
 """Rounds of all loops of one rendering: some seconds."""
-_MOST_CHARS = 1 << 28
+_MAX_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
-_OF_LOOPS = frozenset(("_loop_vars", "_block_vars"))
-"""What a compiled template gives to the calls in its loops and blocks, besides what stands there."""
+_LOOP_ARGUMENTS = frozenset(("_loop_vars", "_block_vars"))
+"""Arguments that a compiled template adds to the calls in its loops and blocks."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
+_MAX_REMEMBERED = 10_000
 
 
 class TemplateFailure(ValueError):
@@ -64,7 +55,7 @@ class TemplateFailure(ValueError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant says; here it renders its body and nothing more."""
+    """The ``{% generation %}`` block, which marks the assistant's text; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -74,20 +65,20 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what nearly all attributes and calls of a chat template are: a key of a
-    message, and ``namespace(...)``.
+    """The sandbox, with bounds on time and memory and a fast path for the usual attributes and calls.
 
-    It also counts: a loop is charged for its rounds when it begins, a macro for each call, and a product for its size,
-    so that a template that would run for hours, or fill the memory, ends. What is kept in a variable or given to a
-    macro is held to a size too: a text that doubles in each round (``x ~ x``) must be kept to be doubled again. The
-    sandbox itself bounds one ``range`` only, not loops in loops. What a single filter makes of a text is not bounded.
+    The fast path is for keys of messages and for ``namespace(...)``. Bounded are the rounds of loops, counted when a
+    loop begins, the calls of macros, and the sizes of products, of variables and of macros' arguments: a text that
+    doubles in each round (``x ~ x``) must be kept to be doubled again. So a template that would run for hours, or fill
+    the memory, ends. The sandbox itself bounds a single ``range``, not nested loops. The output of a single filter is
+    not bounded.
     """
 
     intercepted_binops = frozenset(("*", "**"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.rounds_left = _MOST_ROUNDS
+        self.rounds_left = _MAX_ROUNDS
         self.filters[_COUNTED], self.filters[_BOUNDED] = _counted, _bounded
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
@@ -105,23 +96,23 @@ class _Environment(ImmutableSandboxedEnvironment):
             __self.take_rounds(1)
             for value in (*args, *kwargs.values()):
                 _bounded(value)
-        elif __obj is jinja2.utils.Namespace and _OF_LOOPS.isdisjoint(kwargs):
+        elif __obj is jinja2.utils.Namespace and _LOOP_ARGUMENTS.isdisjoint(kwargs):
             return __obj(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def take_rounds(self, count: int) -> None:
-        """Take so many rounds off those that a rendering may have.
+        """Take ``count`` rounds off those that a rendering may have.
 
         Raises:
             TemplateFailure: if there are no more.
         """
         self.rounds_left -= count
         if self.rounds_left < 0:
-            raise TemplateFailure(f"the template's loops and macros have more than {_MOST_ROUNDS:,} rounds")
+            raise TemplateFailure(f"the template's loops and macros have more than {_MAX_ROUNDS:,} rounds")
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if _size_of_product(operator, left, right) > _MOST_CHARS:
-            raise TemplateFailure(f"{operator} makes something of more than {_MOST_CHARS:,} characters or digits")
+        if _size_of_product(operator, left, right) > _MAX_CHARS:
+            raise TemplateFailure(f"{operator} makes something of more than {_MAX_CHARS:,} characters or digits")
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -130,9 +121,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-@jinja2.pass_context  # with the context, because what needs none is computed when a template is compiled
+@jinja2.pass_context  # filters without a context would be computed when a template is compiled
 def _counted(context: jinja2.runtime.Context, items: Any) -> Any:
-    """What a loop goes over, as it is; its rounds are taken off those that a rendering may have."""
+    """Return the items of a loop unchanged, after taking its rounds off those that a rendering may have."""
     environment = context.environment
     assert isinstance(environment, _Environment)
     if not hasattr(items, "__len__") and not isinstance(items, jinja2.Undefined):
@@ -146,15 +137,15 @@ def _filtered(node: Any, name: str, lineno: int) -> jinja2.nodes.Filter:
 
 
 def _bounded(value: Any) -> Any:
-    """A value as it is, if it is no text and no list that only grows."""
-    most = _MOST_CHARS if isinstance(value, str) else _MOST_ROUNDS if isinstance(value, (list, tuple)) else None
-    if most is not None and len(value) > most:
-        raise TemplateFailure(f"the template keeps something of more than {most:,} characters or items")
+    """Return a value unchanged, unless it is a text or a list that is too long."""
+    max_length = _MAX_CHARS if isinstance(value, str) else _MAX_ROUNDS if isinstance(value, (list, tuple)) else None
+    if max_length is not None and len(value) > max_length:
+        raise TemplateFailure(f"the template keeps something of more than {max_length:,} characters or items")
     return value
 
 
 def _size_of_product(operator: str, left: Any, right: Any) -> int:
-    """Characters, items or bits that ``*`` and ``**`` make, about."""
+    """Estimate the characters, items or bits of the result of ``*`` or ``**``."""
     for one, other in ((left, right), (right, left)):
         if operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(other, int):
             return len(one) * other
@@ -172,17 +163,13 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _new_environment() -> _Environment:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -198,6 +185,9 @@ class ChatTemplate:
         text: the Jinja text.
         variables: ``bos_token`` and its like.
         content_as_list: contents that are text are given as a list of one text.
+
+    Raises:
+        ConfigError: if the text is no valid Jinja.
     """
 
     def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
@@ -207,9 +197,10 @@ class ChatTemplate:
             code = _compiled(text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
-        # A dictionary, which is copied at once for each conversation; Jinja's own is a chain of two.
+        # A plain dictionary is quickly copied for each conversation; Jinja's own is a chain of two.
         self._template = environment.template_class.from_code(environment, code, dict(environment.globals))
         self._variables = dict(variables)
+        self._missing_turns: dict[tuple[Any, ...], int | None] = {}
 
     def render(
         self,
@@ -218,19 +209,19 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         thinks: bool | None = None,
     ) -> str:
-        """The conversation as one string.
+        """Render a conversation as one string.
 
         Args:
             messages: with ``role`` and ``content``.
             tools: their descriptions.
-            add_generation_prompt: whether the opening of an assistant's turn follows at the end.
-            thinks: sets the switch of templates for hybrid thinking, which is named ``enable_thinking`` or
-                ``thinking``; None leaves it undefined.
+            add_generation_prompt: append the opening of an assistant's turn.
+            thinks: the switch of templates for hybrid thinking, which is named ``enable_thinking`` or ``thinking``;
+                None leaves it undefined.
 
         Raises:
             TemplateFailure: if the template refuses it.
         """
-        self._environment.rounds_left = _MOST_ROUNDS
+        self._environment.rounds_left = _MAX_ROUNDS
         pieces, num_chars = [], 0
         switch = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
         try:
@@ -243,11 +234,11 @@ class ChatTemplate:
             ):
                 pieces.append(piece)
                 num_chars += len(piece)
-                if num_chars > _MOST_CHARS:
-                    raise TemplateFailure(f"the template writes more than {_MOST_CHARS:,} characters")
+                if num_chars > _MAX_CHARS:
+                    raise TemplateFailure(f"the template writes more than {_MAX_CHARS:,} characters")
         except TemplateFailure:
             raise
-        except RecursionError as error:  # whose words depend on who called
+        except RecursionError as error:  # whose message depends on the caller
             raise TemplateFailure("the template calls itself without end") from error
         except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
@@ -257,60 +248,86 @@ class ChatTemplate:
         content = message.get("content")
         if self._content_as_list and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
-        return _with_reasoning_names(message)
+        reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
+        if reasoning is None:
+            return message
+        return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
+    def missing_turn(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
+        """Return the number of the first turn with text that is not rendered, among turns not of the assistant.
 
-def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if message.keys().isdisjoint(REASONING_NAMES):
-        return message
-    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        The result is remembered for each order of roles.
+
+        Args:
+            turns: of a row.
+            messages: the same as the template gets them.
+            tools: as the template gets them.
+
+        Returns:
+            None if all are rendered.
+        """
+        roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
+        if roles in self._missing_turns:
+            return self._missing_turns[roles]
+        marks, marked = {}, []
+        for number, (turn, message) in enumerate(zip(turns, messages, strict=True)):
+            if turn.role != "assistant" and turn.content.strip():
+                marks[number] = mark = f"packtoolturn{number}end"
+                is_text = isinstance(message["content"], str)
+                message = {**message, "content": mark if is_text else [{"type": "text", "text": mark}]}
+            marked.append(message)
+        try:
+            rendered = self.render(marked, tools)
+            missing = next((number for number, mark in marks.items() if mark not in rendered), None)
+        except TemplateFailure:
+            missing = None  # the template reads the texts; the row's own were rendered
+        if len(self._missing_turns) < _MAX_REMEMBERED:
+            self._missing_turns[roles] = missing
+        return missing
 
 
 _QUESTION, _ANSWER = "packtoolquestion", "packtoolanswer"
-_ENDED = (
+_EXTENSION = (
     "{{%- if messages and messages[-1].role == 'assistant' and not add_generation_prompt -%}}"
     "{{{{- ({tool!r} if messages[-1].tool_calls else {user!r}) -}}}}{{%- endif -%}}"
 )
 
 
 def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
-    """A chat template that ends the last answer too, if it ends answers only by opening the next turn.
+    """Extend a chat template that ends answers only by opening the next turn: it ends the last answer too.
 
     Args:
         text: the template.
         variables: ``bos_token`` and its like.
-        stops: gives the tokens that generation stops at, if they are needed.
+        stops: returns the tokens that generation stops at, if they are needed.
 
     Returns:
-        the template and the mark that it now has behind the last answer; as it was and "", where it ends answers by
-        itself, or by what generation does not stop at.
+        the template and the mark that it now has after the last answer; unchanged and "" where it ends answers by
+        itself, or by tokens that generation does not stop at.
     """
     for as_list in (False, True):
         try:
             template = ChatTemplate(text, variables, content_as_list=as_list)
-        except ConfigError:  # no valid template, which is told where it is used
+        except ConfigError:  # reported where the template is used
             return text, ""
         if user := _mark_between(template, "user", stops):
             tool = _mark_between(template, "tool", stops) or user
-            return text + _ENDED.format(user=user, tool=tool), user
+            return text + _EXTENSION.format(user=user, tool=tool), user
     return text, ""
 
 
 def _mark_between(template: ChatTemplate, role: str, stops: Callable[[], Collection[str]]) -> str:
-    """What a template writes between an answer and the message of a role, "" if that is nothing to stop at."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    """Return the stop token, with the text before it, between an answer and a role's message; "" if there is none."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
-        short = template.render(asked)
-        long = template.render([*asked, {"role": role, "content": _QUESTION}])
+        short = template.render(messages)
+        long = template.render([*messages, {"role": role, "content": _QUESTION}])
     except TemplateFailure:
         return ""
-    written, behind = short.partition(_ANSWER)[2], long.partition(_ANSWER)[2]
-    if _ANSWER not in short or written.strip() or not behind.startswith(written):
+    ending, continuation = short.partition(_ANSWER)[2], long.partition(_ANSWER)[2]
+    if _ANSWER not in short or ending.strip() or not continuation.startswith(ending):
         return ""
-    mark = behind.removeprefix(written)
+    mark = continuation.removeprefix(ending)
     stop = next((stop for stop in stops() if mark.lstrip().startswith(stop)), None)
     return "" if stop is None else mark[: mark.index(stop) + len(stop)]
 
@@ -319,81 +336,23 @@ class CannotRender(RowProblem):
     """A sample that no template can render."""
 
 
-def message_of(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
-    """A turn as the template gets it."""
-    text = shield.text(shield.media(turn.content, kinds))
-    content = shield.as_list(text) if as_list else text
-    return {"role": turn.role, "content": content, **shield.value(turn.extra)}
-
-
 def strings_of(sample: Sample) -> list[str]:
-    """Every string of a sample that a template may print.
+    """Return every string of a sample that a template may print.
 
     Raises:
-        CannotRender: if a template might print NaN or an infinite number, which no JSON has.
+        CannotRender: if a template might print NaN or an infinite number, which JSON does not have.
     """
-    found = [turn.content for turn in sample.turns]
+    strings = [turn.content for turn in sample.turns]
     stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
     stack += list(sample.tools or ())
     while stack:
         value = stack.pop()
         if isinstance(value, str):
-            found.append(value)
+            strings.append(value)
         elif isinstance(value, dict):
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
             stack += value
         elif isinstance(value, float) and not math.isfinite(value):
             raise CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
-    return found
-
-
-_REMEMBERED = 10_000
-_Roles = tuple[Any, ...]
-
-
-class LeftOut:
-    """Says which turn a template leaves out, for every order of roles that rows have.
-
-    Args:
-        render: messages and tools to text, as the template does it.
-    """
-
-    def __init__(self, render: Callable[[Sequence[Mapping[str, Any]], Any], str]) -> None:
-        self._render = render
-        self._known: dict[_Roles, int | None] = {}
-
-    def first(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
-        """Number of the first turn, not an assistant's, that has a text of which nothing is rendered; None if none is.
-
-        Args:
-            turns: of a row.
-            messages: the same as the template gets them.
-            tools: as the template gets them.
-        """
-        roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
-        if roles in self._known:
-            return self._known[roles]
-        found = self._look(turns, messages, tools)
-        if len(self._known) < _REMEMBERED:
-            self._known[roles] = found
-        return found
-
-    def _look(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
-        marks = {
-            number: f"packtoolturn{number}end"
-            for number, turn in enumerate(turns)
-            if turn.role != "assistant" and turn.content.strip()
-        }
-        marked = [_with_text(message, marks.get(number)) for number, message in enumerate(messages)]
-        try:
-            rendered = self._render(marked, tools)
-        except TemplateFailure:
-            return None  # it looks into the texts; the row's own were rendered
-        return next((number for number, mark in marks.items() if mark not in rendered), None)
-
-
-def _with_text(message: Mapping[str, Any], text: str | None) -> Mapping[str, Any]:
-    if text is None:
-        return message
-    return {**message, "content": text if isinstance(message["content"], str) else [{"type": "text", "text": text}]}
+    return strings

@@ -31,8 +31,8 @@ MESSAGES = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "
     ],
 )
 def test_a_template_that_would_run_for_ever_ends(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "_MOST_ROUNDS", 10_000)
-    monkeypatch.setattr(template_module, "_MOST_CHARS", 100_000)
+    monkeypatch.setattr(template_module, "_MAX_ROUNDS", 10_000)
+    monkeypatch.setattr(template_module, "_MAX_CHARS", 100_000)
     template = ChatTemplate(text, {})
     for _ in range(2):
         with pytest.raises(TemplateFailure):
@@ -40,7 +40,7 @@ def test_a_template_that_would_run_for_ever_ends(text: str, monkeypatch: pytest.
 
 
 def test_every_rendering_has_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "_MOST_ROUNDS", 10)
+    monkeypatch.setattr(template_module, "_MAX_ROUNDS", 10)
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     for _ in range(20):
         assert template.render(MESSAGES) == "xy"

@@ -15,7 +15,7 @@ from packtool.config.packing import PackOptions
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
-from packtool.encode.blocks import check_template, encode_samples, refused_at_first, samples_of
+from packtool.encode.blocks import check_template, encode_samples, first_row_error, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits
@@ -189,7 +189,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     encoder = Encoder(export.encode_spec, files)  # refuses what cannot be encoded
     specs = sources_of(export)
     check_template(config.model, files, (follow(spec) for spec in specs[:MOST_OPEN]))
-    refusals = [refused_at_first(*follow(spec)) for spec in specs[:MOST_OPEN]]
+    refusals = [first_row_error(*follow(spec)) for spec in specs[:MOST_OPEN]]
     packing_length = config.packing_length or max_length
     sharing, not_shared = sharing_of_stream(config, files.config)
     state = RunState.of(
