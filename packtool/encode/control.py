@@ -1,8 +1,8 @@
-"""Control tokens: the template's own are ids, the same text inside a row is only text.
+"""Control tokens: those of the template become ids, the same text inside a row stays text.
 
-A row's strings are *shielded* before the template sees them: every control token's text in them becomes one private-use
-character. What the rendered conversation then holds of control tokens was written by the template, so it is cut there,
-the pieces between are tokenized as plain text, and the shielded characters become the text they stood for::
+A row's strings are *shielded* before the template gets them: every control token's text in them becomes one private-use
+character. All control tokens of the rendered conversation are then the template's. It is cut there, the pieces between
+are tokenized as plain text, and the shielded characters become the text they stood for::
 
     row text        a <|im_end|> b            shielded      a ⟦3⟧ b
     rendered        <|im_start|>user\\na ⟦3⟧ b<|im_end|>\\n
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
@@ -30,8 +29,6 @@ _NUM_SLOTS = _BLOCK - len(MEDIA_MARKS)
 _BASES = tuple(range(0x10C000, 0xF0000 - 1, -_BLOCK))
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _NOTHING = "(?!)"
-
-
 _NO_PLACEHOLDERS: Mapping[str, str] = {}
 
 
@@ -42,7 +39,7 @@ class Piece(NamedTuple):
         control: the token's text, or "" for what comes before the first.
         media: "image", "video" or "audio" if this control token stands for a whole medium, else "".
         text: plain text that follows.
-        times: how often the control token comes.
+        times: number of repetitions of the control token.
     """
 
     control: str
@@ -57,7 +54,7 @@ class Shield:
     Args:
         vocabulary: the control tokens.
         strings: every string of the row.
-        spared: control tokens that are not text in them.
+        spared: control tokens that stay control tokens in them.
 
     Raises:
         ValueError: if the row leaves no block of private-use characters free.
@@ -93,14 +90,14 @@ class Shield:
         return value
 
     def media(self, string: str, kinds: Iterable[str]) -> str:
-        """Turn the marks of some kinds of media (``<image>``, ...) into the characters that stand for a medium."""
+        """Replace the marks of some kinds of media (``<image>``, ...) by the characters that stand for a medium."""
         for kind in kinds:
-            self._kinds = _kinds_by_char(self._base)
+            self._kinds = {chr(self._base + slot): each for each, slot in _MEDIA_SLOTS.items()}
             string = string.replace(MEDIA_MARKS[kind], chr(self._base + _MEDIA_SLOTS[kind]))
         return string
 
     def as_list(self, string: str) -> list[dict[str, str]]:
-        """A text after ``media`` as the list of texts and media that some templates want."""
+        """Split a text after ``media`` into the list of texts and media that some templates take."""
         parts: list[dict[str, str]] = []
         start = 0
         for i, char in enumerate(string if self._kinds else ""):
@@ -111,7 +108,7 @@ class Shield:
         return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
     def lift(self, string: str) -> str:
-        """Give the shielded characters their text back."""
+        """Replace the shielded characters by their text."""
         if not self._used:
             return string
         texts = self._vocabulary.texts
@@ -120,10 +117,10 @@ class Shield:
         )
 
     def cut(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
-        """The rendered conversation as pieces, in order; their texts are lifted.
+        """Split the rendered conversation into pieces, in order; their texts are lifted.
 
         Args:
-            placeholders: control tokens that stand for a whole medium too, and its kind.
+            placeholders: kind of medium by further control tokens that stand for one.
         """
         parts = self._vocabulary.cut_pattern("".join(self._kinds)).split(rendered)
         kinds = {**placeholders, **self._kinds}
@@ -137,20 +134,23 @@ class ControlVocabulary:
     """The control tokens of a tokenizer.
 
     Args:
-        tokenizer: the backend tokenizer; told here to read control tokens in text as text.
-        always_control: tokens that mark media or open turns: control tokens whether or not the tokenizer says so.
+        tokenizer: the backend tokenizer; it is set to read control tokens in text as text.
+        always_control: tokens that mark media or open turns, whether or not the tokenizer marks them as special.
 
     Raises:
-        ConfigError: if there are more of them than private-use characters to stand in for them.
+        ConfigError: if there are more control tokens than private-use characters to replace them.
     """
 
     def __init__(self, tokenizer: Tokenizer, always_control: Sequence[str] = ()) -> None:
         added = tokenizer.get_added_tokens_decoder()
-        known = {token.content for token in added.values()}
-        missing = [token for token in always_control if token in known and not _is_special(added, token)]
-        if missing:
-            # Only special tokens can be kept from being read in text.
-            tokenizer.add_special_tokens([_as_special(token) for token in added.values() if token.content in missing])
+        special_texts = {token.content for token in added.values() if token.special}
+        plain = [token for token in added.values() if token.content in {*always_control} - special_texts]
+        if plain:  # only special tokens can be read as text
+            as_special = [
+                AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
+                for token in plain
+            ]
+            tokenizer.add_special_tokens(as_special)
             added = tokenizer.get_added_tokens_decoder()
         special = sorted(((i, token) for i, token in added.items() if token.special), key=lambda item: item[0])
         if len(special) > _NUM_SLOTS:
@@ -166,30 +166,16 @@ class ControlVocabulary:
         tokenizer.encode_special_tokens = True
 
     def cut_pattern(self, marks: str) -> re.Pattern[str]:
-        """Splits at control tokens and at the characters that stand for media, and keeps these.
+        """Return a pattern that splits at control tokens and at the characters for media, and keeps these.
 
         Args:
-            marks: the characters; none for a row without media, since re is quicker where all begins alike.
+            marks: the characters; none for a row without media, since re is faster where all alternatives begin alike.
         """
         if marks not in self._cut_patterns:
             # Single characters, not a class: with literals only, re skips to their first characters at once.
             literals = "|".join((*marks, *map(re.escape, self._longest_first))) or _NOTHING
             self._cut_patterns[marks] = re.compile(f"({literals})")
         return self._cut_patterns[marks]
-
-
-def _is_special(added: dict[int, AddedToken], text: str) -> bool:
-    return any(token.special for token in added.values() if token.content == text)
-
-
-def _as_special(token: AddedToken) -> AddedToken:
-    return AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
-
-
-@cache
-def _kinds_by_char(base: int) -> Mapping[str, str]:
-    """Kinds of media by the characters that stand for them."""
-    return {chr(base + slot): kind for kind, slot in _MEDIA_SLOTS.items()}
 
 
 def _free_base(strings: Iterable[str]) -> int:

@@ -1,8 +1,8 @@
-"""What a sample is once it is tokens: the noun that cache, batch and train share."""
+"""Tokenized samples and their measured media, shared by cache, batch and train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ class EncodedImage:
     """One picture of a sample, measured.
 
     Args:
-        path: where the encoded file lies, or None when ``data`` holds it.
+        path: of the encoded file, or None when ``data`` holds it.
         data: the encoded file's bytes, or None.
         height: pixels, after the EXIF orientation is applied.
         width: pixels.
@@ -41,7 +41,7 @@ class EncodedAudio:
     Args:
         path, data: as for pictures; both None for a sound track, which lies in its video.
         num_samples: of one channel, at the model's sampling rate.
-        num_features: mel frames that the model's feature extractor makes of it.
+        num_features: mel frames of the model's feature extractor.
         num_tokens: placeholder tokens that stand for it in ``input_ids``.
     """
 
@@ -60,7 +60,7 @@ class EncodedVideo:
         path, data: as for pictures; both None when ``frames`` holds it.
         frames: (path, data) of each picture of a video that is given as pictures.
         height, width: pixels of a frame, after rotation.
-        num_frames: frames in the file, or in the clip of it that is meant.
+        num_frames: frames in the file, or in the clip of it.
         fps: frames a second in the file.
         indices: numbers in the file of the frames that the model sees, ascending.
         grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``; empty for families without one.
@@ -84,13 +84,13 @@ class EncodedVideo:
 
     @property
     def frame_grids(self) -> list[tuple[int, ...]]:
-        """Its grid as those of pictures, one for each step in time."""
+        """Its grid as grids of pictures, one for each step in time."""
         return [(1, *self.grid[1:])] * self.grid[0] if self.grid else []
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """A sample as a training step sees it.
+    """A sample of a training step.
 
     Args:
         input_ids: int32 (L,).
@@ -100,13 +100,13 @@ class EncodedSample:
         channel: the row's ``channel``, if any.
         source: dataset the row came from.
         row: 0-based row there.
-        num_truncated: tokens that truncation removed, those of removed media among them.
+        num_truncated: tokens removed by truncation, those of removed media among them.
         videos, audios: in the order of their placeholder tokens.
         loss_scale: float32 (L,), the weight of each label, or None when all labels weigh 1.
         part: of its row, where the row became several samples.
-        borders: int32 (B,), ascending: where the turns of such a sample begin and end, those that are not trained in it
-            too, since other samples of the row go on from there.
-        is_read_again: whether the plan's next epoch has it, too, as far as anybody knows.
+        borders: int32 (B,), ascending: where the turns of such a sample begin and end, trained or not, since other
+            samples of the row continue from there.
+        is_read_again: the plan's next epoch is expected to have it, too.
         prefix_hashes: hashes of its prefixes by their lengths, of samples of a cache with media in files.
     """
 
@@ -128,7 +128,7 @@ class EncodedSample:
 
     @property
     def place(self) -> str:
-        """Where it came from, for messages."""
+        """Its source and row, for messages."""
         return f"{self.source}, row {self.row}" + ("" if self.part is None else f", {self.part}")
 
     @property
@@ -141,10 +141,8 @@ class EncodedSample:
         """The number of placeholder tokens of all media."""
         if not (self.images or self.videos or self.audios):
             return 0
-        tracks = [video.audio for video in self.videos if video.audio is not None]
-        groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
-        groups = (self.images, self.videos, self.audios, tracks)
-        return sum(medium.num_tokens for group in groups for medium in group)
+        num_image_tokens = sum(image.num_tokens for image in self.images)
+        return num_image_tokens + sum(video.num_tokens for video in self.videos) + self.num_audio_tokens
 
     @property
     def num_audio_tokens(self) -> int:
@@ -165,24 +163,24 @@ class EncodedRow(list[EncodedSample]):
     """The samples of a row whose turns or responses are samples.
 
     Attributes:
-        left_out: turns or responses that are none, and why, each with its ``part``.
+        left_out: dropped turns or responses, each with its ``part``.
     """
 
     left_out: tuple[Dropped, ...] = ()
 
 
 def left_out_of(samples: list[EncodedSample]) -> tuple[Dropped, ...]:
-    """Turns or responses that were left out of a row, where that became these samples."""
+    """Return the dropped turns or responses of the row that became these samples."""
     return samples.left_out if isinstance(samples, EncodedRow) else ()
 
 
 def files_of(medium: EncodedImage | EncodedVideo | EncodedAudio) -> list[tuple[str | None, bytes | None]]:
-    """(path, data) of a medium, and of each picture of a video that is given as pictures."""
+    """Return (path, data) of a medium, and of each picture of a video that is given as pictures."""
     return [(medium.path, medium.data), *(medium.frames if isinstance(medium, EncodedVideo) else ())]
 
 
 def patch_squares(grid: tuple[int, ...]) -> int:
-    """What the attention of a vision tower grows with: patches see those of their own frame.
+    """Return the attention work of a vision tower, where patches see those of their own frame.
 
     Args:
         grid: (t, h, w) in patches, or empty.

@@ -1,14 +1,14 @@
-"""Which tokens are trained, and how much each counts: ``--loss-scale``.
+"""Target tokens and their weights: ``--loss-scale``.
 
-A loss scale is a base and perhaps further rules behind it, as in ``last_round+ignore_empty_think``:
+A loss scale is a base and perhaps further rules after it, as in ``last_round+ignore_empty_think``:
 
     default      every assistant turn
     last_round   the last assistant turn only
     all          every token that is not a medium's
 
 Rules give parts of an assistant's text other weights; 0 means not trained. A *pattern* is a regular expression, and
-what it matches gets the weight. A *keyword* has two weights: its own, and that of the text behind it up to the next
-keyword of the same rule. Names and weights are those that ms-swift documents; a rule alone stands on ``default``. A
+its matches get the weight. A *keyword* has two weights: its own, and that of the text after it up to the next
+keyword of the same rule. Names and weights are those that ms-swift documents; a rule alone applies to ``default``. A
 row's own ``loss`` of a message (true or false) replaces all this for that turn, except that an empty thinking block
 stays out of the loss; its ``loss_scale`` multiplies the weights.
 
@@ -21,9 +21,8 @@ ms-swift from 4.3.1 on, ``ignore_empty_think`` is therefore added to every loss 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +55,7 @@ _KEYWORDS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "agentflan": {**_REACT, **dict.fromkeys(_TOOL_NAMES, (1.0, 3.0))},
 }
-# Without the opening mark where the generation prompt has written it. The marks of Gemma 4 and MiniMax are others.
+# Without the opening mark where the generation prompt has it. Gemma 4 and MiniMax have other marks.
 EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>|</mm:think>)\s*"
 """An empty thinking block, as a regular expression."""
 KEEP_EMPTY_THINK = "keep_empty_think"
@@ -71,37 +70,35 @@ _PATTERNS: dict[str, dict[str, float]] = {
 _ALIASES = {"last_round_with_ignore_empty_think": "last_round+ignore_empty_think"}
 
 
-@dataclass(frozen=True)
-class LossScale:
-    """A base and the rules behind it."""
+class LossScale(NamedTuple):
+    """A base and the rules after it."""
 
     base: Base
     rules: tuple[str, ...]
 
     def text_weights(self, text: str) -> Weights:
-        """Weight of each character of an assistant's text, (len(text),); several rules multiply."""
+        """Return the weight of each character of an assistant's text, (len(text),); several rules multiply."""
         weights = np.ones(len(text), np.float32)
         for rule in self.rules:
             if rule in _KEYWORDS:
                 weights *= _keyword_weights(text, rule)
-                continue
-            for pattern, weight in _PATTERNS[rule].items():
+            for pattern, weight in _PATTERNS.get(rule, {}).items():
                 for match in re.finditer(pattern, text, re.DOTALL):
                     weights[match.start() : match.end()] *= weight
         return weights
 
     @property
     def of_marked_turns(self) -> LossScale:
-        """What still holds for a turn that its row's ``loss: true`` makes a target."""
+        """The rules that still apply to a turn that its row's ``loss: true`` makes a target."""
         return LossScale(self.base, tuple(rule for rule in self.rules if rule == _IGNORE))
 
 
 @lru_cache(maxsize=64)
 def parse_loss_scale(text: str) -> LossScale:
-    """Read ``default``, ``react``, ``last_round+ignore_empty_think``, ...
+    """Parse ``default``, ``react``, ``last_round+ignore_empty_think``, ...
 
     Raises:
-        ConfigError: naming what is not known, and what is.
+        ConfigError: naming the unknown rule, and the known ones.
     """
     names = [name.strip() for name in _ALIASES.get(text, text).split("+")]
     known = (*BASES, *_KEYWORDS, *_PATTERNS)
@@ -118,15 +115,15 @@ def parse_loss_scale(text: str) -> LossScale:
 
 
 def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
-    """The loss scale that is meant by what a user asked for.
+    """Return the loss scale that applies for a requested one.
 
     Args:
-        text: ``--loss-scale``, or what a set of rows or a training run asks for.
+        text: ``--loss-scale``, or the request of a set of rows or a training run.
         is_hybrid_thinking: of the model's chat template.
 
     Returns:
-        ``text``, with ``+ignore_empty_think`` behind it where the template is one for hybrid thinking and the text
-        says nothing about empty thinking blocks.
+        ``text``, with ``+ignore_empty_think`` after it where the template is one for hybrid thinking and the text has
+        no rule about empty thinking blocks.
 
     Raises:
         ConfigError: if the text cannot be understood.
@@ -145,34 +142,33 @@ def _switches_thinking(text: str, variables: tuple[tuple[str, str], ...]) -> boo
                 for thinks in (True, False)
             )
         except (TemplateFailure, ConfigError):
-            continue  # what is wrong with the template is told where it is used
+            continue  # errors of the template are reported where it is used
         return on != off and re.search(rf"{EMPTY_THINKING}\Z", off) is not None
     return False
 
 
 def is_hybrid_thinking(files: ModelFiles) -> bool:
-    """Whether the model's chat template can switch thinking off.
+    """Return whether the model's chat template can switch thinking off.
 
     Such a template knows a variable ``enable_thinking`` (or ``thinking``), and ends its generation prompt with an
     empty thinking block where that is false.
     """
-    return bool(files.chat_template) and _switches_thinking(
-        files.chat_template, tuple(sorted(files.template_variables.items()))
-    )
+    variables = tuple(sorted(files.template_variables.items()))
+    return bool(files.chat_template) and _switches_thinking(files.chat_template, variables)
 
 
 def _keyword_weights(text: str, rule: str) -> Weights:
     weights = np.ones(len(text), np.float32)
-    found = list(_keyword_pattern(rule).finditer(text))
-    ends = [match.start() for match in found[1:]] + [len(text)]
-    for match, end in zip(found, ends, strict=False):  # a text without keywords has an end, too
-        own, behind = _KEYWORDS[rule][match.group()]
+    matches = list(_keyword_pattern(rule).finditer(text))
+    ends = [match.start() for match in matches[1:]] + [len(text)]
+    for match, end in zip(matches, ends, strict=False):  # a text without keywords has an end, too
+        own, after = _KEYWORDS[rule][match.group()]
         weights[match.start() : match.end()] = own
-        weights[match.end() : end] = behind
+        weights[match.end() : end] = after
     return weights
 
 
 @lru_cache(maxsize=16)
 def _keyword_pattern(rule: str) -> re.Pattern[str]:
-    # The longest first: "Action Input:" is not "Action" with something behind it.
+    # The longest first, for "Action Input:" must not match "Action".
     return re.compile("|".join(map(re.escape, sorted(_KEYWORDS[rule], key=len, reverse=True))))

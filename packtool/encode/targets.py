@@ -1,11 +1,11 @@
-"""Which tokens the model is trained to say: the assistant's turns with their end-of-turn token.
+"""Find the target tokens: the assistant's turns with their end-of-turn token.
 
 A turn's targets are what the model writes after the *generation prompt*, so they begin where that prompt ends and run
-through the token that ends the turn. Turns are found by the control tokens that the template itself wrote, so the way
-holds for templates that rewrite what earlier turns said (Qwen3 drops their ``<think>`` blocks) and needs no
+through the token that ends the turn. Turns are found by the control tokens that the template itself wrote. So this
+also holds for templates that rewrite earlier turns (Qwen3 drops their ``<think>`` blocks), and needs no
 ``{% generation %}`` tags.
 
-Targets chosen anew: which turns of an encoded sample are trained, without encoding its row again.
+``TargetChoice`` chooses targets of encoded samples again, without encoding their rows.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _Header = tuple[tuple[str, str], ...]
 
 
 class TurnPieces(NamedTuple):
-    """Where one assistant turn lies in a cut conversation.
+    """The pieces of one assistant turn.
 
     Args:
-        first: piece whose text begins with ``header``; targets start behind the header.
-        header: text that the generation prompt already gives.
+        first: piece whose text begins with ``header``; targets start after the header.
+        header: text that the generation prompt already has.
         last: piece whose control token ends the turn (itself a target), or ``len(pieces)`` if nothing ends it.
     """
 
@@ -60,9 +60,9 @@ class TurnFinder:
 
     Args:
         header: (control, text) pairs that open an assistant turn; the last text is a prefix of its piece's.
-        prompt_rest: what the generation prompt writes behind the header (``<think>\\n`` for thinking models).
+        prompt_rest: text of the generation prompt after the header (``<think>\\n`` for thinking models).
         ends: control tokens that end a turn; a template may end the last one with another than those before.
-        tail: control tokens that always follow an end at once and belong to the turn.
+        tail: control tokens that always directly follow an end and belong to the turn.
     """
 
     header: _Header
@@ -79,7 +79,7 @@ class TurnFinder:
         """
         shield = Shield(vocabulary, ())
         try:
-            asked = shield.cut(template.render(_PROBE[:1]))
+            question = shield.cut(template.render(_PROBE[:1]))
             prompted = shield.cut(template.render(_PROBE[:1], add_generation_prompt=True))
             short = shield.cut(template.render(_PROBE[:2]))
             long = shield.cut(template.render(_PROBE))
@@ -87,21 +87,21 @@ class TurnFinder:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
         answers = [(short, _ANSWERS[0]), (long, _ANSWERS[0]), (long, _ANSWERS[1])]
         places = [_piece_with(pieces, answer) for pieces, answer in answers]
-        header, prompt_rest = _header(_written(asked, prompted), asked == prompted, answers, places)
+        header, prompt_rest = _header(question, prompted, answers, places)
         ends = frozenset(pieces[at + 1].control for (pieces, _), at in zip(answers, places, strict=True))
-        ends |= _ends_before_tools(template, shield, ends, asked)
-        tails = [_controls_behind(pieces, at + 1) for (pieces, _), at in zip(answers[:2], places[:2], strict=True)]
+        ends |= _ends_before_tools(template, shield, ends, question)
+        tails = [_controls_after(pieces, at + 1) for (pieces, _), at in zip(answers[:2], places[:2], strict=True)]
         finder = cls(header, prompt_rest, ends, tuple(tails[0][: num_common(*tails)]) if len(ends) == 1 else ())
-        for pieces, said in ((short, _ANSWERS[:1]), (long, _ANSWERS)):
+        for pieces, expected in ((short, _ANSWERS[:1]), (long, _ANSWERS)):
             texts = ["".join(piece.text for piece in pieces[t.first : t.last]) for t in finder.find(pieces)]
-            if len(texts) != len(said) or any(
-                answer not in text or _QUESTION in text for answer, text in zip(said, texts, strict=True)
+            if len(texts) != len(expected) or any(
+                answer not in text or _QUESTION in text for answer, text in zip(expected, texts, strict=True)
             ):
                 raise _no_control_tokens()
         return finder
 
     def find(self, pieces: Sequence[Piece]) -> list[TurnPieces]:
-        """All assistant turns of a cut conversation, in order; a turn that nothing ends before the next is none."""
+        """Return all assistant turns of a conversation in pieces, in order, but for those that nothing ends."""
         turns = []
         i, span, opening = 0, len(self.header), self.header[0][0]
         while i + span <= len(pieces):
@@ -121,8 +121,8 @@ class TurnFinder:
     def _end(self, pieces: Sequence[Piece], first: int) -> int | None:
         for i in range(first + 1, len(pieces)):
             if pieces[i].control in self.ends:
-                behind = _controls_behind(pieces, i)
-                return i + len(self.tail) if tuple(behind[: len(self.tail)]) == self.tail else i
+                following = _controls_after(pieces, i)
+                return i + len(self.tail) if tuple(following[: len(self.tail)]) == self.tail else i
             if pieces[i].control == self.header[0][0]:
                 # Another turn begins: this one had an end of its own (a tool call's <|eom_id|>), or none.
                 return i - 1 if i - 1 > first and not pieces[i - 1].text.strip() else None
@@ -140,7 +140,7 @@ class TurnFinder:
 def turn_finder(
     template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
 ) -> tuple[ControlVocabulary, TurnFinder]:
-    """The control tokens of a model and the way to find turns by them.
+    """Return a model's control tokens and the turn finder that uses them.
 
     Raises:
         ConfigError: if no control token tells where answers begin and end.
@@ -157,26 +157,43 @@ def turn_finder(
 
 
 def role_tokens(template: ChatTemplate, tokens: Iterable[str]) -> list[str]:
-    """Those of a tokenizer's added tokens that open a turn: DeepSeek's do, though none of them is marked as special.
+    """Return the added tokens that open a turn: DeepSeek's do, though none of them is marked as special.
 
     Args:
         tokens: texts of all added tokens.
     """
     try:
-        asked = template.render(_PROBE[:1])
+        question = template.render(_PROBE[:1])
         prompted = template.render(_PROBE[:1], add_generation_prompt=True)
     except TemplateFailure:
         return []
-    before = asked.partition(_QUESTION)[0].rstrip()
-    prompt = prompted.removeprefix(asked).lstrip()
+    before = question.partition(_QUESTION)[0].rstrip()
+    prompt = prompted.removeprefix(question).lstrip()
     return [token for token in tokens if before.endswith(token) or prompt.startswith(token)]
 
 
 def _header(
-    prompt: list[Piece], no_prompt: bool, answers: Sequence[tuple[list[Piece], str]], places: Sequence[int]
+    question: list[Piece],
+    prompted: list[Piece],
+    answers: Sequence[tuple[list[Piece], str]],
+    places: Sequence[int],
 ) -> tuple[_Header, str]:
-    """What opens every assistant turn, and what the generation prompt writes behind it."""
-    if no_prompt:
+    """Return what opens every assistant turn, and what the generation prompt writes after it.
+
+    Args:
+        question: a conversation without an answer, in pieces.
+        prompted: the same with the generation prompt.
+        answers: conversations in pieces, each with an answer in it.
+        places: the piece of each answer.
+    """
+    has_prompt = question != prompted
+    if has_prompt:
+        same = num_common(question, prompted)
+        # Where the control token is shared, only its text is new: that is the prompt, if nothing follows.
+        if same + 1 < len(prompted) and same < len(question) and question[same].control == prompted[same].control:
+            same += 1
+        prompt = prompted[same:]
+    else:
         # What stands before the answer opens it: a header like any other, or the question's closing "[/INST]".
         prompt = [answers[0][0][places[0]]]
     if not prompt or not all(piece.control for piece in prompt):
@@ -188,12 +205,12 @@ def _header(
         header = _common_pairs(header, [*opening, (pieces[at].control, pieces[at].text.partition(answer)[0])])
     if not header or any(_QUESTION in text for _, text in header):
         raise _no_control_tokens()
-    rest = "" if no_prompt or len(header) < len(prompt) else prompt[-1].text[len(header[-1][1]) :]
+    rest = prompt[-1].text[len(header[-1][1]) :] if has_prompt and len(header) == len(prompt) else ""
     return tuple(header), rest
 
 
 def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
-    """The piece that holds an answer, with a control token before and behind it."""
+    """Return the piece that holds an answer, which has a control token before and after it."""
     at = next((i for i, piece in enumerate(pieces) if answer in piece.text), None)
     if at is None or at + 1 >= len(pieces) or not pieces[at].control:
         raise _no_control_tokens()
@@ -201,10 +218,10 @@ def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
 
 
 def _ends_before_tools(
-    template: ChatTemplate, shield: Shield, ends: frozenset[str], asked: Sequence[Piece]
+    template: ChatTemplate, shield: Shield, ends: frozenset[str], question: Sequence[Piece]
 ) -> frozenset[str]:
-    """What ends a turn before a tool's answer, where the next turn's opening does: ``<|observation|>`` of GLM."""
-    if not any(piece.control in ends and _QUESTION in piece.text for piece in asked):
+    """Return the opening of a tool's answer where it ends the turn before: ``<|observation|>`` of GLM."""
+    if not any(piece.control in ends and _QUESTION in piece.text for piece in question):
         return frozenset()
     try:
         pieces = shield.cut(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
@@ -213,26 +230,17 @@ def _ends_before_tools(
         return frozenset()
 
 
-def _written(before: Sequence[Piece], after: Sequence[Piece]) -> list[Piece]:
-    """The pieces that ``after`` has behind those it shares with ``before``."""
-    same = num_common(before, after)
-    # Where the control token is shared, only the text behind it is not: all that is written, if nothing follows.
-    if same + 1 < len(after) and same < len(before) and before[same].control == after[same].control:
-        same += 1
-    return list(after[same:])
-
-
-def _controls_behind(pieces: Sequence[Piece], at: int) -> list[str]:
-    """Control tokens that follow piece ``at`` with nothing between them."""
-    found = []
+def _controls_after(pieces: Sequence[Piece], at: int) -> list[str]:
+    """Return the control tokens that directly follow piece ``at``."""
+    controls = []
     while at + 1 < len(pieces) and not pieces[at].text:
         at += 1
-        found.append(pieces[at].control)
-    return found
+        controls.append(pieces[at].control)
+    return controls
 
 
 def _common_pairs(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Pairs that both begin with; of the last, what both texts begin with."""
+    """Return the common prefix of two lists of pairs, and of the texts in its last pair."""
     common = []
     for (control, text), (other, other_text) in zip(a, b, strict=False):
         if control != other:
@@ -253,17 +261,17 @@ def _no_control_tokens() -> ConfigError:
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """Which tokens of a sample are targets.
+    """Chooses the target tokens of encoded samples.
 
-    ``default``: the assistant's turns; ``last_round``: the last one that is left; ``all``: every token that is not a
-    medium's. A turn that its row's ``loss: false`` leaves out stays out of the first two. Weights of labels that were
-    targets before stay; new ones weigh 1.
+    ``default``: the assistant's turns; ``last_round``: the last remaining one; ``all``: every token that is not a
+    medium's. A turn that its row excludes by ``loss: false`` stays out of the first two. Labels that were targets
+    before keep their weights; new ones weigh 1.
 
     Args:
         base: see above.
-        among_targets: only tokens that were targets before stay some. A rule of the loss scale left the others out,
-            and which ones cannot be told without the row.
-        opening, closing, pads: ids of the tokens before and behind media, and of their placeholder tokens.
+        among_targets: only tokens that were targets before stay targets. A rule of the loss scale left the others out,
+            and which ones cannot be known without the row.
+        opening, closing, pads: ids of the tokens before and after media, and of their placeholder tokens.
     """
 
     base: Base
@@ -283,15 +291,17 @@ class TargetChoice:
         return cls(base, opening, closing, frozenset(pad_ids_of(config).values()), among_targets)
 
     def targets(self, sample: EncodedSample) -> npt.NDArray[np.bool_]:
-        """Which tokens are targets, bool (L,); the first is none, for nothing comes before it."""
-        trained = np.zeros(sample.length, bool)
-        if self.base == "all":
-            trained[:] = True
-        else:
-            spans = sample.turns.reshape(-1, 2)
-            for start, end in spans[-1:] if self.base == "last_round" else spans:
-                trained[start:end] = True
-        trained &= ~self._in_media(sample.input_ids)
+        """Return bool (L,), set for targets; the first token is none, for nothing comes before it."""
+        trained = np.full(sample.length, self.base == "all")
+        turns = sample.turns.reshape(-1, 2)
+        for start, end in turns[-1:] if self.base == "last_round" else turns:
+            trained[start:end] = True
+        if self.pads:
+            # Media are placeholder tokens, and all between a medium's marks, timestamps of a video too.
+            ids = sample.input_ids
+            opens, closes = _is_any(ids, self.opening), _is_any(ids, self.closing)
+            depth = np.cumsum(opens.astype(np.int32) - np.concatenate(([0], closes[:-1].astype(np.int32))))
+            trained &= ~((depth > 0) | _is_any(ids, self.pads))
         if self.among_targets:
             trained &= sample.labels != IGNORE_INDEX
         if sample.num_truncated:
@@ -299,7 +309,7 @@ class TargetChoice:
         return trained
 
     def __call__(self, sample: EncodedSample) -> EncodedSample:
-        """The sample with its labels, and their weights, chosen so."""
+        """Return the sample with its labels and their weights for these targets."""
         trained = self.targets(sample)
         scale = sample.loss_scale
         if scale is not None:
@@ -307,18 +317,10 @@ class TargetChoice:
         labels = np.where(trained, sample.input_ids, np.int32(IGNORE_INDEX))
         return dataclasses.replace(sample, labels=labels, loss_scale=scale)
 
-    def _in_media(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """bool (L,): placeholder tokens, and all between a medium's marks, timestamps of a video too."""
-        if not self.pads:
-            return np.zeros(len(ids), bool)
-        opens, closes = _is_any(ids, self.opening), _is_any(ids, self.closing)
-        depth = np.cumsum(opens.astype(np.int32) - np.concatenate(([0], closes[:-1].astype(np.int32))))
-        return (depth > 0) | _is_any(ids, self.pads)
-
 
 def _is_any(ids: npt.NDArray[np.int32], wanted: frozenset[int]) -> npt.NDArray[np.bool_]:
-    """bool (L,): which ids are some of a few; ten times as fast as ``np.isin``, which sorts."""
-    found = np.zeros(len(ids), bool)
+    """Return bool (L,), set for ids in a small set; ten times as fast as ``np.isin``, which sorts."""
+    mask = np.zeros(len(ids), bool)
     for each in wanted:
-        found |= ids == each
-    return found
+        mask |= ids == each
+    return mask
