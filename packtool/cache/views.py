@@ -1,4 +1,4 @@
-"""Readers over a ``CacheReader``: with targets chosen anew, and with the names and loss weights of a mixture."""
+"""Readers over a ``CacheReader``: with other targets, and with the names and loss weights of a mixture."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SampleReader(Protocol):
         """The sample at a position of the plan's numbering."""
 
 
-class ChosenTargets:
-    """A reader whose samples have other labels.
+class RelabeledReader:
+    """A reader of samples with other labels than exported.
 
     Args:
         reader: of the samples as they were exported.
@@ -44,7 +44,7 @@ class ChosenTargets:
     def target_tokens(self) -> npt.NDArray[np.int32]:
         """Labels of each sample that carry loss, int32 (N,).
 
-        Price: reads every sample of a cache whose targets are chosen, some 40,000 of 400 tokens a second.
+        Price: reads every sample of a cache whose targets differ, some 40,000 of 400 tokens a second.
         """
         found = np.array(self._reader.index.target_tokens, np.int32)
         places = enumerate(zip(self._choices, pairwise(self._reader.offsets.tolist()), strict=True))

@@ -11,7 +11,7 @@ from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
-from packtool.cache.views import ChosenTargets, SampleReader
+from packtool.cache.views import RelabeledReader, SampleReader
 from packtool.config.commands import MAX_TOKENS_OPTION, EvalConfig
 from packtool.config.packing import SharingOptions
 from packtool.config.train import EvalStrategy, TrainConfig
@@ -53,7 +53,7 @@ def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None
     shared, _ = shared_of_evaluation(config, files, val, plan)
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
-    return Validation(val, ChosenTargets(val, choices) if any(choices) else val, plan)
+    return Validation(val, RelabeledReader(val, choices) if any(choices) else val, plan)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
-from packtool.cache.views import ChosenTargets, MixedSamples, SampleReader
+from packtool.cache.views import MixedSamples, RelabeledReader, SampleReader
 from packtool.config.mixture import Recipe, Stage
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
@@ -182,7 +182,7 @@ class Inputs:
     def samples(self) -> SampleReader:
         """The samples, labeled by ``--loss-scale`` or that of their source."""
         assert self.reader is not None, "a file of lengths has no samples"
-        samples: SampleReader = ChosenTargets(self.reader, self.choices) if any(self.choices) else self.reader
+        samples: SampleReader = RelabeledReader(self.reader, self.choices) if any(self.choices) else self.reader
         if self.mixture is None:
             return samples
         keeps_channels = isinstance(self.config, TrainConfig) and self.config.enable_channel_loss

@@ -12,7 +12,7 @@ from packtool import storage
 from packtool.cache.local import LocalCopies
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.cache.views import ChosenTargets
+from packtool.cache.views import RelabeledReader
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
@@ -48,7 +48,7 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
     if recipe is not None:
         check_sources(reader, recipe, files)
     choices = choices_of_targets(reader, files, config.loss_scale, recipe)
-    targets = ChosenTargets(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
+    targets = RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
     saved = read_plan(config.plan) if config.plan is not None else None
     if saved is not None:
         check_plan(saved, config, reader)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.cache.views import ChosenTargets
+from packtool.cache.views import RelabeledReader
 from packtool.config.data import expand_problems
 from packtool.config.mixture import Recipe
 from packtool.encode.families import family_of
@@ -73,7 +73,7 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
     files = with_template_of(reader, ModelFiles.load(found))
     check_sources(reader, recipe, files)
     choices = choices_of_targets(reader, files, None, recipe)
-    return ChosenTargets(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
+    return RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
 
 
 def _choice(directory: str, manifest: Manifest, files: ModelFiles, asked: str, said: str) -> TargetChoice | None:
