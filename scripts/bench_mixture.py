@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works
 
 from packtool.config.mixture import Recipe, SourceRecipe
 from packtool.planning.epoch import EpochPlan, plan_epoch, plan_mixture
-from packtool.planning.mixture import Mixture, mixture_of
+from packtool.planning.mixture import Mixture, make_mixture
 from packtool.planning.options import PlanOptions
 from packtool.planning.packing import pack
 
@@ -97,7 +97,7 @@ def compare(
     options = PlanOptions(max_length=_CAPACITY, packing_length=_CAPACITY, world_size=packs_per_step, balance="none")
     targets, media = lengths // 4, np.zeros_like(lengths)
     start = time.process_time()
-    mixture = mixture_of(
+    mixture = make_mixture(
         Recipe(sources=sources, stop="all"), offsets, lengths, media, targets, max_length=_CAPACITY, seed=0
     )
     plan = plan_mixture(mixture, options, seed=0, media_tokens=media)
@@ -106,7 +106,7 @@ def compare(
     joined = plan_epoch(lengths, targets, options, seed=0, media_tokens=media)
     seconds_joined = time.process_time() - start
     # The same samples, packed without regard to their sources.
-    fill = pack(mixture.places.lengths, _CAPACITY, seed=0).fill
+    fill = pack(mixture.slots.lengths, _CAPACITY, seed=0).fill
     samples_per_step = max(round(mixture.num_drawn / plan.steps.num_steps), 1)
     sizes = np.diff(offsets)
     per_sample, off = of_interleaving(

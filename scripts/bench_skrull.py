@@ -187,7 +187,10 @@ def as_printed(
                 ]
                 if not roll_back or all(fits for _, fits in placed):
                     break
-            found += [PlacedBatch(group * size, size, one.samples + first, one.places, step) for one, _ in placed]
+            found += [
+                PlacedBatch(group * size, size, np.array(one.samples) + first, np.array(one.placement), step)
+                for one, _ in placed
+            ]
     return found
 
 
@@ -195,9 +198,7 @@ def _place(
     part: Sequence[int], sizes: Sequence[int], flops: Sequence[float], ranks: Ranks, roll_back: bool
 ) -> tuple[PlacedMicroBatch, bool]:
     fits = [ranks.add(one, sizes[one], flops[one], roll_back) for one in part]
-    return PlacedMicroBatch(np.array(part, np.int64), np.array([ranks.places[one] for one in part], np.int64)), all(
-        fits
-    )
+    return PlacedMicroBatch(list(part), [ranks.places[one] for one in part], 0.0), all(fits)
 
 
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:

@@ -63,7 +63,7 @@ class PlannedEpoch:
         """One micro-batch of one data-parallel rank."""
         plan = self.plan
         packs = [pack.tolist() for pack in plan.samples(step, rank, number)]
-        places = plan.places_of(step, rank, number)
+        places = plan.placement_of(step, rank, number)
         index = int(plan.steps.step_offsets[step]) // plan.steps.world_size + number
         towers = None
         if self._runs is not None:

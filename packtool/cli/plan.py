@@ -71,7 +71,7 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
         if line is not None:
             show(f"\n{line}")
     width = min(shutil.get_terminal_size().columns, 100)
-    lengths, fills = length_histogram(preview.plan.packs.full_lengths), fill_histogram(preview.plan.whole_packs, 10)
+    lengths, fills = length_histogram(preview.plan.packs.full_lengths), fill_histogram(preview.plan.full_packs, 10)
     show("\nsamples by tokens, up to")
     show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
     show("\npacks by fill in percent, up to")

@@ -154,7 +154,7 @@ class CostModel:
             to the language model.
         per_patch_square: of each unit of the sum over frames of (patches of the frame)^2.
         per_audio_token: of each token of a sound.
-        per_window: of each unit of ``seen_in_windows``.
+        per_window: of each unit of ``window_squares``.
         window: tokens that sliding layers see.
         in_chunks: that window does not slide: layers see what is in their chunk of so many tokens.
     """
@@ -199,16 +199,16 @@ class CostModel:
         squares = np.square(lengths, dtype=np.int64)
         if shared is not None:
             squares = squares - np.square(shared, dtype=np.int64)
-        return self.attention_of(squares, self.seen_in_windows(lengths, shared))
+        return self.attention_of(squares, self.window_squares(lengths, shared))
 
     def attention_of(
         self, squares: npt.NDArray[np.integer[Any]], windows: npt.NDArray[np.integer[Any]]
     ) -> npt.NDArray[np.float64]:
-        """FLOPs of the language model's attention, from sums of squares and of ``seen_in_windows``, of any shape."""
+        """FLOPs of the language model's attention, from sums of squares and of ``window_squares``, of any shape."""
         found: npt.NDArray[np.float64] = squares * self.per_square + windows * self.per_window
         return found
 
-    def seen_in_windows(
+    def window_squares(
         self, lengths: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None
     ) -> npt.NDArray[np.int64]:
         """What stands for the squares in sliding layers, of each sample; 0 if there are none.
@@ -222,7 +222,7 @@ class CostModel:
         else:
             seen = np.minimum(whole, self.window)
             found = seen * (2 * whole - seen)
-        return found if shared is None else found - self.seen_in_windows(shared)
+        return found if shared is None else found - self.window_squares(shared)
 
     def towers(
         self,

@@ -1,53 +1,48 @@
-"""What an epoch takes of each source: which samples, and how often.
+"""Samples of an epoch drawn from several sources: which samples, and how often.
 
-    source   samples   asked for   epoch 0                epoch 1
+    source   samples   requested   epoch 0                epoch 1
     a        5         #2.5x       0 1 2 3 4 0 1 2 3 4 1 3  0 1 2 3 4 0 1 2 3 4 0 4
     b        6         #50%        5 7 10                 6 8 9
 
-An epoch has a fixed number of *places*, and each place a length that no sample that may stand there exceeds. Packing
-works on places, so that every epoch has as many packs as the first, whatever is drawn; a draw fills the places with
-samples. Of a source that is taken whole so many times, a place has one sample. Of the rest a place has a few neighbours
-by length, of which it draws one: samples are drawn alike often, and what a place has too much is, over all places of a
-source, no more than a few times its longest sample.
+An epoch has a fixed number of *slots*, each with a maximum length. Slots are packed, so that every epoch has as many
+packs as the first, whatever is drawn; a draw then fills the slots with samples. Repeated full copies of a source have
+one slot per sample. For the remaining fraction a slot draws one of a few samples of similar length: samples are drawn
+equally often, and the excess of all slots of a source is no more than a few times its longest sample.
 
-The first epoch of a stage of a curriculum knows how often samples were trained before it (``trained``). What it takes
-of a source beside whole times are those that were trained least often: all that never were, then all that were once,
-and of those that come next some, as above.
+The first epoch of a stage of a curriculum knows the training counts of earlier stages (``trained``). Besides full
+copies it takes the samples of a source that were trained least often, and draws among those of the last count.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from packtool.config.mixture import MAX_AMOUNT, MixUnit, Recipe, SourceRecipe, check_drawn
 from packtool.errors import DataError
-from packtool.planning.pack_plan import Int32Array, Int64Array, PackPlan, digest_arrays, to_offsets
+from packtool.planning.pack_plan import Int32Array, Int64Array, IntArray, PackPlan, digest_arrays, to_offsets
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 from packtool.planning.steps import StepPlan
 
-_LEAST_NEIGHBOURS, _MOST_NEIGHBOURS = 4, 64
-_CHUNKS_OF_A_SOURCE = 500
-
-Lengths = npt.NDArray[np.integer[Any]]
+_MIN_NEIGHBORS, _MAX_NEIGHBORS = 4, 64
+_CHUNKS_PER_SOURCE = 500
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """M places of an epoch, in the order that the cache's has where nothing is shuffled: every source evenly.
+class Slots:
+    """M slots of an epoch, sources interleaved evenly: the order of samples without shuffling.
 
     Args:
-        lengths: int32 (M,), most tokens of the sample that stands there.
-        media_tokens: int32 (M,), most media tokens.
-        sources: int32 (M,), of which each is.
+        lengths: int32 (M,), maximum tokens of the slot's sample.
+        media_tokens: int32 (M,), its maximum media tokens.
+        sources: int32 (M,), source of each.
     """
 
     lengths: Int32Array
@@ -56,39 +51,23 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
-class _Taken:
-    """What an epoch takes of a source.
-
-    Args:
-        whole: samples that it has in any case, each as often as it is there.
-        pool: of which some are drawn, each at most once.
-        num_drawn: of these.
-    """
-
-    whole: Int64Array
-    pool: Int64Array
-    num_drawn: int
-
-
-@dataclass(frozen=True, eq=False)
 class Mixture:
-    """Sources of an epoch, S of them, and how many samples of each.
+    """Sources of an epoch, S of them, and the number of samples of each.
 
     Args:
         names: of the sources.
-        offsets: int64 (S + 1,), where the samples of each begin among those of all caches.
+        offsets: int64 (S + 1,), first sample of each source among those of all caches.
         candidates: of each source its samples that may be drawn, int64 (n,), ascending.
-        counts: samples that an epoch takes of each source, repeated ones counted.
+        counts: samples that an epoch draws of each source, repeated ones counted.
         lengths: (N,), tokens of the samples of all caches.
-        media_tokens: (N,), theirs.
+        media_tokens: (N,), media tokens of each.
         target_tokens: (N,), labels that carry loss.
-        unit: that the order is even by.
+        unit: that the order of packs balances.
         resample: every epoch draws anew.
         seed: of the run.
-        num_filtered: samples that are too long, or outside what their source takes.
+        num_filtered: samples that are too long, or excluded by the limits of their source.
         loss_weights: of the sources.
-        trained: how often each sample was trained before, (N,): those that were seldom are drawn first. None where
-            nobody asks.
+        trained: earlier training count of each sample, (N,): the least trained are drawn first. None to ignore it.
         loss_scales: that choose the targets of sources, as the recipe has them; empty where it has none.
     """
 
@@ -96,9 +75,9 @@ class Mixture:
     offsets: Int64Array
     candidates: tuple[Int64Array, ...]
     counts: tuple[int, ...]
-    lengths: Lengths
-    media_tokens: Lengths
-    target_tokens: Lengths
+    lengths: IntArray
+    media_tokens: IntArray
+    target_tokens: IntArray
     unit: MixUnit
     resample: bool
     seed: int
@@ -114,165 +93,162 @@ class Mixture:
 
     @property
     def epochs(self) -> tuple[float, ...]:
-        """How often an epoch has each source whole."""
+        """Number of copies of each source in an epoch."""
         return tuple(count / max(len(own), 1) for count, own in zip(self.counts, self.candidates, strict=True))
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex over what decides the draws, the targets and the weights of losses."""
+        """sha256 in hex over everything that affects the draws, the targets and the weights of losses."""
         words = f"packtool mixture 1 {self.unit} {self.resample} {self.seed} {self.counts} {self.loss_weights}\n"
         words += f"{self.loss_scales}\n" if self.loss_scales else ""
         trained = () if self.trained is None else (self.trained,)
         return digest_arrays(hashlib.sha256(words.encode()), self.offsets, *self.candidates, *trained)
 
-    def part(self, share: float, trained: Int64Array) -> Mixture:
-        """A part of an epoch, of what was trained least often before.
+    def partial_epoch(self, share: float, trained: Int64Array) -> Mixture:
+        """Return a part of an epoch, with the samples that were trained least often.
 
         Args:
             share: 0 to 1.
-            trained: how often each sample was, (N,).
+            trained: earlier training count of each sample, (N,).
         """
         counts = tuple(max(round(count * share), min(count, 1)) for count in self.counts)
         candidates = self.candidates
         if not self.resample:
-            drawn = [np.unique(self._drawn_of(source, 0)) for source in range(len(self.counts))]
-            candidates = tuple(drawn)
+            candidates = tuple(np.unique(self._draw_source(source, 0)) for source in range(len(self.counts)))
         return dataclasses.replace(self, counts=counts, candidates=candidates, trained=trained)
 
     def source_of(self, samples: Int64Array) -> Int64Array:
-        """The source of each of some samples, which are positions in the caches."""
+        """The source of each sample, given by its position in the caches."""
         return np.searchsorted(self.offsets, samples, side="right") - 1
 
-    def amounts(self, samples: Int64Array) -> Lengths:
-        """What each of some samples is to its source: 1, its tokens, or its target tokens."""
+    def amounts(self, samples: Int64Array) -> IntArray:
+        """The amount of each sample in ``unit``: 1, its tokens, or its target tokens."""
         if self.unit == "samples":
             return np.ones(len(samples), np.int64)
         return (self.lengths if self.unit == "tokens" else self.target_tokens)[samples]
 
     @cached_property
-    def places(self) -> Places:
-        """The places of every epoch."""
-        found = [self._places_of(source) for source in range(len(self.counts))]
-        lengths, media = (np.concatenate(each)[self._even] for each in zip(*found, strict=True))
-        sources = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)[self._even]
-        return Places(lengths.astype(np.int32), media.astype(np.int32), sources)
+    def slots(self) -> Slots:
+        """The slots, the same in every epoch."""
+        columns = zip(*(self._slots_of(source) for source in range(len(self.counts))), strict=True)
+        lengths, media = (np.concatenate(column)[self._interleaved].astype(np.int32) for column in columns)
+        sources = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)[self._interleaved]
+        return Slots(lengths, media, sources)
 
-    def drawn(self, epoch: int) -> Int64Array:
-        """The samples of an epoch, positions in the caches, by place; int64 (M,). The same sample may come again."""
-        return self._drawn(epoch if self.resample else 0)[self._even]
+    def draw(self, epoch: int) -> Int64Array:
+        """The samples of an epoch, positions in the caches, by slot; int64 (M,). Samples may repeat."""
+        return self._draw(epoch)[self._interleaved]
 
-    def wanted(self, epoch: int, trained: Int64Array) -> Int64Array:
-        """How often an epoch is to have each sample, (N,), of which some were trained with other data.
+    def epoch_counts(self, epoch: int, trained: Int64Array) -> Int64Array:
+        """Count of each sample in an epoch, (N,), of which a part was trained with other data.
 
-        An epoch has as many samples of a source as the recipe says, and those that were trained in it are among them:
-        for each one that is not drawn now, one that is drawn is left out, of any length alike.
+        An epoch has the recipe's number of samples of a source, including those that were trained in it: for each one
+        that is not drawn now, one that is drawn is left out, evenly over all lengths.
 
         Args:
-            epoch: that the run is in.
-            trained: how often it has trained each sample, (N,).
+            epoch: 0-based.
+            trained: training count of each sample in this epoch, (N,).
         """
-        found = np.bincount(self.drawn(epoch), minlength=len(trained))
-        left = np.maximum(found - trained, 0)
+        counts = np.bincount(self.draw(epoch), minlength=len(trained))
+        left = np.maximum(counts - trained, 0)
         for source, (start, stop) in enumerate(pairwise(self.offsets.tolist())):
-            done = int(trained[start:stop].sum())
-            if done == 0:
+            num_done = int(trained[start:stop].sum())
+            if num_done == 0:
                 continue
-            drawn = self._drawn_of(source, epoch if self.resample else 0)[len(self._taken[source].whole) :]
+            drawn = self._draw_source(source, epoch)[len(self._selections[source][0]) :]
             drawn = drawn[left[drawn] > 0]
-            too_many = int(left[start:stop].sum()) - max(self.counts[source] - done, 0)
-            too_many = min(max(too_many, 0), len(drawn))
-            found[drawn[self._falling(drawn)][np.arange(too_many) * len(drawn) // max(too_many, 1)]] -= 1
-        return found
+            excess = int(left[start:stop].sum()) - max(self.counts[source] - num_done, 0)
+            excess = min(max(excess, 0), len(drawn))
+            counts[drawn[self._by_length(drawn)][np.arange(excess) * len(drawn) // max(excess, 1)]] -= 1
+        return counts
 
     @cached_property
-    def _even(self) -> Int64Array:
-        """Places of all sources, one source after the other, in an order in which sources take turns, (M,)."""
-        first, offsets, times = self._drawn(0), to_offsets(np.array(self.counts)), np.empty(self.num_drawn)
+    def _interleaved(self) -> Int64Array:
+        """Slots of all sources, one source after the other, in an order that interleaves the sources evenly, (M,)."""
+        first, offsets, times = self._draw(0), to_offsets(np.array(self.counts)), np.empty(self.num_drawn)
         for source, (start, stop) in enumerate(pairwise(offsets.tolist())):
-            whole = len(self._taken[source].whole)
-            order = np.concatenate((np.arange(whole), whole + np.argsort(first[start + whole : stop], kind="stable")))
+            num_fixed = len(self._selections[source][0])
+            drawn = num_fixed + np.argsort(first[start + num_fixed : stop], kind="stable")
+            order = np.concatenate((np.arange(num_fixed), drawn))
             times[start + order] = (np.arange(len(order)) + 0.5) / max(len(order), 1)
         return np.argsort(times, kind="stable").astype(np.int64, copy=False)
 
-    def _drawn(self, epoch: int) -> Int64Array:
-        """Samples as ``drawn`` gives them, one source after the other."""
-        return np.concatenate([self._drawn_of(source, epoch) for source in range(len(self.counts))])
+    def _draw(self, epoch: int) -> Int64Array:
+        """Samples as of ``draw``, one source after the other."""
+        return np.concatenate([self._draw_source(source, epoch) for source in range(len(self.counts))])
 
-    def _drawn_of(self, source: int, epoch: int) -> Int64Array:
-        taken = self._taken[source]
-        own, part = taken.pool, taken.num_drawn
-        if not part:
-            return taken.whole
-        num, stream = len(own), RandomStream.MIX_NEIGHBOURS + source
-        chunks = np.arange(num) // self._neighbours(num)
+    def _draw_source(self, source: int, epoch: int) -> Int64Array:
+        epoch = epoch if self.resample else 0
+        fixed, pool, num_drawn = self._selections[source]
+        if not num_drawn:
+            return fixed
+        num, stream = len(pool), RandomStream.MIX_NEIGHBOURS + source
+        chunks = np.arange(num) // _num_neighbors(num)
         within = seeded_order(num, seed=self.seed, epoch=epoch, stream=stream, falling=chunks[-1] - chunks)
-        mixed = self._falling(own)[within]
+        mixed = self._by_length(pool)[within]
         begin = int(seeded_uniform(1, seed=self.seed, epoch=epoch, stream=RandomStream.MIX_START + source)[0] * num)
-        # Steps of num / part, which is 1 or more: no sample twice.
-        return np.concatenate((taken.whole, own[mixed[(np.arange(part) * num + begin) // part]]))
+        # Steps of num / num_drawn, which is 1 or more: no sample twice.
+        return np.concatenate((fixed, pool[mixed[(np.arange(num_drawn) * num + begin) // num_drawn]]))
 
-    def _places_of(self, source: int) -> tuple[Lengths, Lengths]:
-        taken = self._taken[source]
-        own, part = taken.pool, taken.num_drawn
-        whole = self.lengths[taken.whole], self.media_tokens[taken.whole]
-        if not part:
-            return whole
-        lengths, media = self.lengths[own], self.media_tokens[own]
-        num, neighbours, falling = len(own), self._neighbours(len(own)), self._falling(own)
-        first = np.arange(part) * num // part // neighbours
-        last = np.minimum((np.arange(1, part + 1) * num - 1) // part, num - 1) // neighbours
-        most_media = np.maximum.reduceat(media[falling], np.arange(0, num, neighbours))
-        # Of the chunks from the first to the last that a place may draw from.
+    def _slots_of(self, source: int) -> tuple[IntArray, IntArray]:
+        """Lengths and media tokens of a source's slots."""
+        fixed, pool, num_drawn = self._selections[source]
+        lengths, media = self.lengths[fixed], self.media_tokens[fixed]
+        if not num_drawn:
+            return lengths, media
+        num, by_length = len(pool), pool[self._by_length(pool)]
+        neighbors = _num_neighbors(num)
+        first = np.arange(num_drawn) * num // num_drawn // neighbors
+        last = np.minimum((np.arange(1, num_drawn + 1) * num - 1) // num_drawn, num - 1) // neighbors
+        # Maximum over the chunks, from the first to the last, that a slot may draw from.
+        chunk_media = np.maximum.reduceat(self.media_tokens[by_length], np.arange(0, num, neighbors))
         bounds = np.stack((first, last + 1), axis=1).reshape(-1)
-        most = np.maximum.reduceat(np.append(most_media, 0), bounds)[::2]
-        return (
-            np.concatenate((whole[0], lengths[falling][first * neighbours])),
-            np.concatenate((whole[1], most)),
-        )
+        slot_media = np.maximum.reduceat(np.append(chunk_media, 0), bounds)[::2]
+        slot_lengths = self.lengths[by_length][first * neighbors]
+        return np.concatenate((lengths, slot_lengths)), np.concatenate((media, slot_media))
 
     @cached_property
-    def _taken(self) -> tuple[_Taken, ...]:
-        """What an epoch takes of each source."""
-        return tuple(self._taken_of(source) for source in range(len(self.counts)))
+    def _selections(self) -> tuple[tuple[Int64Array, Int64Array, int], ...]:
+        """For each source: samples of every epoch (they may repeat), a pool, and the number drawn from it."""
+        selections = []
+        for pool, count in zip(self.candidates, self.counts, strict=True):
+            copies, num_drawn = divmod(count, max(len(pool), 1))
+            fixed = np.tile(pool, copies)
+            if self.trained is not None and num_drawn:
+                trained = self.trained[pool]
+                levels, sizes = np.unique(trained, return_counts=True)
+                ends = np.cumsum(sizes)
+                level = int(np.searchsorted(ends, num_drawn, side="right"))
+                fixed = np.concatenate((fixed, pool[trained < levels[level]]))
+                pool, num_drawn = pool[trained == levels[level]], num_drawn - int(ends[level] - sizes[level])
+            selections.append((fixed, pool, num_drawn))
+        return tuple(selections)
 
-    def _taken_of(self, source: int) -> _Taken:
-        own = self.candidates[source]
-        times, part = divmod(self.counts[source], max(len(own), 1))
-        whole = np.tile(own, times)
-        if self.trained is None or not part:
-            return _Taken(whole, own, part)
-        often = self.trained[own]
-        levels, sizes = np.unique(often, return_counts=True)
-        ends = np.cumsum(sizes)
-        level = int(np.searchsorted(ends, part, side="right"))
-        seldom, before = own[often < levels[level]], int(ends[level] - sizes[level])
-        return _Taken(np.concatenate((whole, seldom)), own[often == levels[level]], part - before)
-
-    def _falling(self, samples: Int64Array) -> Int64Array:
+    def _by_length(self, samples: Int64Array) -> Int64Array:
         """An order of samples by length, the longest first."""
         return np.argsort(-self.lengths[samples], kind="stable").astype(np.int64, copy=False)
 
-    @staticmethod
-    def _neighbours(num: int) -> int:
-        """Samples of about one length that change places before some are drawn."""
-        return min(max(num // _CHUNKS_OF_A_SOURCE, _LEAST_NEIGHBOURS), _MOST_NEIGHBOURS)
+
+def _num_neighbors(num: int) -> int:
+    """Samples of similar length that are exchanged before some are drawn."""
+    return min(max(num // _CHUNKS_PER_SOURCE, _MIN_NEIGHBORS), _MAX_NEIGHBORS)
 
 
-def mixture_of(
+def make_mixture(
     recipe: Recipe,
     offsets: Int64Array,
-    lengths: Lengths,
-    media_tokens: Lengths,
-    target_tokens: Lengths,
+    lengths: IntArray,
+    media_tokens: IntArray,
+    target_tokens: IntArray,
     *,
     max_length: int,
     seed: int,
 ) -> Mixture:
-    """The mixture that a recipe makes of caches.
+    """Apply a recipe to caches.
 
     Args:
         recipe: of the caches, in their order.
-        offsets: int64 (S + 1,), where each one's samples begin.
+        offsets: int64 (S + 1,), first sample of each cache.
         lengths, media_tokens, target_tokens: (N,), of all samples.
         max_length: longer samples are left out.
         seed: of the run.
@@ -286,19 +262,18 @@ def mixture_of(
             candidates.append(np.zeros(0, np.int64))
             continue
         own = lengths[start:stop]
-        most = min(max_length, source.max_length or max_length)
-        kept = np.flatnonzero((own <= most) & (own >= (source.min_length or 0))).astype(np.int64) + int(start)
+        longest = min(max_length, source.max_length or max_length)
+        kept = np.flatnonzero((own <= longest) & (own >= (source.min_length or 0))).astype(np.int64) + int(start)
         if not len(kept):
             raise DataError(
                 f"{recipe.place}: nothing is left of {source.path}: of its {len(own):,} samples none has "
-                f"{source.min_length or 1:,} to {most:,} tokens.",
+                f"{source.min_length or 1:,} to {longest:,} tokens.",
                 "Leave it out, or let longer samples in (--max-length, or the recipe's min_length and max_length).",
             )
         candidates.append(kept)
         num_filtered += len(own) - len(kept)
-    counts = _counts(
-        recipe, candidates, {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
-    )
+    values = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
+    counts = _counts(recipe, candidates, values)
     check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
     return Mixture(
         names=_names(recipe.sources),
@@ -317,12 +292,8 @@ def mixture_of(
     )
 
 
-def _counts(recipe: Recipe, candidates: list[Int64Array], values: Lengths | None) -> tuple[int, ...]:
-    """Samples that an epoch takes of each source.
-
-    Args:
-        values: (N,), tokens or target tokens of the samples; None where each counts once.
-    """
+def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | None) -> tuple[int, ...]:
+    """Samples that an epoch draws of each source; ``values`` (N,) are sizes of samples, None for 1 each."""
     if not recipe.has_weights:
         pairs = zip(recipe.sources, candidates, strict=True)
         return tuple(len(own) if source.amount is None else source.amount.of(len(own)) for source, own in pairs)
@@ -339,33 +310,33 @@ def _counts(recipe: Recipe, candidates: list[Int64Array], values: Lengths | None
         weights = sizes ** (1 / recipe.temperature)
     else:
         weights = np.array([source.weight or 1.0 for source in recipe.sources], float)
-    each = sizes[is_taken] / weights[is_taken]
+    ratios = sizes[is_taken] / weights[is_taken]
     epochs = np.zeros(len(sizes))
-    epochs[is_taken] = (each.min() if recipe.stop == "first" else each.max()) / each
+    epochs[is_taken] = (ratios.min() if recipe.stop == "first" else ratios.max()) / ratios
     shares = zip(epochs.tolist(), candidates, strict=True)
     return tuple(max(round(min(share * len(own), MAX_AMOUNT)), min(len(own), 1)) for share, own in shares)
 
 
 def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:
-    """What sources are called: by their channels, else by the last part of their paths, told apart by numbers."""
-    plain = [source.channel or source.path.rstrip("/").rsplit("/", 1)[-1] for source in sources]
-    found: list[str] = []
-    for source, name in zip(sources, plain, strict=True):
-        number, told = 1, name
-        while source.channel is None and told in found:
+    """Names of sources: their channels, else the last part of their paths, with a number if not unique."""
+    names: list[str] = []
+    for source in sources:
+        plain = name = source.channel or source.path.rstrip("/").rsplit("/", 1)[-1]
+        number = 1
+        while source.channel is None and name in names:
             number += 1
-            told = f"{name}-{number}"
-        found.append(told)
-    return tuple(found)
+            name = f"{plain}-{number}"
+        names.append(name)
+    return tuple(names)
 
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """What was, or will be, trained of one source.
+    """Training counts of one source.
 
     Args:
-        samples, tokens, target_tokens: as often as they are trained.
-        epochs: samples over those that the source has.
+        samples, tokens, target_tokens: repeated ones counted each time.
+        epochs: samples divided by those of the source.
     """
 
     samples: int = 0
@@ -383,7 +354,7 @@ class SourceCounts:
 
 
 Counts = Mapping[str, SourceCounts]
-"""What was trained of each source, by its name."""
+"""Training counts of each source, by its name."""
 
 
 def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64Array:
@@ -393,53 +364,54 @@ def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64
         packs: that the steps train, of samples by their positions in the caches.
     """
     num_sources = len(mixture.names)
-    of_pack = np.empty(packs.num_packs, np.int64)
-    of_pack[steps.order] = np.repeat(np.arange(steps.num_steps), np.diff(steps.cell_offsets[steps.step_offsets]))
-    cells = np.repeat(of_pack, np.diff(packs.offsets)) * num_sources + mixture.source_of(packs.samples)
-    found = np.empty((steps.num_steps * num_sources, 3), np.int64)
-    for column, values in enumerate((None, packs.full_lengths, mixture.target_tokens[packs.samples])):
-        # Sums of whole numbers below 2^53 are exact.
-        found[:, column] = np.bincount(cells, weights=values, minlength=len(found))
-    return found.reshape(steps.num_steps, num_sources, 3)
+    step_of_pack = np.empty(packs.num_packs, np.int64)
+    step_of_pack[steps.order] = np.repeat(np.arange(steps.num_steps), np.diff(steps.cell_offsets[steps.step_offsets]))
+    cells = np.repeat(step_of_pack, np.diff(packs.offsets)) * num_sources + mixture.source_of(packs.samples)
+    columns = None, packs.full_lengths, mixture.target_tokens[packs.samples]
+    return _count(cells, columns, steps.num_steps * num_sources).reshape(steps.num_steps, num_sources, 3)
 
 
 def counts_of_samples(samples: Int64Array, mixture: Mixture) -> Int64Array:
-    """Samples, tokens and target tokens of each of S sources among some samples of the caches; int64 (S, 3)."""
-    of, num_sources = mixture.source_of(samples), len(mixture.names)
-    columns = (None, mixture.lengths[samples], mixture.target_tokens[samples])
-    return np.stack([np.bincount(of, weights=each, minlength=num_sources) for each in columns], axis=1).astype(np.int64)
+    """Samples, tokens and target tokens of each of S sources among samples of the caches; int64 (S, 3)."""
+    columns = None, mixture.lengths[samples], mixture.target_tokens[samples]
+    return _count(mixture.source_of(samples), columns, len(mixture.names))
+
+
+def _count(cells: Int64Array, columns: Sequence[IntArray | None], num_cells: int) -> Int64Array:
+    # Sums of integers below 2^53 are exact.
+    sums = [np.bincount(cells, weights=values, minlength=num_cells) for values in columns]
+    return np.stack(sums, axis=1).astype(np.int64)
 
 
 def by_name(counts: Int64Array, mixture: Mixture) -> dict[str, SourceCounts]:
-    """Counts (S, 3) by the names of sources; those of one name are added up."""
-    found: dict[str, SourceCounts] = {}
-    for name, numbers, own in zip(mixture.names, counts.tolist(), mixture.candidates, strict=True):
-        samples, tokens, target_tokens = numbers
-        more = SourceCounts(samples, tokens, target_tokens, samples / max(len(own), 1))
-        found[name] = found.get(name, SourceCounts()) + more
-    return found
+    """Convert counts (S, 3) to counts by name; sources of one name are added up."""
+    rows = zip(mixture.names, counts.tolist(), mixture.candidates, strict=True)
+    return added(
+        {name: SourceCounts(samples, tokens, targets, samples / max(len(own), 1))}
+        for name, (samples, tokens, targets), own in rows
+    )
 
 
-def added(parts: Sequence[Counts]) -> dict[str, SourceCounts]:
-    """Counts of several steps added up."""
-    found: dict[str, SourceCounts] = {}
+def added(parts: Iterable[Counts]) -> dict[str, SourceCounts]:
+    """Add up counts by name."""
+    total: dict[str, SourceCounts] = {}
     for part in parts:
         for name, counts in part.items():
-            found[name] = found.get(name, SourceCounts()) + counts
-    return found
+            total[name] = total.get(name, SourceCounts()) + counts
+    return total
 
 
 def share_figures(counts: Counts) -> dict[str, dict[str, Any]]:
-    """What is told of each source: its counts, their shares of all sources', 0 to 1, and its epochs."""
-    whole = added([{"": each} for each in counts.values()]).get("", SourceCounts())
+    """Figures of each source by their names in JSON: counts, their shares of all sources, 0 to 1, and epochs."""
+    total = sum(counts.values(), SourceCounts())
     return {
         name: {
             "num_samples": each.samples,
             "tokens": each.tokens,
             "target_tokens": each.target_tokens,
-            "share_of_samples": each.samples / max(whole.samples, 1),
-            "share_of_tokens": each.tokens / max(whole.tokens, 1),
-            "share_of_target_tokens": each.target_tokens / max(whole.target_tokens, 1),
+            "share_of_samples": each.samples / max(total.samples, 1),
+            "share_of_tokens": each.tokens / max(total.tokens, 1),
+            "share_of_target_tokens": each.target_tokens / max(total.target_tokens, 1),
             "epochs": each.epochs,
         }
         for name, each in counts.items()

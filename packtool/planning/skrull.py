@@ -1,10 +1,10 @@
-"""Skrull: the sequences of an optimizer step spread over ranks and micro-batches, each local to a rank or sharded.
+"""Skrull: assignment of the sequences of an optimizer step to ranks and micro-batches, each local to a rank or sharded.
 
 Xu et al. 2025, "Skrull: Towards Efficient Long Context Fine-tuning through Dynamic Data Scheduling"
-(arXiv 2505.19609). Where N ranks share each micro-batch (sequence parallel), splitting a short sequence over all of
-them costs communication and gains nothing. So every sequence of a micro-batch is either *local* to one of the N ranks,
-or *sharded* over all, and while keys and values of the sharded ones travel the local ones are computed. A rank holds at
-most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
+(arXiv 2505.19609). Where N ranks share each micro-batch (sequence parallelism), sharding a short sequence over all of
+them costs communication and gains nothing. So every sequence of a micro-batch is either *local* to one of the N ranks
+or *sharded* over all, and local sequences are computed while keys and values of the sharded ones travel. A rank holds
+at most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
 
     lengths 20 2 1 3 5, N = 2, C = 16       rank 0   [1][5] [half of 20]
                                             rank 1   [2][3] [half of 20]
@@ -13,33 +13,33 @@ Three parts, all deterministic; ties go to the earlier sequence and the lower ra
 
 1. Sequences are assigned to the data-parallel ranks by falling FLOPs, each to the rank with the least so far (the
    paper's GDS).
-2. A rank's sequences, by rising length, are divided into m micro-batches, ``ascending[j::m]``, m being the fewest that
-   the tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one.
-3. In a micro-batch (DACP) the sequences come by rising length. Each becomes local to the rank with the least FLOPs, if
-   it has room; else to the rank with most room; else it is sharded; else one is *rolled back*: the longest local
-   sequence of the fullest rank becomes sharded, and the placing of the new sequence starts over. When the fullest
-   rank has none left, all are sharded and the micro-batch is full.
+2. A rank's sequences, by ascending length, are divided into m micro-batches, ``ascending[j::m]``, m being the fewest
+   that the tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one.
+3. In a micro-batch (DACP) the sequences come by ascending length. Each becomes local to the rank with the least FLOPs,
+   if it has room; else to the rank with most room; else it is sharded; else one is *rolled back*: the longest local
+   sequence of the fullest rank becomes sharded, and the new sequence is placed again. When the fullest rank has none
+   left, all are sharded and the micro-batch is full.
 
-As printed, the algorithm has two errors, corrected here: a roll-back must give the rank its S tokens back and charge
-S / N to *every* rank, or buckets seem full that are not; and the loop over m needs its exit when all fit.
+Two errors of the printed algorithm are corrected: a roll-back must give the rank its S tokens back and charge S / N to
+*every* rank, or buckets seem full that are not; and the loop over m needs its exit when all fit.
 
-Not in the paper, whose placements these are compared with by planned time (``step_time``), so that no data-parallel
-rank is ever planned slower than with all its sequences sharded:
+Not in the paper: placements are compared by estimated time (``step_time``), so that no data-parallel rank is ever
+slower than with all its sequences sharded, which is one candidate, and there are further candidates:
 
-- Before m grows, m micro-batches are tried with the longest sequence first, each in the emptiest: where several
-  sequences are about as long as a micro-batch is wide, that can halve their number.
-- Placements that shard the longest sequences, however many, and give the others to the ranks by falling work, each to
-  the rank with the least so far (``_Step.shard_longest``).
-- Roll-backs that go on while they may win time: otherwise a single sequence that fits on one rank leaves N - 1 idle.
-- Micro-batches of sequences of like work, as many as it takes to have all that fits on a rank local (``_local_in``):
-  where sequences are about a bucket long, hardly anything has to travel.
-- All sequences sharded.
-- Micro-batches run heaviest first, so that those which run at the same time on different ranks are alike.
+- m micro-batches with the longest sequence first, each in the emptiest, before m grows: where several sequences are
+  about as long as a micro-batch is wide, that can halve their number.
+- The longest sequences sharded, however many, and the others given to the ranks by falling work, each to the rank with
+  the least so far (``_Step.shard_longest``).
+- Further roll-backs while they may save time: otherwise a single sequence that fits on one rank leaves N - 1 idle.
+- Micro-batches of sequences of similar work, as many as are needed to keep all that fit on a rank local
+  (``_local_in``): where sequences are about a bucket long, almost nothing has to travel.
 
-A heuristic: of all placements of six sequences that nearly fill two buckets, the best is planned 1.0 % faster in the
+Micro-batches run heaviest first, so that those which run at the same time on different ranks are alike.
+
+A heuristic: of all placements of six sequences that nearly fill two buckets, the best is estimated 1.0 % faster in the
 mean with the links of ``StepTime()``, and 0.7 % with links that are a sixteenth as fast.
 
-Price: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each m that is tried.
+Cost: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each m that is tried.
 """
 
 from __future__ import annotations
@@ -55,33 +55,34 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
-from packtool.planning.balance import Costs, even_packs, share_out
+from packtool.planning.balance import divide_evenly, share_out
 from packtool.planning.options import PlanOptions, SkrullOptions
-from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.pack_plan import Costs, IntArray, PackPlan
 from packtool.planning.step_time import NOTHING, Load, StepTime
-from packtool.planning.steps import Assignment
+from packtool.planning.steps import StepAssignment
 
 SHARDED = -1
-"""The place of a sequence that all sequence parallel ranks share."""
+"""Placement of a sequence that all sequence parallel ranks share."""
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedMicroBatch:
-    """n sequences that are computed at once by the N ranks that share a micro-batch.
+class PlacedMicroBatch(NamedTuple):
+    """Sequences that the N ranks of a micro-batch compute at once.
 
     Args:
-        samples: int64 (n,), positions in the step's lengths, by rising length.
-        places: int64 (n,), ``SHARDED``, or the sequence parallel rank that the sequence is local to.
+        samples: positions in the step's lengths, by ascending length.
+        placement: of each, ``SHARDED``, or the sequence parallel rank that it is local to.
+        seconds: estimated time.
     """
 
-    samples: Int64Array
-    places: Int64Array
+    samples: list[int]
+    placement: list[int]
+    seconds: float
 
 
-def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> Assignment:
+def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
     """Assign the samples of packs to ranks: a step has those of its ``options.packs_per_step`` packs.
 
-    Price: some 10 us a sample; steps do not know of one another.
+    Cost: about 10 us a sample; steps are independent.
 
     Args:
         packs: of the epoch.
@@ -89,7 +90,7 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> Assign
         options: with ``skrull``.
 
     Returns:
-        The assignment of the N samples, each by itself, with their placement. The ranks of a step have equally many
+        The assignment of the N samples, one by one, with their placement. The ranks of a step have equally many
         micro-batches: those that need fewer have empty ones, last.
 
     Raises:
@@ -99,29 +100,26 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> Assign
     options.skrull.check(packs.lengths)
     per_step, num_ranks = options.packs_per_step, options.world_size
     bounds = packs.offsets[np.minimum(np.arange(0, packs.num_packs + per_step, per_step), packs.num_packs)]
-    order, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    order: list[int] = []
+    placement: list[int] = []
     cell_sizes: list[int] = []
     cells_per_step: list[int] = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         ranks = schedule_step(packs.lengths[first:last], flops[first:last], options.skrull, num_ranks=num_ranks)
         num_cells = max(map(len, ranks))
         for micro_batches in ranks:
-            order += [batch.samples + first for batch in micro_batches]
-            places += [batch.places for batch in micro_batches]
+            for batch in micro_batches:
+                order += [sample + first for sample in batch.samples]
+                placement += batch.placement
             cell_sizes += [len(batch.samples) for batch in micro_batches] + [0] * (num_cells - len(micro_batches))
         cells_per_step.append(num_cells * num_ranks)
-    sizes, cells = (np.array(counts, np.int64) for counts in (cell_sizes, cells_per_step))
-    return Assignment(np.concatenate(order), sizes, cells, np.concatenate(places))
+    return StepAssignment(*(np.array(each, np.int64) for each in (order, cell_sizes, cells_per_step, placement)))
 
 
 def schedule_step(
-    lengths: npt.NDArray[np.integer[Any]],
-    flops: npt.NDArray[np.floating[Any]],
-    options: SkrullOptions,
-    *,
-    num_ranks: int,
+    lengths: IntArray, flops: npt.NDArray[np.floating[Any]], options: SkrullOptions, *, num_ranks: int
 ) -> list[list[PlacedMicroBatch]]:
-    """Spread the sequences of an optimizer step; see the module.
+    """Assign the sequences of an optimizer step; see the module.
 
     Args:
         lengths: (n,), tokens.
@@ -137,8 +135,7 @@ def schedule_step(
     """
     size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
-    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
-    if problems:
+    if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
         raise ConfigError.from_problems(problems)
     options.check(lengths)
     padded = -(-np.asarray(lengths) // alignment) * alignment
@@ -154,27 +151,19 @@ def schedule_step(
     )
     work = [load.flops for load in step.local]
     falling = sorted(range(len(work)), key=lambda i: -work[i])
-    return [step.rank(sequences) for sequences in share_out(falling, work, num_ranks)]
-
-
-class _Placed(NamedTuple):
-    """A micro-batch: its sequences by rising length, the place of each, and how long it takes."""
-
-    sequences: list[int]
-    places: list[int]
-    seconds: float
+    return [step.schedule_rank(sequences) for sequences in share_out(falling, work, num_ranks)]
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The sequences of a step; plain lists, which are faster than arrays for a handful of ranks.
+    """The sequences of a step; plain lists, which are faster than arrays for a few ranks.
 
     Args:
         sizes: tokens of each.
         padded: tokens of each if it is sharded.
-        local, sharded: work of each, on one rank, and summed over all that share it.
+        local, sharded: work of each, on one rank, and summed over all ranks that share it.
         num_ranks: N, that share a micro-batch.
-        room: C N: room is counted in N-ths of a token, so that a sharded sequence takes a whole number of them.
+        room: C N: room is counted in N-ths of a token, so that a sharded sequence takes an integer number of them.
     """
 
     sizes: list[int]
@@ -185,91 +174,88 @@ class _Step:
     room: int
     times: StepTime
 
-    def rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
-        """The micro-batches of a data-parallel rank."""
+    def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
         best = self._micro_batches(ascending, self._place)
-        assert best is not None, "each sequence has been seen to fit alone"
+        assert best is not None, "each sequence fits alone"
         if self.num_ranks > 1:
             sharded = self._micro_batches(ascending, self._shard)
             # The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be local.
             in_more = (self._local_in(ascending, num) for num in range(len(best), 2 * len(best) + 1))
             candidates = filter(None, (best, sharded, next(filter(None, in_more), None)))
             best = min(candidates, key=lambda placed: sum(each.seconds for each in placed))
-        best.sort(key=lambda placed: -math.fsum(self.local[i].flops for i in placed.sequences))
-        return [PlacedMicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in best]
+        return sorted(best, key=lambda placed: -math.fsum(self.local[i].flops for i in placed.samples))
 
     def _micro_batches(
-        self, ascending: list[int], place: Callable[[list[int]], _Placed | None]
-    ) -> list[_Placed] | None:
-        """The fewest micro-batches that ``place`` manages with, or None if one for each sequence is not enough."""
+        self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
+    ) -> list[PlacedMicroBatch] | None:
+        """Divide into the fewest micro-batches that ``place`` can place; None if even single sequences do not fit."""
         fewest = -(-sum(self.sizes[i] for i in ascending) // self.room)
         for num in range(fewest, len(ascending) + 1):
             for parts in self._divisions(ascending, num):
-                # What fails is mostly the first, which is the fullest: do not place the others for nothing.
+                # Mostly the first fails, which is the fullest; the others need not be placed then.
                 placed = [each for each in takewhile(bool, map(place, parts)) if each]
                 if len(placed) == num:
                     return placed
         return None
 
     def _divisions(self, ascending: list[int], num: int) -> Iterator[list[list[int]]]:
-        """Sequences of ``num`` micro-batches: as in the paper each of short and long ones; then evenly by tokens."""
+        """Divide into ``num`` micro-batches: as in the paper, each of short and long ones; then evenly by tokens."""
         yield [ascending[first::num] for first in range(num)]
         yield [part[::-1] for part in share_out(reversed(ascending), self.padded, num)]
 
-    def _local_in(self, ascending: list[int], num: int) -> list[_Placed] | None:
-        """Buckets of even work, N of about the same in a micro-batch; longer sequences are sharded beside them.
+    def _local_in(self, ascending: list[int], num: int) -> list[PlacedMicroBatch] | None:
+        """Fill buckets of even work, N of about the same in a micro-batch, or None where there is no room.
 
-        Each of these goes to the micro-batch with the fewest tokens so far. None where there is no room.
+        Sequences longer than a bucket are sharded, each in the micro-batch with the fewest tokens so far.
         """
         bucket = self.room // self.num_ranks
         short = [i for i in ascending if self.sizes[i] <= bucket]
         sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]
-        buckets = even_packs(sizes, work, num * self.num_ranks, bucket)
+        buckets = divide_evenly(sizes, work, num * self.num_ranks, bucket)
         if buckets is None:
             return None
-        benches = [_Bench(self) for _ in range(num)]
+        batches = [_Ranks(self) for _ in range(num)]
         for number, members in enumerate(buckets):
             for member in members:
-                benches[number // self.num_ranks].keep(short[member], number % self.num_ranks)
+                batches[number // self.num_ranks].keep(short[member], number % self.num_ranks)
         for sequence in reversed(ascending):
             if self.sizes[sequence] > bucket:
-                max(benches, key=lambda bench: sum(bench.room)).shard(sequence)
-        if min(min(bench.room) for bench in benches) < 0:
+                max(batches, key=lambda batch: sum(batch.room)).shard(sequence)
+        if min(min(batch.room) for batch in batches) < 0:
             return None
-        return [bench.placed() for bench in benches if bench.place_of]
+        return [batch.placed() for batch in batches if batch.placement]
 
-    def _shard(self, ascending: list[int]) -> _Placed | None:
-        """All sequences sharded, or None if they do not fit."""
+    def _shard(self, ascending: list[int]) -> PlacedMicroBatch | None:
         tokens = sum(self.padded[i] for i in ascending)
         if tokens > self.room:
             return None
         work = Load.sum(self.sharded[i] for i in ascending)
         seconds = self.times.micro_batch([NOTHING], work, tokens, self.num_ranks)
-        return _Placed(ascending, [SHARDED] * len(ascending), seconds)
+        return PlacedMicroBatch(ascending, [SHARDED] * len(ascending), seconds)
 
-    def _place(self, ascending: list[int]) -> _Placed | None:
-        """Each sequence local or sharded, or None if they do not fit."""
-        bench = _Bench(self)
-        placed = bench.placed() if all(map(bench.add, ascending)) else None
+    def _place(self, ascending: list[int]) -> PlacedMicroBatch | None:
+        """Make each sequence local or sharded, or return None if they do not fit."""
+        batch = _Ranks(self)
+        placed = batch.placed() if all(map(batch.add, ascending)) else None
         if self.num_ranks == 1:
             return placed
         return self.shard_longest(ascending, placed.seconds if placed is not None else math.inf) or placed
 
-    def shard_longest(self, ascending: list[int], limit: float) -> _Placed | None:
-        """The fastest placement that shards the longest sequences, if it takes less than ``limit`` seconds.
+    def shard_longest(self, ascending: list[int], limit: float) -> PlacedMicroBatch | None:
+        """Find the fastest placement that shards the longest sequences, if it takes less than ``limit`` seconds.
 
             lengths 100 9 8 7 6 5 4 on two ranks     rank 0   [9][6][5]  [half of 100]
                                                      rank 1   [8][7][4]  [half of 100]
 
-        What is sharded loses: short chunks are slow, and keys and values have to travel. But local sequences are
-        uneven: no rank is done before the longest of them. So the longest are sharded, as many as pay, and the others
-        go to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
+        Sharding has a cost: short chunks are slow, and keys and values have to travel. But local sequences are uneven:
+        no rank is done before the longest of them. So the longest are sharded, as many as save time, and the others go
+        to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
         multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank.
 
-        Price: O(n log N) for each number of sharded sequences that could be faster than those before it, by the mean
+        Cost: O(n log N) for each number of sharded sequences that could be faster than those before it, by the mean
         work of the ranks and the longest local sequence.
         """
         best, order, num_ranks = None, ascending[::-1], self.num_ranks
@@ -284,11 +270,11 @@ class _Step:
                 left = Load(max(left.flops - done.flops, 0.0), max(left.attention - done.attention, 0.0))
             if room < 0:
                 break
-            # Some rank has the longest, and by convexity one waits no less than ranks with even loads would.
+            # Lower bound: some rank has the longest, and by convexity uneven loads take no less than even ones.
             longest = self.local[order[num]] if num < len(order) else NOTHING
             even = Load(left.flops / num_ranks, left.attention / num_ranks)
             if self.times.computation(even.flops + work.flops / num_ranks) >= limit:
-                break  # and more so with more of them: sharding makes work, never less
+                break  # and more sharding makes more work
             if self.times.micro_batch([longest, even], work, tokens, num_ranks) >= limit:
                 continue
             placed = self.to_lightest(order[num:], room)
@@ -297,11 +283,11 @@ class _Step:
             ranks, loads = placed
             seconds = self.times.micro_batch(loads, work, tokens, num_ranks)
             if seconds < limit:
-                best, limit = _Placed(ascending, [*ranks[::-1], *[SHARDED] * num], seconds), seconds
+                best, limit = PlacedMicroBatch(ascending, [*ranks[::-1], *[SHARDED] * num], seconds), seconds
         return best
 
     def to_lightest(self, falling: list[int], room: int) -> tuple[list[int], list[Load]] | None:
-        """Ranks of local sequences, and the work of each rank; None where one has no room on its rank."""
+        """Assign local sequences to ranks; return them and the work of each rank, or None where there is no room."""
         rooms, loads = [room] * self.num_ranks, [NOTHING] * self.num_ranks
         lightest = [(0.0, rank) for rank in range(self.num_ranks)]
         ranks = []
@@ -316,13 +302,13 @@ class _Step:
         return ranks, loads
 
 
-class _Bench:
+class _Ranks:
     """The ranks of a micro-batch while its sequences are placed.
 
     Attributes:
         room: of each rank, in N-ths of a token; below 0 only between two roll-backs.
         load: of each rank's local sequences.
-        local: local sequences of each rank, by rising length.
+        local: local sequences of each rank, by ascending length.
     """
 
     def __init__(self, step: _Step) -> None:
@@ -330,15 +316,14 @@ class _Bench:
         self.room = [step.room] * step.num_ranks
         self.load = [NOTHING] * step.num_ranks
         self.local: list[list[int]] = [[] for _ in self.ranks]
-        self.place_of: dict[int, int] = {}
+        self.placement: dict[int, int] = {}
         self.sharded, self.sharded_tokens = NOTHING, 0
 
     def seconds(self) -> float:
-        """Seconds that the micro-batch takes."""
         return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
 
     def add(self, sequence: int) -> bool:
-        """Place a sequence, no shorter than those before it; False if there is no room however these are placed."""
+        """Place a sequence, no shorter than those before it; return False if no placement has room."""
         size = self.step.sizes[sequence] * self.step.num_ranks
         while True:
             if min(self.room) >= 0:
@@ -356,46 +341,46 @@ class _Bench:
                 return False
             self._roll_back(fullest)
 
-    def placed(self) -> _Placed:
-        """The current placement, or the same with more sequences sharded if that takes less."""
+    def placed(self) -> PlacedMicroBatch:
+        """Return the current placement, or the same with more sequences sharded if that is faster."""
         seconds = self.shard_more()
-        ascending = sorted(self.place_of, key=lambda i: (self.step.sizes[i], i))
-        return _Placed(ascending, [self.place_of[i] for i in ascending], seconds)
+        ascending = sorted(self.placement, key=lambda i: (self.step.sizes[i], i))
+        return PlacedMicroBatch(ascending, [self.placement[i] for i in ascending], seconds)
 
     def shard_more(self) -> float:
-        """Roll back on the rank that computes longest while that may win time; the seconds of the best that was met."""
+        """Roll back on the busiest rank while that may save time; return the seconds of the best placement."""
         step, best, rolled_back = self.step, self.seconds(), list[int]()
-        places, num_best = dict(self.place_of), 0
+        places, num_best = dict(self.placement), 0
         while step.num_ranks > 1:
             busiest = self.load.index(max(self.load))
-            # One from every rank without anything won: sharding still more only makes work.
+            # One roll-back for every rank without a gain: more sharding would only make work.
             if not self.local[busiest] or len(rolled_back) - num_best >= step.num_ranks:
                 break
             rolled_back.append(self._roll_back(busiest))
             seconds = self.seconds()
             if seconds < best and min(self.room) >= 0:
                 best, num_best = seconds, len(rolled_back)
-        self.place_of = places | dict.fromkeys(rolled_back[:num_best], SHARDED)
+        self.placement = places | dict.fromkeys(rolled_back[:num_best], SHARDED)
         return best
 
     def keep(self, sequence: int, rank: int) -> None:
         self.room[rank] -= self.step.sizes[sequence] * self.step.num_ranks
         self.load[rank] = self.load[rank].plus(self.step.local[sequence])
         self.local[rank].append(sequence)
-        self.place_of[sequence] = rank
+        self.placement[sequence] = rank
 
     def shard(self, sequence: int) -> None:
         padded = self.step.padded[sequence]
         self.room = [room - padded for room in self.room]
         self.sharded = self.sharded.plus(self.step.sharded[sequence])
         self.sharded_tokens += padded
-        self.place_of[sequence] = SHARDED
+        self.placement[sequence] = SHARDED
 
     def _roll_back(self, rank: int) -> int:
-        """The longest local sequence of a rank becomes sharded: S tokens back, and an N-th of them from every rank."""
+        """Shard the longest local sequence of a rank, which gets S tokens back; every rank loses S / N."""
         sequence = self.local[rank].pop()
         self.room[rank] += self.step.sizes[sequence] * self.step.num_ranks
-        # Added up anew: a difference of floats would leave a rest on a rank that has nothing.
+        # Added up again: a difference of floats would leave a rest on an empty rank.
         self.load[rank] = Load.sum(self.step.local[i] for i in self.local[rank])
         self.shard(sequence)
         return sequence

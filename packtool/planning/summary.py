@@ -1,4 +1,4 @@
-"""Figures of an epoch's plan: packs, steps, balance, Skrull's devices, and how packing changes the batch size."""
+"""Figures of an epoch's plan: packs, steps, balance, Skrull's devices, and the growth of the batch by packing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from packtool.planning.balance import Costs, imbalance
+from packtool.planning.balance import imbalance
 from packtool.planning.cost import CostModel
 from packtool.planning.options import PlanOptions, SkrullOptions
-from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan
 from packtool.planning.skrull import SHARDED
 from packtool.planning.steps import StepPlan
 from packtool.planning.towers import TowerWork, shared_tower_costs
@@ -20,7 +19,7 @@ from packtool.planning.towers import TowerWork, shared_tower_costs
 
 @dataclass(frozen=True)
 class BalanceFigures:
-    """Work of the slowest rank over the mean rank's, 1 or more, of each step: 1 is even.
+    """Work of the slowest rank divided by the mean rank's, 1 or more, of each step: 1 is even.
 
     Args:
         steps_before: (S,), if packs were assigned to ranks in turn.
@@ -33,37 +32,31 @@ class BalanceFigures:
     flops: float
 
     @property
-    def mean_before(self) -> float:
-        """Mean over the steps, if packs were assigned in turn."""
-        return float(self.steps_before.mean())
-
-    @property
-    def worst_before(self) -> float:
-        """The worst step's, if packs were assigned in turn."""
-        return float(self.steps_before.max())
-
-    @property
     def mean(self) -> float:
         """Mean over the steps."""
         return float(self.steps.mean())
 
-    @property
-    def worst(self) -> float:
-        """The worst step's."""
-        return float(self.steps.max())
+    def figures(self) -> dict[str, float]:
+        """Mean and worst step, if packs were assigned in turn and as planned, by their names in JSON."""
+        return {
+            "mean_before": float(self.steps_before.mean()),
+            "worst_before": float(self.steps_before.max()),
+            "mean": self.mean,
+            "worst": float(self.steps.max()),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkrullFigures:
-    """What Skrull made of an epoch.
+    """Figures of Skrull's placement.
 
     Args:
         options: of the schedule.
-        num_micro_batches: that carry samples, over all data-parallel ranks.
+        num_micro_batches: micro-batches with samples, over all data-parallel ranks.
         num_tokens: of all samples, and of the padding of sharded ones.
         num_local_tokens: of samples that are local to a rank.
-        mean, worst: work of the busiest device over the mean device's, in the mean and the worst step. Several devices
-            are a data-parallel rank, so this is no less than ``BalanceFigures`` tells of ranks.
+        mean, worst: work of the busiest device divided by the mean device's, in the mean and the worst step. Several
+            devices are a data-parallel rank, so this is no less than ``BalanceFigures``, which is about ranks.
     """
 
     options: SkrullOptions
@@ -78,18 +71,18 @@ class SkrullFigures:
         cls,
         singles: PackPlan,
         steps: StepPlan,
-        places: Int64Array,
+        placement: Int64Array,
         options: SkrullOptions,
         flops: Costs,
         towers: TowerWork | None,
     ) -> SkrullFigures:
-        """Figures of samples that Skrull assigned, from FLOPs (N,) of each and the part of them that is of towers."""
-        uneven = imbalance(device_costs(steps, places, flops, options.sequence_parallel_size, towers))
-        local = steps.order[places != SHARDED]
+        """Compute the figures of assigned samples, from the FLOPs (N,) of each and the towers' part of them."""
+        uneven = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
+        local = steps.order[placement != SHARDED]
         return cls(
             options=options,
             num_micro_batches=int(np.count_nonzero(steps.cell_sizes())),
-            num_tokens=int(computed_tokens(singles, steps, places, options.alignment).sum()),
+            num_tokens=int(computed_tokens(singles, steps, placement, options.alignment).sum()),
             num_local_tokens=int(singles.lengths[local].sum(dtype=np.int64)),
             mean=float(uneven.mean()),
             worst=float(uneven.max()),
@@ -97,13 +90,13 @@ class SkrullFigures:
 
     @property
     def bucket_fill(self) -> float:
-        """Tokens over the room of all micro-batches that carry samples, 0 to 1."""
+        """Tokens divided by the capacity of all micro-batches with samples, 0 to 1."""
         return self.num_tokens / (
             self.num_micro_batches * self.options.bucket_size * self.options.sequence_parallel_size
         )
 
     def figures(self, num_tokens: int) -> dict[str, Any]:
-        """All figures by name, as JSON has them, of an epoch of so many tokens."""
+        """All figures of an epoch of ``num_tokens`` tokens, by their names in JSON."""
         return {
             "bucket_size": self.options.bucket_size,
             "sequence_parallel_size": self.options.sequence_parallel_size,
@@ -118,7 +111,7 @@ class SkrullFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary:
-    """What is worth printing before an epoch starts.
+    """Figures of a plan.
 
     Args:
         num_cached: samples in the cache.
@@ -127,21 +120,20 @@ class PlanSummary:
         num_samples: those in the plan, a repeated one each time.
         num_tokens: tokens of the samples in the plan; those of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
-        longest: tokens of the longest sample in the plan, with what it shares.
+        longest: tokens of the longest sample in the plan, including its shared prefix.
         options: that the plan was made with.
-        num_packs: packs; without packing, padded rows; with Skrull those whose samples were assigned anew.
-        lower_bound: packs of ``packing_length`` that the tokens need at least.
-        fill: true tokens over all tokens computed, 0 to 1. With packing over ``num_packs * packing_length``; without,
-            over the batches, each padded to its longest row. Dynamic batches have no padding, and with Skrull only
-            sharded samples have some.
+        num_packs: packs; without packing, padded rows; with Skrull the packs before they are divided into samples.
+        lower_bound: minimum number of packs of ``packing_length`` for the tokens.
+        fill: true tokens divided by all tokens computed, 0 to 1. With packing, by ``num_packs * packing_length``;
+            without, by the tokens of batches padded to their longest rows. Dynamic batches have no padding, and with
+            Skrull only sharded samples have some.
         num_steps: optimizer steps.
         num_steps_without_packing: steps if each pack were one sample.
-        num_empty_micro_batches: micro-batches that carry no sample: of the last step, or with Skrull or
-            ``samples_per_step`` of any.
-        efficient_attn_ratio: attention that packed samples need over what the packs would need as one text each:
-            sum of len^2 over sum of squared pack sizes, 0 to 1.
-        balance: how even the ranks' work is, None if nobody said what a pack costs.
-        skrull: what Skrull made of it, None without.
+        num_empty_micro_batches: micro-batches without samples.
+        efficient_attn_ratio: attention within samples divided by attention over whole packs: sum of len^2 over sum of
+            squared pack sizes, 0 to 1.
+        balance: balance of the ranks' work, None if costs are unknown.
+        skrull: figures of Skrull's placement, None without.
     """
 
     num_cached: int
@@ -164,7 +156,7 @@ class PlanSummary:
 
     @property
     def num_not_drawn(self) -> int:
-        """Samples of the cache that a mixture may take, and does not in this epoch."""
+        """Samples of the cache that a mixture may draw, but does not in this epoch."""
         return self.num_cached - self.num_distinct - self.num_filtered
 
     @property
@@ -172,60 +164,69 @@ class PlanSummary:
         """The mean number of samples a pack."""
         return self.num_samples / self.num_packs
 
+    @property
+    def samples_per_step(self) -> float:
+        """The mean number of samples a step."""
+        return self.num_samples / self.num_steps
 
-def pack_costs(
-    packs: PackPlan,
-    cost: CostModel,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    towers: TowerWork | None = None,
-) -> npt.NDArray[np.float64]:
+    @property
+    def targets_per_sample(self) -> float:
+        """The mean number of target tokens a sample."""
+        return self.num_target_tokens / self.num_samples
+
+    @property
+    def batch_growth(self) -> float:
+        """Mean samples of a step divided by those of a full step without packing."""
+        return self.samples_per_step / self.options.samples_per_plain_step
+
+
+def pack_costs(packs: PackPlan, cost: CostModel, target_tokens: IntArray, towers: TowerWork | None = None) -> Costs:
     """FLOPs of each pack, (K,); ``target_tokens`` and ``towers`` by cache position."""
-    seen = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
-    of_logits = target_tokens if towers is None or towers.logits is None else towers.logits
-    targets = packs.sums_per_pack(of_logits[packs.samples])
-    windows = packs.sums_per_pack(cost.seen_in_windows(packs.full_lengths, packs.shared))
+    tower_flops = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
+    logits = target_tokens if towers is None or towers.logits is None else towers.logits
+    targets = packs.sums_per_pack(logits[packs.samples])
+    windows = packs.sums_per_pack(cost.window_squares(packs.full_lengths, packs.shared))
     attention = cost.attention_of(packs.sum_squares_per_pack(), windows)
-    return cost(packs.tokens_per_pack(), attention, targets, seen)
+    return cost(packs.tokens_per_pack(), attention, targets, tower_flops)
 
 
-def computed_tokens(singles: PackPlan, steps: StepPlan, places: Int64Array, alignment: int) -> Int64Array:
+def computed_tokens(singles: PackPlan, steps: StepPlan, placement: Int64Array, alignment: int) -> Int64Array:
     """Tokens computed for each sample of Skrull's ``singles``, with the padding of sharded ones; (N,)."""
     tokens = singles.lengths.astype(np.int64)
-    sharded = steps.order[places == SHARDED]
+    sharded = steps.order[placement == SHARDED]
     tokens[sharded] = -(-tokens[sharded] // alignment) * alignment
     return tokens
 
 
 def device_costs(
-    steps: StepPlan, places: Int64Array, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
+    steps: StepPlan, placement: Int64Array, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
 ) -> Costs:
     """FLOPs of every device in every step, (S, W N).
 
     Args:
-        steps, places: of single samples, assigned by Skrull.
+        steps, placement: of single samples, assigned by Skrull.
         flops: (N,), of the samples.
-        towers: the part of them that is work of towers, which goes to the rank that computes a picture; None for none.
+        towers: the part of them that is work of towers, done by the rank that computes an image; None for none.
     """
     num_groups = steps.num_steps * steps.world_size
-    # The samples of a step lie rank by rank, so each group of devices has a run of ``order``.
+    # The samples of a step are ordered by rank, so each group of devices has a slice of ``order``.
     bounds = np.append(steps.cell_offsets[steps.rank_bounds[:, :-1].reshape(-1)], len(steps.order))
     group = np.repeat(np.arange(num_groups), np.diff(bounds))
     work = flops[steps.order]
-    is_local = places != SHARDED
-    local = np.bincount(
-        group[is_local] * sequence_parallel_size + places[is_local], work[is_local], num_groups * sequence_parallel_size
-    )
+    is_local = placement != SHARDED
+    device = group[is_local] * sequence_parallel_size + placement[is_local]
+    local = np.bincount(device, work[is_local], num_groups * sequence_parallel_size)
     if towers is not None:
         work = np.where(is_local, work, work - towers.flops[steps.order])
-    shared = np.bincount(group[~is_local], work[~is_local], num_groups) / sequence_parallel_size
-    found = local.reshape(num_groups, sequence_parallel_size) + shared[:, None]
+    sharded = np.bincount(group[~is_local], work[~is_local], num_groups) / sequence_parallel_size
+    costs = local.reshape(num_groups, sequence_parallel_size) + sharded[:, None]
     if towers is not None:
-        found += shared_tower_costs(steps, places, towers, sequence_parallel_size)
-    return found.reshape(steps.num_steps, steps.world_size * sequence_parallel_size)
+        costs += shared_tower_costs(steps, placement, towers, sequence_parallel_size)
+    return costs.reshape(steps.num_steps, steps.world_size * sequence_parallel_size)
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
-    """True tokens over all tokens of batches in which each row is padded to the longest of its micro-batch, 0 to 1."""
+    """True tokens divided by all tokens if each row is padded to the longest of its micro-batch, 0 to 1."""
     sizes = steps.cell_sizes()
     used = sizes > 0
     longest = np.maximum.reduceat(packs.tokens_per_pack()[steps.order], steps.cell_offsets[:-1][used])
@@ -242,7 +243,7 @@ def summarize(
     balance: BalanceFigures | None,
     skrull: SkrullFigures | None = None,
 ) -> PlanSummary:
-    """Figures of packs and steps; arguments as in ``PlanSummary``. With Skrull the packs are those taken apart."""
+    """Compute the figures of packs and steps; arguments as in ``PlanSummary``."""
     tokens = packs.tokens_per_pack().astype(np.float64)
     is_taken = np.zeros(num_cached, np.bool_)
     is_taken[packs.samples] = True
@@ -268,78 +269,51 @@ def summarize(
     )
 
 
-_WORTH_ADVICE = 1.25
+MIN_GROWTH_FOR_ADVICE = 1.25
 """Growth of the batch from which the learning rate is worth a line: by a rule, 12 % higher."""
 
 
-@dataclass(frozen=True)
-class BatchGrowth:
-    """Samples and target tokens of a mean step, and of a full step of unpacked training with the same options.
+def batch_sentence(summary: PlanSummary, *, knows_targets: bool = True) -> str:
+    """Compare the mean batch with that of unpacked training, and name the option that keeps the latter.
 
     Args:
-        num_samples, num_targets: of packs.
-        num_plain: batch size times accumulation times ranks.
-        num_plain_targets: labels that carry loss of so many samples.
+        knows_targets: False where only lengths are known.
     """
+    options, num_plain = summary.options, summary.options.samples_per_plain_step
+    factors = options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size
+    remedy = f"--samples-per-step {num_plain}" if options.skrull is None else "--packing false"
+    packed = f"{summary.samples_per_step:,.1f} samples"
+    plain = f"{num_plain:,}"
+    if knows_targets:
+        packed += f" and {summary.samples_per_step * summary.targets_per_sample:,.0f} target tokens"
+        plain += f" and {num_plain * summary.targets_per_sample:,.0f}"
+    return (
+        f"a step holds {packed} on average, unpacked (batch size x accumulation x ranks: "
+        f"{' x '.join(map(str, factors))}) {plain}: {remedy} keeps that batch"
+    )
 
-    num_samples: float
-    num_targets: float
-    num_plain: int
-    num_plain_targets: float
 
-    @classmethod
-    def of(cls, summary: PlanSummary) -> BatchGrowth:
-        """The growth in a plan."""
-        per_sample = summary.num_target_tokens / summary.num_samples
-        num_samples, plain = summary.num_samples / summary.num_steps, summary.options.samples_per_plain_step
-        return cls(num_samples, num_samples * per_sample, plain, plain * per_sample)
+def learning_rate_advice(growth: float, optim: str = "") -> str:
+    """Advise how to scale a learning rate that was tuned for the unpacked batch.
 
-    @property
-    def factor(self) -> float:
-        """Times that the batch is as large as without packing."""
-        return self.num_samples / self.num_plain
+    Adam: with the square root of the growth (Malladi, Lyu, Panigrahi, Arora 2022, "On the SDEs and Scaling Rules
+    for Adaptive Gradient Algorithms", arXiv:2205.10287). SGD: in proportion (Goyal et al. 2017, "Accurate, Large
+    Minibatch SGD: Training ImageNet in 1 Hour", arXiv:1706.02677). Both hold up to some size of the batch only.
 
-    @property
-    def is_large(self) -> bool:
-        """Whether there is something to say of the learning rate."""
-        return self.factor >= _WORTH_ADVICE
-
-    def sentence(self, product: str, *, knows_targets: bool = True) -> str:
-        """Both batches.
-
-        Args:
-            product: batch size, accumulation and ranks, as in ``1 x 2 x 8``.
-            knows_targets: not where lengths are all that is known.
-        """
-        packed = f"{self.num_samples:,.1f} samples", f"{self.num_targets:,.0f} target tokens"
-        plain = f"{self.num_plain:,}", f"{self.num_plain_targets:,.0f}"
-        num = 2 if knows_targets else 1
-        return (
-            f"a step holds {' and '.join(packed[:num])} on average, unpacked (batch size x accumulation x ranks: "
-            f"{product}) {' and '.join(plain[:num])}"
-        )
-
-    def advice(self, optim: str = "") -> str:
-        """How a learning rate that was tuned for the unpacked batch is scaled.
-
-        Adam: with the square root of the growth (Malladi, Lyu, Panigrahi, Arora 2022, "On the SDEs and Scaling Rules
-        for Adaptive Gradient Algorithms", arXiv:2205.10287). SGD: in proportion (Goyal et al. 2017, "Accurate, Large
-        Minibatch SGD: Training ImageNet in 1 Hour", arXiv:1706.02677). Both hold up to some size of the batch only.
-
-        Args:
-            optim: by transformers' name; both rules where it is neither, or not known.
-        """
-        adam = f"{math.sqrt(self.factor):.1f} times with Adam (square root: Malladi et al. 2022)"
-        sgd = f"{self.factor:.1f} times with SGD (linear: Goyal et al. 2017)"
-        is_adam, is_sgd = "adam" in optim, optim == "sgd"
-        rules = [rule for rule, other in ((adam, is_sgd), (sgd, is_adam)) if not other]
-        return f"{self.factor:.1f} times the batch: a learning rate tuned unpacked rises up to {', '.join(rules)}"
+    Args:
+        growth: of the batch by packing.
+        optim: by transformers' name; both rules are given for other or unknown optimizers.
+    """
+    adam = f"{math.sqrt(growth):.1f} times with Adam (square root: Malladi et al. 2022)"
+    sgd = f"{growth:.1f} times with SGD (linear: Goyal et al. 2017)"
+    rules = [adam] if "adam" in optim else [sgd] if optim == "sgd" else [adam, sgd]
+    return f"{growth:.1f} times the batch: a learning rate tuned unpacked rises up to {', '.join(rules)}"
 
 
 def own_steps_line(summary: PlanSummary, steps: StepPlan) -> str:
-    """What ``--samples-per-step`` makes of the steps, as the end of a sentence."""
-    each = np.diff(steps.step_offsets) // steps.world_size
-    fewest, most = int(each.min()), int(each.max())
+    """Describe the steps of ``--samples-per-step``, as the end of a sentence."""
+    per_rank = np.diff(steps.step_offsets) // steps.world_size
+    fewest, most = int(per_rank.min()), int(per_rank.max())
     number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
     return (
         f"each has the {summary.options.samples_per_plain_step:,} samples that it has unpacked (--samples-per-step), "

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.planning.balance import Costs
-from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.skrull import SHARDED
 from packtool.planning.steps import StepPlan
 

@@ -92,7 +92,7 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
         command: shown as the command that made the page.
         title: what was planned for.
     """
-    packs = preview.plan.whole_packs
+    packs = preview.plan.full_packs
     balance = preview.plan.summary.balance
     assert balance is not None, "a preview knows costs"
     padding = figures["padding_of_plain_batches"]

@@ -283,7 +283,7 @@ def _occurrence(
     stretch = replay.timeline.stretch(step)
     plan, number = stretch.plan, step - stretch.first
     # Without packing, and where Skrull splits packs, the samples of the micro-batch are meant.
-    has_packs = plan.places is None and plan.summary.options.packing
+    has_packs = plan.placement is None and plan.summary.options.packing
     packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(number, rank, micro_batch))
     companions = [each for pack in packs for each in pack.tolist() if each != position]
     return {

@@ -335,7 +335,7 @@ class Machine:
     def window_seconds(self, lengths: npt.NDArray[Any]) -> Seconds:
         """Return the seconds (K,) of each sequence's attention in sliding layers, at the speed of matrix products."""
         speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
-        return np.asarray(self.sizes.cost.seen_in_windows(lengths) * (self.sizes.cost.per_window / speed))
+        return np.asarray(self.sizes.cost.window_squares(lengths) * (self.sizes.cost.per_window / speed))
 
     def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
         """Return the seconds (K,) of each sequence's attention on one of the ranks that share it; lengths in tokens."""

@@ -1,7 +1,7 @@
 """Schedules of the same sequences by the planner of each strategy, which can be timed.
 
 Every strategy has equally many sequences in every step, and all except sorted batches the same ones, so that they are
-compared at equal global batches. They are packtool's own: packs are those of ``rearrange``, which
+compared at equal global batches. They are packtool's own: packs are those of ``assign_by_tokens``, which
 ``--dynamic-batch-tokens`` trains, rows are sorted by ``group_by_length``, and Skrull is ``schedule_step``. Two are only
 simulated: packs of equal work (WLB-LLM), and groups of many sizes (``place_in_groups``).
 """
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.simulate import StrategyName, StrategyOptions
-from packtool.planning.balance import even_packs, share_out
-from packtool.planning.dynamic import rearrange
+from packtool.planning.balance import divide_evenly, share_out
+from packtool.planning.dynamic import assign_by_tokens
 from packtool.planning.epoch import group_by_length
 from packtool.planning.options import SkrullOptions
 from packtool.planning.pack_plan import Int32Array
@@ -274,7 +274,7 @@ def _equal_tokens(part: Sequences, options: SimulateOptions, num_groups: int) ->
     capacity = options.packing_length * size
     # Sequences longer than a pack get one of their own, and are out of memory.
     lengths = np.minimum(_aligned(part.lengths, alignment_of(size)), capacity)
-    assignment = rearrange(lengths, samples_per_step=len(part), num_ranks=num_groups, max_tokens=capacity)
+    assignment = assign_by_tokens(lengths, samples_per_step=len(part), num_ranks=num_groups, max_tokens=capacity)
     packs = np.split(assignment.order, np.cumsum(assignment.cell_sizes)[:-1])
     for number, samples in enumerate(packs):
         yield PlacedBatch(number // (len(packs) // num_groups) * size, size, samples)
@@ -296,7 +296,7 @@ def _equal_work(part: Sequences, options: SimulateOptions, num_groups: int) -> I
     packs: list[list[int]] | None = None
     num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
     while packs is None:
-        packs = even_packs(sizes, work, num_packs, capacity)
+        packs = divide_evenly(sizes, work, num_packs, capacity)
         num_packs += num_groups
     for number, pack in enumerate(packs):
         yield PlacedBatch(number % num_groups * size, size, np.array(sorted(pack), np.int64))
@@ -308,7 +308,7 @@ def _skrull(part: Sequences, options: SimulateOptions, num_groups: int) -> Itera
     flops = cost(lengths, cost.attention(lengths), target_tokens=part.targets)
     for group, micro_batches in enumerate(schedule_step(lengths, flops, options.skrull, num_ranks=num_groups)):
         for batch in micro_batches:
-            yield PlacedBatch(group * size, size, batch.samples, batch.places)
+            yield PlacedBatch(group * size, size, np.array(batch.samples), np.array(batch.placement))
 
 
 def _dynamic_cp(part: Sequences, options: SimulateOptions, num_groups: int) -> list[PlacedBatch]:

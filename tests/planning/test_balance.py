@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.planning.balance import assign_evenly, even_packs, group_alike, imbalance
+from packtool.planning.balance import assign_evenly, divide_evenly, group_alike, imbalance
 from packtool.planning.packing import pack
 from tests.planning.assigned import plan_steps
 
@@ -97,7 +97,7 @@ def test_steps_lose_nothing(balance: str, num: int, ranks: int, accumulation: in
 @given(st.lists(st.tuples(st.integers(1, 20), st.floats(0, 100)), max_size=30), st.integers(1, 8), st.integers(15, 60))
 def test_packs_of_even_work_keep_to_their_room(things: list[tuple[int, float]], num_packs: int, capacity: int) -> None:
     sizes, work = [size for size, _ in things], [float(one) for _, one in things]
-    packs = even_packs(sizes, work, num_packs, capacity)
+    packs = divide_evenly(sizes, work, num_packs, capacity)
     if packs is None:
         # One that has no room finds every pack so full that less than the largest thing is left in it.
         assert sum(sizes) > num_packs * (capacity - max(sizes))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
-from packtool.planning.dynamic import rearrange
+from packtool.planning.dynamic import assign_by_tokens
 
 
 @settings(max_examples=200)
@@ -23,7 +23,7 @@ def test_every_sample_once_within_both_limits(
     lengths: list[int], samples_per_step: int, num_ranks: int, max_tokens: int, max_samples: int | None
 ) -> None:
     array = np.array(lengths, np.int32)
-    found = rearrange(
+    found = assign_by_tokens(
         array, samples_per_step=samples_per_step, num_ranks=num_ranks, max_tokens=max_tokens, max_samples=max_samples
     )
     assert sorted(found.order.tolist()) == list(range(len(lengths)))
@@ -47,7 +47,7 @@ def test_every_sample_once_within_both_limits(
 
 def test_the_example_in_the_docstring() -> None:
     lengths = np.array([7, 1, 1, 5, 2, 3, 4, 4])
-    found = rearrange(lengths, samples_per_step=8, num_ranks=2, max_tokens=8)
+    found = assign_by_tokens(lengths, samples_per_step=8, num_ranks=2, max_tokens=8)
     assert found.cells_per_step.tolist() == [4]
     starts = np.concatenate(([0], np.cumsum(found.cell_sizes)))
     cells = [lengths[found.order[a:b]].tolist() for a, b in pairwise(starts)]
@@ -56,11 +56,11 @@ def test_the_example_in_the_docstring() -> None:
 
 def test_fewer_micro_batches_than_by_count() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 4096).clip(16, 8192).astype(np.int32)
-    found = rearrange(lengths, samples_per_step=128, num_ranks=8, max_tokens=8192)
+    found = assign_by_tokens(lengths, samples_per_step=128, num_ranks=8, max_tokens=8192)
     fewest = [-(-int(step.sum()) // 8192) for step in lengths.reshape(-1, 128)]
     assert found.cells_per_step.sum() <= sum(-(-bins // 8) * 8 for bins in fewest) * 1.1
 
 
 def test_a_sample_longer_than_a_micro_batch_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"--dynamic-batch-tokens 10: 1 samples .* the longest has 11"):
-        rearrange(np.array([3, 11]), samples_per_step=2, num_ranks=1, max_tokens=10)
+        assign_by_tokens(np.array([3, 11]), samples_per_step=2, num_ranks=1, max_tokens=10)

@@ -35,7 +35,7 @@ def test_every_sample_once_and_back_in_order(
     results = np.zeros(len(lengths), np.int64)
     for rank, share in enumerate(shares):
         found = np.concatenate([np.zeros(0, np.int64), *share])
-        results[plan.places(rank)] = array[found]
+        results[plan.order_positions(rank)] = array[found]
     assert results[plan.batches.inverse].tolist() == lengths
 
 
@@ -64,11 +64,11 @@ def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) ->
     for group in np.split(trees.samples, trees.offsets[1:-1]):
         assert len({of_batch[int(sample)] for sample in group}) <= 1
     assert plan.num_tokens == sum(int((lengths[batch] - shared[batch]).sum()) for batch in found)
-    places = np.concatenate([plan.places(rank) for rank in range(num_ranks)])
+    places = np.concatenate([plan.order_positions(rank) for rank in range(num_ranks)])
     results = np.zeros(len(lengths), np.int64)
     results[places] = np.concatenate([np.zeros(0, np.int64), *(lengths[batch] for batch in found)])
     assert results[plan.batches.inverse].tolist() == lengths.tolist()
-    assert plan.alone().fingerprint == whole.alone().fingerprint
+    assert plan.one_sample_each().fingerprint == whole.alone().fingerprint
 
 
 def test_windows_follow_one_another_and_fill_well() -> None:
@@ -95,7 +95,7 @@ def test_the_cap_is_hard_and_has_a_default() -> None:
 def test_alone_and_fingerprints() -> None:
     lengths = np.array([3, 7, 5, 5])
     plan = plan_evaluation(lengths, num_ranks=2, max_tokens=10)
-    alone = plan.alone()
+    alone = plan.one_sample_each()
     assert sorted(len(batch) for rank in (0, 1) for batch in alone.micro_batches(rank)) == [1, 1, 1, 1]
     assert len({plan.fingerprint, alone.fingerprint, plan_evaluation(lengths, num_ranks=2).fingerprint}) == 3
     assert plan.fingerprint == plan_evaluation(lengths, num_ranks=2, max_tokens=10).fingerprint

@@ -26,7 +26,7 @@ def test_the_example() -> None:
     step = sequences([100, 9, 8, 7, 6, 5, 4], 2, 80)
     placed = step.shard_longest(list(range(7)), math.inf)
     assert placed is not None
-    assert placed.places == [1, 0, 0, 1, 1, 0, SHARDED]
+    assert placed.placement == [1, 0, 0, 1, 1, 0, SHARDED]
     assert placed.seconds == 20 + 51
     assert step.shard_longest(list(range(7)), placed.seconds) is None
 
@@ -35,7 +35,7 @@ def test_what_has_no_room_is_not_placed() -> None:
     assert sequences([9, 9, 9], 2, 10).shard_longest([0, 1, 2], math.inf) is None
     placed = sequences([9, 9, 2], 2, 10).shard_longest([0, 1, 2], math.inf)
     assert placed is not None
-    assert placed.places == [SHARDED] * 3
+    assert placed.placement == [SHARDED] * 3
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(2, 4), st.integers(20, 100))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe, parse_amount
 from packtool.errors import ConfigError, DataError
 from packtool.planning.epoch import EpochPlan, plan_mixture
-from packtool.planning.mixture import Mixture, by_name, counts_of_steps, mixture_of, share_figures
+from packtool.planning.mixture import Mixture, by_name, counts_of_steps, make_mixture, share_figures
 from packtool.planning.options import PlanOptions
 
 MAX = 512
@@ -21,7 +21,7 @@ def made(sizes: list[int], sources: list[SourceRecipe], seed: int = 0, **recipe:
     total = sum(sizes)
     lengths = np.clip(rng.lognormal(4, 1, total), 2, MAX).astype(np.int32)
     lengths[:: max(total // 7, 1)] = 7  # some of one length
-    return mixture_of(
+    return make_mixture(
         Recipe(sources=tuple(sources), **recipe),  # type: ignore[arg-type]
         np.concatenate(([0], np.cumsum(sizes))),
         lengths,
@@ -73,7 +73,7 @@ def test_what_an_epoch_takes(sizes: list[int], amounts: list[str], seed: int) ->
     mixture = made(sizes, of(*amounts[: len(sizes)]), seed)
     first = planned(mixture)
     for epoch in (0, 1, 5):
-        drawn = mixture.drawn(epoch)
+        drawn = mixture.draw(epoch)
         times = np.bincount(drawn, minlength=sum(sizes))
         for start, size, count in zip(mixture.offsets, sizes, mixture.counts, strict=False):
             own = times[start : start + size]
@@ -81,8 +81,8 @@ def test_what_an_epoch_takes(sizes: list[int], amounts: list[str], seed: int) ->
             # Everything comes as often as everything else, or once more.
             assert own.min() == count // size
             assert own.max() == -(-count // size)
-        assert (mixture.lengths[drawn] <= mixture.places.lengths).all()
-        assert (mixture.media_tokens[drawn] <= mixture.places.media_tokens).all()
+        assert (mixture.lengths[drawn] <= mixture.slots.lengths).all()
+        assert (mixture.media_tokens[drawn] <= mixture.slots.media_tokens).all()
         plan = planned(mixture, epoch)
         assert np.array_equal(np.sort(plan.packs.samples), np.sort(drawn))
         assert plan.packs.num_packs == first.packs.num_packs
@@ -106,10 +106,10 @@ def test_what_other_data_have_trained_is_of_the_epoch(
     before, after = (
         replace(made(sizes, of(*own), 0), resample=resample) for own in (amounts[:num], amounts[num : 2 * num])
     )
-    some = before.drawn(1)
+    some = before.draw(1)
     trained = np.bincount(some[: round(share * len(some))], minlength=sum(sizes))
-    assert np.array_equal(before.wanted(1, trained * 0), np.bincount(some, minlength=sum(sizes)))
-    left = np.maximum(after.wanted(1, trained) - trained, 0)
+    assert np.array_equal(before.epoch_counts(1, trained * 0), np.bincount(some, minlength=sum(sizes)))
+    left = np.maximum(after.epoch_counts(1, trained) - trained, 0)
     for start, stop, count in zip(after.offsets, after.offsets[1:], after.counts, strict=False):
         own = slice(start, stop)
         # More than it says only where a sample that all epochs have was not trained, and others were too often.
@@ -119,13 +119,13 @@ def test_what_other_data_have_trained_is_of_the_epoch(
 
 def test_samples_are_drawn_alike_often_and_anew() -> None:
     mixture = made([400], of("30%"))
-    draws = [mixture.drawn(epoch) for epoch in range(400)]
+    draws = [mixture.draw(epoch) for epoch in range(400)]
     often = np.bincount(np.concatenate(draws), minlength=400) / 400
     assert often.min() > 0.2  # four standard deviations of a share of 0.3 are 0.09
     assert often.max() < 0.4
     assert len({draw.tobytes() for draw in draws}) > 380
     kept = replace(mixture, resample=False)
-    assert np.array_equal(kept.drawn(0), kept.drawn(3))
+    assert np.array_equal(kept.draw(0), kept.draw(3))
     assert not np.array_equal(planned(kept, 0).packs.samples, planned(kept, 1).packs.samples)
     assert kept.fingerprint != mixture.fingerprint
 
@@ -140,7 +140,7 @@ def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
 
 def test_places_waste_little() -> None:
     mixture = made([4000, 3000], of("35%", "1.3x"))
-    waste = int(mixture.places.lengths.sum()) / int(mixture.lengths[mixture.drawn(2)].sum()) - 1
+    waste = int(mixture.slots.lengths.sum()) / int(mixture.lengths[mixture.draw(2)].sum()) - 1
     assert 0 <= waste < 0.02
 
 
@@ -165,7 +165,7 @@ def test_temperature_flattens_sizes() -> None:
 def test_filters_and_what_they_leave() -> None:
     sources = [SourceRecipe(path="a", min_length=20, max_length=100), SourceRecipe(path="b")]
     mixture = made([300, 50], sources)
-    own = mixture.lengths[mixture.drawn(0)[mixture.drawn(0) < 300]]
+    own = mixture.lengths[mixture.draw(0)[mixture.draw(0) < 300]]
     assert own.min() >= 20
     assert own.max() <= 100
     assert planned(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(own)
@@ -193,7 +193,7 @@ def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, pac
     mixture = made([150] * len(sources), sources)
     summary = planned(mixture, epoch, packing=packing).summary
     assert summary.num_cached == 150 * len(sources)
-    assert summary.num_distinct == len(np.unique(mixture.drawn(epoch)))
+    assert summary.num_distinct == len(np.unique(mixture.draw(epoch)))
     assert summary.num_samples == mixture.num_drawn
     assert summary.num_not_drawn == sum(map(len, mixture.candidates)) - summary.num_distinct >= 0
     assert summary.num_distinct + summary.num_filtered + summary.num_not_drawn == summary.num_cached
@@ -213,7 +213,7 @@ def test_other_ranks_see_the_same_epoch_and_a_resumed_one_its_rest() -> None:
             for pack in four.samples(done, rank, micro)
         ]
         together = np.concatenate([left, *trained])
-        assert np.array_equal(np.sort(together), np.sort(mixture.drawn(1)))
+        assert np.array_equal(np.sort(together), np.sort(mixture.draw(1)))
 
 
 @pytest.mark.parametrize(
@@ -234,5 +234,5 @@ def test_every_way_of_packing_takes_repeated_samples(changes: dict[str, object])
     plans = [planned(mixture, epoch, **changes) for epoch in (0, 1)]
     assert plans[0].packs.num_packs == plans[1].packs.num_packs
     for epoch, plan in enumerate(plans):
-        assert np.array_equal(np.sort(plan.packs.samples), np.sort(mixture.drawn(epoch)))
-        assert plan.steps.target_tokens_per_step.sum() == mixture.target_tokens[mixture.drawn(epoch)].sum()
+        assert np.array_equal(np.sort(plan.packs.samples), np.sort(mixture.draw(epoch)))
+        assert plan.steps.target_tokens_per_step.sum() == mixture.target_tokens[mixture.draw(epoch)].sum()

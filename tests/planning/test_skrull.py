@@ -27,8 +27,13 @@ SLOW_LINKS = StepTime(
 )
 
 
-def schedule_step(lengths: Any, flops: Any, *, num_ranks: int, **options: Any) -> list[list[PlacedMicroBatch]]:
-    return schedule(np.asarray(lengths), flops, SkrullOptions(**options), num_ranks=num_ranks)
+def schedule_step(lengths: Any, flops: Any, *, num_ranks: int, **options: Any) -> list[list[Any]]:
+    """The schedule, with arrays in place of lists."""
+    ranks = schedule(lengths, flops, SkrullOptions(**options), num_ranks=num_ranks)
+    return [
+        [batch._replace(samples=np.array(batch.samples), placement=np.array(batch.placement)) for batch in rank]  # type: ignore[arg-type]
+        for rank in ranks
+    ]
 
 
 def flops_of(lengths: Any) -> Any:
@@ -40,22 +45,20 @@ def padded(lengths: Any, alignment: int) -> Any:
     return -(-np.asarray(lengths) // alignment) * alignment
 
 
-def tokens_of_ranks(batch: PlacedMicroBatch, lengths: Any, sequence_parallel_size: int, alignment: int) -> list[float]:
+def tokens_of_ranks(batch: Any, lengths: Any, sequence_parallel_size: int, alignment: int) -> list[float]:
     """Tokens that each of the ranks holds."""
-    shared = padded(lengths, alignment)[batch.samples[batch.places == SHARDED]].sum() / sequence_parallel_size
-    return [lengths[batch.samples[batch.places == rank]].sum() + shared for rank in range(sequence_parallel_size)]
+    shared = padded(lengths, alignment)[batch.samples[batch.placement == SHARDED]].sum() / sequence_parallel_size
+    return [lengths[batch.samples[batch.placement == rank]].sum() + shared for rank in range(sequence_parallel_size)]
 
 
-def all_sharded(
-    hand: Any, lengths: Any, bucket_size: int, sequence_parallel_size: int, alignment: int
-) -> list[PlacedMicroBatch]:
+def all_sharded(hand: Any, lengths: Any, bucket_size: int, sequence_parallel_size: int, alignment: int) -> list[Any]:
     """A rank's sequences, all sharded, in the fewest interleaved micro-batches that hold them."""
     ascending = np.array(sorted(hand.tolist(), key=lambda i: (lengths[i], i)), dtype=np.int64)
     room = bucket_size * sequence_parallel_size
     for num in range(max(-(-int(lengths[ascending].sum()) // room), 1), len(ascending) + 1):
         parts = [ascending[first::num] for first in range(num)]
         if all(padded(lengths[part], alignment).sum() <= room for part in parts):
-            return [PlacedMicroBatch(part, np.full(len(part), SHARDED)) for part in parts]
+            return [PlacedMicroBatch(part, np.full(len(part), SHARDED), 0.0) for part in parts]
     raise AssertionError("each fits alone")
 
 
@@ -78,7 +81,7 @@ def planned_time(
         seconds = 0.0
         for batch in micro_batches:
             local, sharded, tokens = [NOTHING] * sequence_parallel_size, NOTHING, 0
-            for sample, place in zip(batch.samples.tolist(), batch.places.tolist(), strict=True):
+            for sample, place in zip(batch.samples.tolist(), batch.placement.tolist(), strict=True):
                 if place == SHARDED:
                     sharded, tokens = sharded.plus(shared_loads[sample]), tokens + int(padded[sample])
                 else:
@@ -119,13 +122,13 @@ def test_what_always_holds(step: tuple[np.ndarray, dict[str, int], StepTime]) ->
     # Every sequence exactly once.
     assert sorted(i for batch in batches for i in batch.samples.tolist()) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch.samples) == len(batch.places) > 0
-        assert batch.samples.dtype == batch.places.dtype == np.int64
-        assert ((batch.places >= SHARDED) & (batch.places < num)).all()
+        assert len(batch.samples) == len(batch.placement) > 0
+        assert batch.samples.dtype == batch.placement.dtype == np.int64
+        assert ((batch.placement >= SHARDED) & (batch.placement < num)).all()
         # No rank over its bucket.
         assert max(tokens_of_ranks(batch, lengths, num, alignment)) <= bucket
         if num == 1:
-            assert (batch.places == 0).all()
+            assert (batch.placement == 0).all()
     # Never slower than all sharded, each data-parallel rank for itself.
     if num > 1 and (padded(lengths, alignment) <= bucket * num).all():
         shared = {"sequence_parallel_size": num, "alignment": alignment, "times": times}
@@ -138,7 +141,7 @@ def test_what_always_holds(step: tuple[np.ndarray, dict[str, int], StepTime]) ->
     again = schedule_step(lengths.copy(), flops.copy(), **options, times=times)
     for one, other in zip(batches, (batch for rank in again for batch in rank), strict=True):
         assert one.samples.tolist() == other.samples.tolist()
-        assert one.places.tolist() == other.places.tolist()
+        assert one.placement.tolist() == other.placement.tolist()
 
 
 def test_ranks_get_equal_work() -> None:
@@ -159,7 +162,7 @@ def drawn(lengths: list[int], flops: Any, times: StepTime, **options: int) -> li
     found = []
     for batch in rank:
         groups = [
-            " ".join(str(array[i]) for i in batch.samples[batch.places == place])
+            " ".join(str(array[i]) for i in batch.samples[batch.placement == place])
             for place in (*range(options["sequence_parallel_size"]), SHARDED)
         ]
         found.append(" / ".join(groups[:-1]) + " | " + groups[-1])
@@ -225,7 +228,7 @@ def test_ties_go_to_the_lower_rank_and_the_earlier_sequence() -> None:
         lengths, lengths * 1.0, num_ranks=2, sequence_parallel_size=2, bucket_size=8, times=NEVER
     )
     assert [batch.samples.tolist() for batch in (*first, *second)] == [[0, 2], [1, 3]]
-    assert [batch.places.tolist() for batch in (*first, *second)] == [[0, 1], [0, 1]]
+    assert [batch.placement.tolist() for batch in (*first, *second)] == [[0, 1], [0, 1]]
 
 
 def test_a_lone_sequence_is_shared_rather_than_leave_ranks_idle() -> None:
@@ -298,7 +301,7 @@ def best_of_all(lengths: Any, flops: Any, bucket_size: int, num: int, times: Ste
     best = np.inf
     samples = np.arange(len(lengths))
     for places in itertools.product(range(SHARDED, num), repeat=len(lengths)):
-        batch = PlacedMicroBatch(samples, np.array(places))
+        batch = PlacedMicroBatch(samples, np.array(places), 0.0)
         if max(tokens_of_ranks(batch, lengths, num, 1)) <= bucket_size:
             best = min(best, planned_time([[batch]], lengths, flops, sequence_parallel_size=num, times=times))
     return best

@@ -68,7 +68,7 @@ def test_every_pack_once_and_ranks_alike(num_packs: int, world_size: int, accumu
         check_last_step(assigned[-1], batch, num_left=num_packs % per_step)
     num_empty = sum(not micro_batch for step in assigned for rank in step for micro_batch in rank)
     assert steps.num_empty_micro_batches == num_empty < world_size
-    places = steps.places()
+    places = steps.locations()
     for index, step in enumerate(assigned):
         assert steps.target_tokens(index) == sum(int(targets[plan.pack(pack)].sum()) for pack in flat(step))
         for rank, micro_batches in enumerate(step):

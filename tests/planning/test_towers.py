@@ -63,5 +63,5 @@ def test_packs_are_assigned_by_language_model_and_tower_together() -> None:
     assert blind.steps.fingerprint != seeing.steps.fingerprint
     assert seeing.summary.balance is not None
     assert seeing.summary.balance.mean == 1.0
-    assert seeing.summary.balance.mean_before > 1.0
+    assert seeing.summary.balance.steps_before.mean() > 1.0
     assert seeing.summary.balance.flops == 64 * 100 + 4 * 300

@@ -34,7 +34,7 @@ def questions(each: list[int]) -> tuple[np.ndarray, PrefixTrees, Any]:
 def steps_of_trees(plan: Any, trees: PrefixTrees) -> dict[int, list[int]]:
     """The steps that the packs of each tree are in, once for each pack."""
     numbers = dict(zip(trees.samples.tolist(), trees.tree_ids.tolist(), strict=True))
-    step_of = plan.steps.places()[:, 0].tolist()
+    step_of = plan.steps.locations()[:, 0].tolist()
     pairs = {(numbers[int(i)], k) for k in range(plan.packs.num_packs) for i in plan.packs.pack(k)}
     found: dict[int, list[int]] = {}
     for tree, number in sorted(pairs):

@@ -34,10 +34,10 @@ from packtool.config.train import TrainConfig
 from packtool.constants import CHUNK_LOGITS
 from packtool.encode.families import text_config_of
 from packtool.encode.model_files import ModelFiles
-from packtool.planning.balance import Costs
 from packtool.planning.cost import CostModel, ModelSizes
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.options import PlanOptions
+from packtool.planning.pack_plan import Costs
 from packtool.planning.towers import MediaShares, TowerWork
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.batch.micro_batch import MicroBatch
-from packtool.planning.balance import Costs
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import Counts, Mixture, added, by_name, counts_of_steps, share_figures
-from packtool.planning.pack_plan import PackPlan
+from packtool.planning.pack_plan import Costs, PackPlan
 from packtool.planning.summary import computed_tokens
 from packtool.train.prepare.result import TrainResult
 
@@ -136,9 +135,9 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     """
     packs, steps = plan.packs, plan.steps
     tokens = packs.tokens_per_pack()
-    if plan.places is not None and plan.summary.skrull is not None:
+    if plan.placement is not None and plan.summary.skrull is not None:
         alignment = plan.summary.skrull.options.alignment
-        computed = steps.sums_per_step(computed_tokens(packs, steps, plan.places, alignment))
+        computed = steps.sums_per_step(computed_tokens(packs, steps, plan.placement, alignment))
     elif plan.summary.options.packing:
         computed = steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
     elif is_dynamic:

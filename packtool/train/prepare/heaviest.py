@@ -83,7 +83,7 @@ def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
 def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
     """Whose towers of ``size`` ranks get which of the media that an epoch trains: by what they cost forward."""
     work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares, media.sounds)
-    return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.places)
+    return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.placement)
 
 
 def heaviest_tokens(

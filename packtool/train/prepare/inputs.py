@@ -21,9 +21,9 @@ from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
-from packtool.planning.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reordered
+from packtool.planning.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reorder_saved_packs
 from packtool.planning.ledger import DataChange, Ledger
-from packtool.planning.mixture import Mixture, mixture_of
+from packtool.planning.mixture import Mixture, make_mixture
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array, PackPlan
 from packtool.planning.prefix_trees import select_samples
@@ -166,7 +166,7 @@ class Inputs:
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
         assert self.reader is not None, "recipes mix caches"
         index, offsets, seed = self.reader.index, self.reader.offsets, self.config.seed
-        return mixture_of(
+        return make_mixture(
             recipe, offsets, index.length, index.media_tokens, self.targets, max_length=max_length, seed=seed
         )
 
@@ -201,7 +201,9 @@ class Inputs:
         if self.saved is not None:
             packs = packs_of(self.saved)
             is_first = epoch == 0 or not self.config.shuffle
-            return self.assign(packs if is_first else reordered(packs, seed=self.config.seed, epoch=epoch), assignment)
+            return self.assign(
+                packs if is_first else reorder_saved_packs(packs, seed=self.config.seed, epoch=epoch), assignment
+            )
         if self.mixture is not None:
             return self.plan_mixture(self.mixture, epoch, assignment)
         return self._plan(epoch, assignment, self.shared)
@@ -271,7 +273,7 @@ class Inputs:
             trained: how often the epoch trained each before the data changed, (N,); None if they did not.
         """
         trained = np.zeros(len(self.lengths), np.int64) if trained is None else trained
-        return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.wanted(epoch, trained)
+        return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)
 
     def state(self, assignment: BatchShape) -> RunState:
         """The state of a run whose packs are assigned so, before its first step."""
@@ -309,7 +311,7 @@ class Inputs:
         """
         if not self.stages:
             plan = self.plan_of(0, assignment)
-            return plan.lasting_fingerprint, plan.steps.fingerprint if plan.places is None else plan.fingerprint
+            return plan.lasting_fingerprint, plan.steps.fingerprint if plan.placement is None else plan.fingerprint
         lasting, steps = self.stages[0].fingerprints(self.scaled(0, assignment))
         digest = hashlib.sha256(lasting.encode())
         for number, stage in enumerate(self.stages):

@@ -19,7 +19,14 @@ from packtool.planning.epoch import EpochPlan, plan_epoch, plan_mixture
 from packtool.planning.mixture import by_name, counts_of_steps, share_figures
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array
-from packtool.planning.summary import BatchGrowth, PlanSummary, own_steps_line, padded_fill
+from packtool.planning.summary import (
+    MIN_GROWTH_FOR_ADVICE,
+    PlanSummary,
+    batch_sentence,
+    learning_rate_advice,
+    own_steps_line,
+    padded_fill,
+)
 from packtool.planning.tree_parts import TreeParts
 from packtool.train.prepare.checkpoint import find_checkpoint, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import read_history
@@ -78,9 +85,9 @@ class Preview:
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
-        summary, packs = self.plan.summary, self.plan.whole_packs
+        summary, packs = self.plan.summary, self.plan.full_packs
         assert summary.balance is not None, "a preview knows costs"
-        balance, batch = summary.balance, BatchGrowth.of(summary)
+        balance, num_plain = summary.balance, summary.options.samples_per_plain_step
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
         found: dict[str, Any] = {
             "num_samples": summary.num_samples,
@@ -107,12 +114,7 @@ class Preview:
             **self._plain_batches(),
             "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
-            "balance": {
-                "mean_before": balance.mean_before,
-                "worst_before": balance.worst_before,
-                "mean": balance.mean,
-                "worst": balance.worst,
-            },
+            "balance": balance.figures(),
             "skrull": None if summary.skrull is None else summary.skrull.figures(summary.num_tokens),
             "shared_prefixes": self._shared_figures(),
             "sources": self.source_figures,
@@ -189,12 +191,10 @@ class Preview:
         summary, options, batch = self.plan.summary, self.options, BatchGrowth.of(self.plan.summary)
         if options.samples_per_step is not None:
             return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
-        if not options.packing or not batch.is_large:
+        if not options.packing or summary.batch_growth < MIN_GROWTH_FOR_ADVICE:
             return None
-        factors = (options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size)
-        keeps = "--packing false" if options.skrull is not None else f"--samples-per-step {batch.num_plain}"
-        both = batch.sentence(" x ".join(map(str, factors)), knows_targets=self.inputs.reader is not None)
-        return f"{both}: {keeps} keeps that batch; {batch.advice()}"
+        both = batch_sentence(summary, knows_targets=self.inputs.reader is not None)
+        return f"{both}; {learning_rate_advice(summary.batch_growth)}"
 
     @cached_property
     def parts(self) -> TreeParts | None:
@@ -222,7 +222,7 @@ class Preview:
             "num_trees": len(sizes),
             "samples_per_tree": float(sizes.mean()),
             "largest_tree": int(sizes.max()),
-            **({} if self.parts is None else self.parts.figures(self.plan.steps.places()[:, 0])),
+            **({} if self.parts is None else self.parts.figures(self.plan.steps.locations()[:, 0])),
             "tokens_without": shared.num_whole_tokens,
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
@@ -240,14 +240,14 @@ class Preview:
         reader = self.inputs.reader
         assert reader is not None, "checked with the settings"
         # A file keeps packs, without what other epochs of a mixture would draw.
-        packs = dataclasses.replace(self.plan.whole_packs, mixture="")
+        packs = dataclasses.replace(self.plan.full_packs, mixture="")
         plan = SavedPlan(
             samples=packs.samples,
             offsets=packs.offsets,
             lengths=packs.lengths,
             shared=packs.shared,
             # Skrull trains a pack's samples one by one, in the packs' order.
-            places=np.repeat(self.plan.steps.places(), np.diff(self.plan.packs.offsets), axis=0),
+            places=np.repeat(self.plan.steps.locations(), np.diff(self.plan.packs.offsets), axis=0),
             capacity=packs.capacity,
             max_length=self.options.max_length,
             seed=self.inputs.config.seed,

@@ -98,7 +98,7 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
     _, _, reader = inputs.of_run
     lengths, targets = inputs.lengths, inputs.targets
-    planned = np.bincount(timeline.first.whole_packs.samples, minlength=len(lengths)) > 0
+    planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
 
     def taken(number: int) -> npt.NDArray[np.int64]:
         """How often an epoch has each sample: a mixture takes some twice, and other ones in each epoch."""

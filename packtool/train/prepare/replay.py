@@ -48,7 +48,7 @@ class Replay:
             plan, stop = stretch.plan, min(stretch.stop, self.stop)
             for place in np.flatnonzero(plan.packs.samples == position):
                 pack = int(np.searchsorted(plan.packs.offsets, place, side="right")) - 1
-                number, rank, micro_batch = map(int, plan.steps.places()[pack])
+                number, rank, micro_batch = map(int, plan.steps.locations()[pack])
                 if step <= stretch.first + number < stop:
                     yield stretch.first + number, stretch.epoch, rank, micro_batch, pack
             step = stop

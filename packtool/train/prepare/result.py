@@ -15,7 +15,13 @@ from packtool.config.commands import VerifyConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
-from packtool.planning.summary import BatchGrowth, SkrullFigures, own_steps_line
+from packtool.planning.summary import (
+    MIN_GROWTH_FOR_ADVICE,
+    SkrullFigures,
+    batch_sentence,
+    learning_rate_advice,
+    own_steps_line,
+)
 from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.place import RESULT_NAME
 from packtool.train.prepare.timeline import Timeline
@@ -192,16 +198,15 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
 
 def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
     """Compare the batch with that of unpacked training, and advise on learning rate and warm-up."""
-    batch = BatchGrowth.of(timeline.first.summary)
     if not config.packing:
         return
-    keeps = "--packing false" if config.schedule == "skrull" else f"--samples-per-step {batch.num_plain}"
-    factors = (config.per_device_train_batch_size, config.gradient_accumulation_steps, timeline.first.steps.world_size)
-    yield f"{batch.sentence(' x '.join(map(str, factors)))}: {keeps} keeps that batch"
-    if batch.is_large:
+    summary = timeline.first.summary
+    yield batch_sentence(summary)
+    if summary.batch_growth >= MIN_GROWTH_FOR_ADVICE:
         steps, plain = timeline.num_steps, timeline.num_steps_without_packing()
         yield (
-            f"{batch.advice(config.optim)}; warm-up: {config.num_warmup_steps(steps):,} of {steps:,} steps, unpacked "
+            f"{learning_rate_advice(summary.batch_growth, config.optim)}; warm-up: "
+            f"{config.num_warmup_steps(steps):,} of {steps:,} steps, unpacked "
             f"{config.num_warmup_steps(plain):,} of {plain:,}"
         )
 

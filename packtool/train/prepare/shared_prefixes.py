@@ -19,10 +19,9 @@ from packtool.constants import MIN_SHARED
 from packtool.encode.families import family_of, text_config_of
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
-from packtool.planning.balance import Costs
 from packtool.planning.cost import CostModel
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import Int64Array, PackPlan
+from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.prefix_trees import NOTHING, PartsIn, Prefixes, PrefixTrees, plan_trees, rebuild_trees
 from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing

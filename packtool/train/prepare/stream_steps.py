@@ -106,7 +106,7 @@ class StreamedSteps(Steps):
             *(sum(pack.num_targets for pack in packs), added.targets.sum(), whole.sum(), num_tokens),
             *(len(packs), len(whole)),
             np.square(whole).sum() - np.square(added.shared).sum(),
-            self._costs.model.seen_in_windows(whole, added.shared).sum(),
+            self._costs.model.window_squares(whole, added.shared).sum(),
             sum(pack.num_tokens**2 for pack in packs),
             *((added.media_tokens - added.audio_tokens).sum(), added.patch_squares.sum(), added.audio_tokens.sum()),
             not is_last,

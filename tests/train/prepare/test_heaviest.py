@@ -28,7 +28,7 @@ def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
         for rank in range(plan.steps.world_size):
             for number in range(plan.steps.num_micro_batches(step)):
                 positions = [int(p) for pack in plan.samples(step, rank, number) for p in pack]
-                places = plan.places_of(step, rank, number)
+                places = plan.placement_of(step, rank, number)
                 found.append(
                     (
                         [run.source.reader.sample(position) for position in positions],

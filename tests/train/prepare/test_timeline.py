@@ -187,7 +187,7 @@ def test_what_skrull_took_apart_is_assigned_anew_in_whole_packs(step: int, packi
     assert len(expected) == 2 * len(LENGTHS)
     done = packs_trained(whole, 0, step)
     resumed = make_timeline(2.0, later=[(step, 3)], options=options)
-    num_left = whole.plan_of(0).whole_packs.num_packs - step
+    num_left = whole.plan_of(0).full_packs.num_packs - step
     assert resumed.stretch(step).stop - step == -(-num_left // 3)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
     third = make_timeline(2.0, later=[(step, 3), (step + 1, 2)], options=options)

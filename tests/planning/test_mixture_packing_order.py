@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.planning.even import even_order
+from packtool.planning.mixture_packing import order_mixture_packs
 from packtool.planning.pack_plan import PackPlan, select_packs
 from packtool.planning.packing import pack, pack_singletons
 from packtool.planning.shuffle import RandomStream, seeded_order
@@ -27,7 +27,7 @@ def worst_windows(packs: PackPlan, source_of: np.ndarray, amounts: np.ndarray, p
 
 def ordered(packs: PackPlan, sources: np.ndarray, values: np.ndarray, seed: int = 0) -> PackPlan:
     of, amounts = sources[packs.samples], values[packs.samples]
-    return select_packs(packs, even_order(packs, of, amounts, seed=seed, epoch=0))
+    return select_packs(packs, order_mixture_packs(packs, of, amounts, seed=seed, epoch=0))
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -76,7 +76,7 @@ def test_many_packs_are_divided_into_windows_first() -> None:
 def test_few_packs(num: int) -> None:
     lengths = np.full(num, 10, np.int32)
     packs, sources = pack_singletons(lengths, 10, seed=0), np.arange(num) % 2
-    orders = [even_order(packs, sources, np.ones(num, np.int64), seed=0, epoch=epoch) for epoch in (0, 0, 1)]
+    orders = [order_mixture_packs(packs, sources, np.ones(num, np.int64), seed=0, epoch=epoch) for epoch in (0, 0, 1)]
     assert all(np.array_equal(np.sort(order), np.arange(num)) for order in orders)
     assert np.array_equal(orders[0], orders[1])
     assert num < 5 or not np.array_equal(orders[0], orders[2])

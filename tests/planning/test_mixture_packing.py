@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe
 from packtool.errors import DataError
 from packtool.planning.epoch import EpochPlan, plan_mixture
-from packtool.planning.even import even_order, pack_evenly
-from packtool.planning.mixture import Mixture, mixture_of
+from packtool.planning.mixture import Mixture, make_mixture
+from packtool.planning.mixture_packing import order_mixture_packs, pack_mixture
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import PackPlan, select_packs
 from packtool.planning.packing import pack
@@ -27,7 +27,7 @@ def mixed(lengths: list[np.ndarray], unit: MixUnit = "samples", media: np.ndarra
     sizes = [len(own) for own in lengths]
     together = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
     sources = tuple(SourceRecipe(path=f"s{i}", amount=Amount(size, "samples")) for i, size in enumerate(sizes))
-    mixture = mixture_of(
+    mixture = make_mixture(
         Recipe(sources=sources),
         np.concatenate(([0], np.cumsum(sizes))),
         together,
@@ -115,7 +115,7 @@ def packed_one_by_one(mixture: Mixture) -> PackPlan:
     """The mixture's packs in an even order, but as they are without items."""
     packs = pack(mixture.lengths, _CAPACITY, seed=0)
     of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
-    return select_packs(packs, even_order(packs, of, amounts, seed=0, epoch=0))
+    return select_packs(packs, order_mixture_packs(packs, of, amounts, seed=0, epoch=0))
 
 
 def test_short_samples_fill_no_packs_of_their_own() -> None:
@@ -184,15 +184,15 @@ def test_samples_are_drawn_into_places_that_take_them() -> None:
     plans = [plan_mixture(mixture, options(), seed=0, epoch=epoch).packs for epoch in range(3)]
     assert len({packs.num_packs for packs in plans}) == 1
     for epoch, packs in enumerate(plans):
-        assert np.array_equal(np.sort(packs.samples), np.sort(mixture.drawn(epoch)))
+        assert np.array_equal(np.sort(packs.samples), np.sort(mixture.draw(epoch)))
         assert packs.tokens_per_pack().max() <= _CAPACITY
 
 
 def test_what_would_cost_many_packs_is_left_as_it_is() -> None:
     """Two samples fill a pack, and none of them has room for a short one beside it."""
     mixture = mixed([np.full(40, 30), np.full(1000, _CAPACITY // 2)])
-    packs, taken = pack_evenly(mixture.places, options(), seed=0, epoch=0)
-    plain = pack(mixture.places.lengths, _CAPACITY, seed=0)
+    packs, taken = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
+    plain = pack(mixture.slots.lengths, _CAPACITY, seed=0)
     assert packs.num_packs <= plain.num_packs * 1.005 + 2
     assert np.array_equal(np.sort(taken), np.arange(mixture.num_drawn))
 
@@ -200,16 +200,16 @@ def test_what_would_cost_many_packs_is_left_as_it_is() -> None:
 def test_packs_that_hold_a_few_tokens_and_samples_that_are_too_long() -> None:
     mixture = mixed([np.array([1, 2, 3, 5, 5]), np.array([1, 1, 4])])
     small = dataclasses.replace(options(), packing_length=5)
-    packs, _ = pack_evenly(mixture.places, small, seed=0, epoch=0)
+    packs, _ = pack_mixture(mixture.slots, small, seed=0, epoch=0)
     assert packs.num_samples == 8
     assert packs.tokens_per_pack().max() <= 5
     with pytest.raises(DataError, match="2 of 8 samples are longer than a pack of 4 tokens"):
-        pack_evenly(mixture.places, dataclasses.replace(small, packing_length=4), seed=0, epoch=0)
+        pack_mixture(mixture.slots, dataclasses.replace(small, packing_length=4), seed=0, epoch=0)
 
 
 def test_samples_that_fill_their_packs_are_alone() -> None:
     mixture = mixed([np.full(7, _CAPACITY), np.full(5, _CAPACITY - 1)])
-    packs, taken = pack_evenly(mixture.places, options(), seed=0, epoch=0)
+    packs, taken = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
     assert packs.num_packs == 12
     assert np.array_equal(taken, np.arange(12))
 

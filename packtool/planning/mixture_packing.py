@@ -1,0 +1,284 @@
+"""Packing and order of a mixture's packs, so that every source is spread evenly over an epoch.
+
+*Packs.* Packers take the longest samples first, so that the shortest come last and share packs with one another. A
+source of short samples only would be in few packs, which no order can spread. So short samples are joined with the
+slots that follow them where sources are interleaved::
+
+    slots, sources interleaved      a  a  s  a  a  a  s  a     s: short samples
+    items that are packed           a  a [s  a] a  a [s  a]
+
+Such an *item* has a minimum size, the *grain*, so a pack has few items, and each has its share of every source. Items
+fill packs a little less tightly than samples do. Where most samples are about as long as a half or a third of a pack,
+none of them may become longer: then only every few long samples take short ones along, and more of them. The evenest
+way is taken that costs almost no pack; if there is none, samples are packed one by one.
+
+*Order.*
+
+    random       a a b a a a c b a a a b c a a a a a b a     a window of 5 has 0 to 2 b
+    evenly       a b a a c a a b a a a b a a c a a b a a     each has 1 or 2
+
+The order makes sums of vectors grow evenly: the amounts of each source in each pack. The epoch is halved, and halved
+again, each time so that both halves have as equal amounts of every source as possible: similar packs come in pairs, one
+for each half, and the assignment is decided by the sums of the halves so far (vector balancing; Spencer 1977,
+"Balancing games", calls it the pusher and the chooser). The excess of a half is then about the contents of a few packs,
+however long it is; by chance it would grow with the root of its length. In the smallest parts packs are taken one after
+the other, each time the one that brings the sums of all sources closest to even.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.planning.mixture import Slots
+from packtool.planning.options import PlanOptions
+from packtool.planning.pack_plan import Int64Array, IntArray, PackPlan, build_plan, select_packs
+from packtool.planning.packing import pack
+from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
+
+_GRAINS = (8, 1), (8, 4), (8, 16), (16, 4), (16, 16), (32, 4), (32, 16)
+"""Grains per pack, and long samples per one that takes short ones along; the evenest first, the tightest last."""
+_LONG = 1 / 16
+"""Share of a pack."""
+_MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
+"""Share of packs that evenness may cost, and a further number of packs, which matters in small epochs only."""
+
+
+def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -> tuple[PackPlan, Int64Array]:
+    """Pack the slots of a mixture so that no source has its samples in few packs.
+
+    All budgets are kept, and every epoch has as many packs as the first. Cost: mostly two or three times that of
+    ``pack``, nine times at most.
+
+    Args:
+        slots: M of them.
+        options, seed, epoch: as for ``pack``.
+
+    Returns:
+        Packs of slots, and int64 (M,), the slot from which each slot gets its sample: an item has the same slots in
+        every epoch, so equally long samples of a source are exchanged.
+
+    Raises:
+        ConfigError, DataError: as ``pack``.
+    """
+    capacity = options.packing_length
+
+    def pack_slots() -> PackPlan:
+        return pack(slots.lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=slots.media_tokens)
+
+    min_packs = pack_slots().num_packs  # the plan is not kept: it is large and rarely needed again
+    max_packs = min_packs + int(min_packs * _MAX_EXCESS) + _MAX_EXCESS_PACKS
+    for num_grains, long_per_joined in _GRAINS:
+        items = _join_slots(slots, options, max(capacity // num_grains, 1), long_per_joined)
+        media, limits = items.sums_per_pack(slots.media_tokens[items.samples]), options
+        if options.max_samples_per_pack is not None:
+            # Packers count each item as one sample, so the budget of samples becomes one of media tokens.
+            counts, limit = np.diff(items.offsets), options.max_media_tokens_per_pack
+            if limit is not None:
+                counts = np.maximum(-(-counts * limit // options.max_samples_per_pack), media)
+            media, max_media_tokens = counts, limit or options.max_samples_per_pack
+            limits = dataclasses.replace(options, max_samples_per_pack=None, max_media_tokens_per_pack=max_media_tokens)
+        packs = pack(items.tokens_per_pack(), capacity, limits, seed=seed, epoch=epoch, media_tokens=media)
+        if packs.num_packs <= max_packs:
+            members = select_packs(items, packs.samples)
+            members = dataclasses.replace(members, offsets=members.offsets[packs.offsets])
+            return members, _exchange_samples(items, slots, options, seed, epoch)
+    return pack_slots(), np.arange(len(slots.lengths))
+
+
+def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined: int) -> PackPlan:
+    """Join slots into items, given as packs of slots; of several long slots one is joined, large ones never."""
+    capacity = options.packing_length
+    # Tokens, or the equivalent share of the scarcest budget.
+    sizes = slots.lengths.astype(np.int64)
+    if options.max_media_tokens_per_pack is not None:
+        media = slots.media_tokens.astype(np.int64)
+        sizes = np.maximum(sizes, -(-media * capacity // options.max_media_tokens_per_pack))
+    if options.max_samples_per_pack is not None:
+        sizes = np.maximum(sizes, -(-capacity // options.max_samples_per_pack))
+    # Items have less than one and a half grains and one slot more.
+    is_joined = sizes <= capacity - grain - grain // 2
+    is_long = is_joined & (sizes >= capacity * _LONG)
+    is_joined &= ~is_long | (np.cumsum(is_long) % long_per_joined == 0)
+    joined, single = np.flatnonzero(is_joined), np.flatnonzero(~is_joined)
+    # Slots lie on a line divided into grains, none longer than one; an item is the slots that begin in a grain.
+    spans = np.minimum(sizes[joined], grain)
+    item = (np.cumsum(spans) - spans) // grain
+    # A grain with less than half of that is joined with the next.
+    is_enough = np.bincount(item, weights=spans) >= grain / 2
+    item = (np.cumsum(is_enough) - is_enough)[item]
+    item_sizes = np.concatenate((np.bincount(item), np.ones(len(single), np.int64)))
+    return build_plan(np.concatenate((joined, single)), item_sizes, slots.lengths, capacity)
+
+
+def _exchange_samples(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> Int64Array:
+    """Return the slot from which each slot gets its sample, int64 (M,): another one of equal source and length."""
+    sizes = np.diff(items.offsets)
+    is_joined = np.repeat(sizes > 1, sizes)
+    if options.max_media_tokens_per_pack is not None:
+        is_joined &= slots.media_tokens[items.samples] == 0
+    own = items.samples[is_joined]
+    keys = slots.sources[own].astype(np.int64) * (options.packing_length + 1) + slots.lengths[own]
+    order = seeded_order(len(own), seed=seed, epoch=epoch, stream=RandomStream.MIX_COMPANIONS, falling=keys)
+    # The next one in this order; after the last of equal ones comes the first of them.
+    following = np.arange(1, len(own) + 1)
+    last = np.flatnonzero(np.diff(keys[order], append=-1))
+    following[last] = np.append(0, last[:-1] + 1)[: len(last)]
+    exchanged = np.arange(items.num_samples)
+    exchanged[own[order]] = own[order[following]]
+    return exchanged
+
+
+Vectors = npt.NDArray[np.float32]
+
+_WINDOW_PACKS = 4096
+"""Packs of the parts that an epoch is divided into at once; each of them is then halved."""
+_PART_PACKS = 16
+"""Packs of the smallest parts."""
+_STEPS_PER_MEAN, _MAX_STEPS = 256, 4096
+"""Vectors are rounded to steps of a source's mean, and limited to a maximum: sums and products are then exact, and the
+order is the same on every machine."""
+_SLICE = 1 << 18
+_AMOUNTS = 1 << 16
+
+
+def order_mixture_packs(
+    packs: PackPlan, source_of: IntArray, amounts: IntArray, *, seed: int, epoch: int
+) -> Int64Array:
+    """Order K packs so that every source comes evenly, and at random in all other respects.
+
+    The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks.
+
+    Cost: O(K S log K) for S sources, and 4 bytes for each of K S numbers.
+
+    Args:
+        packs: in any order.
+        source_of: (N,), source of each sample in pack order, 0 to S - 1.
+        amounts: (N,), amount of each sample in pack order: 1, its tokens, or its target tokens.
+        seed: of the run.
+        epoch: 0-based.
+
+    Returns:
+        int64 (K,).
+    """
+    num = packs.num_packs
+    vectors = _vectors(packs, source_of, amounts)
+    if num < 3 or vectors.shape[1] < 2:
+        return seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
+    # Similar packs come together: by their main source, and their amount of it.
+    main = vectors.argmax(axis=1)
+    share = vectors[np.arange(num), main] / np.maximum(vectors.max(axis=0), 1e-9)[main]
+    kinds = main * _AMOUNTS + np.clip(share * (_AMOUNTS - 1), 0, _AMOUNTS - 1).astype(np.int64)
+    order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, falling=kinds)
+    vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(vectors.max(axis=0), 1))
+    np.rint(vectors, out=vectors)
+    num_windows = -(-num // _WINDOW_PACKS)
+    num_halvings = max(0, int(np.log2(num / num_windows / _PART_PACKS)))
+    num_parts = num_windows << num_halvings
+    # Empty packs fill up the parts; they are spread as evenly as others.
+    order = np.append(order, np.full(num_parts * -(-num // num_parts) - num, num))
+    vectors = np.append(vectors, np.zeros((1, vectors.shape[1]), np.float32), axis=0)
+    parts = _divide(order, num_windows, vectors, seed, epoch)
+    for level in range(num_halvings):
+        parts = _halve(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
+    order = _order_one_by_one(parts.reshape(num_windows, -1, parts.shape[1]), vectors)
+    return order[order < num]
+
+
+def _vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors:
+    """Amount of each source in each pack relative to its mean, minus 1, (K, S): 0 is even."""
+    num_sources = int(source_of.max(initial=0)) + 1
+    vectors = np.empty((packs.num_packs, num_sources), np.float32)
+    for start in range(0, packs.num_packs, _SLICE):
+        offsets = packs.offsets[start : start + _SLICE + 1]
+        rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        members = slice(int(offsets[0]), int(offsets[-1]))
+        cells = rows * num_sources + source_of[members]
+        sums = np.bincount(cells, weights=amounts[members], minlength=(len(offsets) - 1) * num_sources)
+        vectors[start : start + _SLICE] = sums.reshape(-1, num_sources)
+    mean = vectors.mean(axis=0, dtype=np.float64)
+    vectors /= np.maximum(mean, 1e-9).astype(np.float32)
+    vectors -= 1
+    return vectors
+
+
+def _halve(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
+    """Halve each part's packs (parts, n), of which neighbors are similar: (2 parts, n / 2), in the same order.
+
+    Of each pair of neighbors one goes to the first half and one to the second, so that all of a window before the
+    middle of a part becomes even, not each part by itself. Every window has equally many parts.
+    """
+    num_parts, num_packs = parts.shape
+    sums = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
+    lead = (sums - np.rint(sums.mean(axis=1, keepdims=True))).cumsum(axis=1)
+    lead[:, 1:] += lead[:, :-1].copy()
+    lead = lead.reshape(num_parts, -1)
+    coins = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
+    halves = np.empty((num_parts, 2, num_packs // 2), np.int64)
+    for pair, coin in enumerate(coins.reshape(-1, num_parts)):
+        first, second = parts[:, 2 * pair], parts[:, 2 * pair + 1]
+        difference = vectors[first] - vectors[second]
+        is_swapped = _is_swapped(lead, difference, coin)
+        halves[:, 0, pair] = np.where(is_swapped, second, first)
+        halves[:, 1, pair] = np.where(is_swapped, first, second)
+        difference[is_swapped] *= -1
+        lead += difference
+    return halves.reshape(2 * num_parts, -1)
+
+
+def _is_swapped(
+    lead: npt.NDArray[np.float64], difference: Vectors, coin: npt.NDArray[np.bool_] | bool
+) -> npt.NDArray[np.bool_]:
+    """Whether to swap pairs of packs (n,) so that the lead (n, S) shrinks; the coin decides ties."""
+    gain = np.einsum("ps,ps->p", lead, difference)
+    swapped: npt.NDArray[np.bool_] = (gain > 0) | ((gain == 0) & coin)
+    return swapped
+
+
+def _order_one_by_one(parts: Int64Array, vectors: Vectors) -> Int64Array:
+    """Order packs (n,) of parts (windows, parts, packs), part after part, in all windows at once.
+
+    The next pack of a part is the one with which the sums of all sources are nearest to even.
+    """
+    num_windows, num_parts, num_packs = parts.shape
+    windows = np.arange(num_windows)
+    order = np.empty((num_windows, num_parts * num_packs), np.int64)
+    lead = np.zeros((num_windows, vectors.shape[1]))
+    mean = np.rint(vectors[parts].sum(axis=(1, 2), dtype=np.float64) / (num_parts * num_packs))
+    for part in range(num_parts):
+        own = vectors[parts[:, part]] - mean[:, None]
+        squares = np.einsum("wps,wps->wp", own, own)
+        for place in range(part * num_packs, (part + 1) * num_packs):
+            best = (squares + 2 * np.einsum("wps,ws->wp", own, lead)).argmin(axis=1)
+            order[:, place] = parts[windows, part, best]
+            lead += own[windows, best]
+            squares[windows, best] = np.inf
+    return order.reshape(-1)
+
+
+def _divide(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, epoch: int) -> Int64Array:
+    """Divide packs (n,), of which neighbors are similar, into windows (windows, n / windows), in the same order.
+
+    In each round every window gets one pack. Windows are paired at random, and packs by their order; a pair of windows
+    gets a pair of packs so that they become more even.
+    """
+    rounds = order.reshape(-1, num_windows)
+    if num_windows == 1:
+        return rounds.T.copy()
+    num_pairs, numbers = num_windows // 2, np.repeat(np.arange(len(rounds))[::-1], num_windows)
+    stream = RandomStream.MIX_TURNS
+    turns = seeded_order(rounds.size, seed=seed, epoch=epoch, stream=stream, falling=numbers).reshape(rounds.shape)
+    coins = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
+    sums = np.zeros((num_windows, vectors.shape[1]))
+    windows = np.empty((num_windows, len(rounds)), np.int64)
+    for number, (packs, turn, coin) in enumerate(zip(rounds, turns % num_windows, coins.tolist(), strict=True)):
+        one, other = turn[:num_pairs], turn[num_pairs : 2 * num_pairs]
+        first, second = packs[: 2 * num_pairs : 2], packs[1 : 2 * num_pairs : 2]
+        is_swapped = _is_swapped(sums[one] - sums[other], vectors[first] - vectors[second], coin)
+        windows[one, number] = np.where(is_swapped, second, first)
+        windows[other, number] = np.where(is_swapped, first, second)
+        windows[turn[2 * num_pairs :], number] = packs[2 * num_pairs :]
+        sums += vectors[windows[:, number]]
+    return windows
