@@ -1,17 +1,15 @@
-"""What was trained, how often: a ledger of samples by cache and row, of a few bits a sample.
+"""Training counts of samples, a few bits a sample, and the matching of samples between exports.
 
-Counts are kept as bits in planes, the lowest first, so that an epoch is one bit a sample whatever it is an epoch of::
+Counts are stored as bit planes, the lowest first, so that an epoch takes one bit a sample::
 
     row       0 1 2 3 4 5 6 7
     trained   1 3 1 2 1 1 0 1     plane 0:  1 1 1 0 1 1 0 1     plane 1:  0 1 0 1 0 0 0 0
 
-The epoch that is being trained is counted apart from those before it: what is left of it is what a run whose data have
-changed must still train. Samples that could not be loaded were not trained; they are listed.
+The current epoch is counted apart from those before it: a run whose data has changed must still train the rest of it.
+Samples that could not be loaded were not trained; they are listed.
 
-Which samples of a cache are those of another: by the rows that they were made of, or by what they say.
-
-A cache that is exported again has other samples at other places, and what was trained of the old one must be found in
-it. Samples are told apart by 64-bit keys::
+A re-exported cache has other samples at other places. They are matched by 64-bit keys of their rows, or of their
+contents::
 
     old   row 0          row 1, turn 1 of 2   row 1, turn 2 of 2   row 3
     new   row 0          row 1 (whole)                             row 3   row 4
@@ -22,101 +20,97 @@ Of a hundred million samples, two have the same key by chance in one of some fou
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.planning.epoch import EpochPlan
-from packtool.planning.pack_plan import Int64Array
+from packtool.planning.pack_plan import Int64Array, IntArray
 
 Plane = npt.NDArray[np.uint8]
-Counts = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
-    """How often each of N rows was trained.
+    """Training counts of N rows.
 
     Args:
         num: N.
-        planes: uint8 (ceil(N / 8),) each: bits of the counts, the lowest plane first, eight rows a byte as
-            ``numpy.packbits`` has them. No plane where nothing was trained.
+        planes: uint8 (ceil(N / 8),) each: bits of the counts, the lowest plane first, eight rows a byte as in
+            ``numpy.packbits``. No plane where nothing was trained.
     """
 
     num: int
     planes: tuple[Plane, ...] = ()
 
     @classmethod
-    def of(cls, counts: npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_]) -> RowCounts:
-        """The counts of an array (N,) of numbers of 0 or more."""
-        most = int(counts.max(initial=0))
-        planes = (np.packbits((counts >> bit) & 1) for bit in range(most.bit_length()))
-        return cls(len(counts), tuple(planes))
+    def of(cls, counts: IntArray | npt.NDArray[np.bool_]) -> RowCounts:
+        """Convert counts (N,) of 0 or more."""
+        num_planes = int(counts.max(initial=0)).bit_length()
+        return cls(len(counts), tuple(np.packbits((counts >> bit) & 1) for bit in range(num_planes)))
 
     @classmethod
     def of_rows(cls, num: int, rows: Int64Array) -> RowCounts:
-        """The counts of rows (M,) of N, each as often as it is there. Price: that of sorting them."""
-        found, times = np.unique(rows, return_counts=True)
+        """Count rows (M,) of N, which may repeat. Costs no more memory than the rows and the planes."""
+        distinct, times = np.unique(rows, return_counts=True)
         planes = []
         for bit in range(int(times.max(initial=0)).bit_length()):
-            chosen = found[(times >> bit) & 1 > 0]
+            selected = distinct[(times >> bit) & 1 > 0]
             plane = np.zeros(-(-num // 8), np.uint8)
-            if len(chosen):
-                byte = chosen >> 3
+            if len(selected):
+                byte = selected >> 3
                 starts = np.flatnonzero(np.diff(byte, prepend=-1))
-                bits = (128 >> (chosen & 7)).astype(np.uint8)
+                bits = (128 >> (selected & 7)).astype(np.uint8)
                 plane[byte[starts]] = np.bitwise_or.reduceat(bits, starts)
             planes.append(plane)
         return cls(num, tuple(planes))
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        """Both together: added bit by bit, as one does it on paper."""
+        """Add bit by bit, with carries."""
         assert self.num == other.num
-        nothing = np.zeros(-(-self.num // 8), np.uint8)
-        planes, carry = [], nothing
+        zeros = np.zeros(-(-self.num // 8), np.uint8)
+        planes, carry = [], zeros
         for number in range(max(len(self.planes), len(other.planes))):
-            a, b = (counts.planes[number] if number < len(counts.planes) else nothing for counts in (self, other))
+            a, b = (counts.planes[number] if number < len(counts.planes) else zeros for counts in (self, other))
             planes.append(a ^ b ^ carry)
             carry = (a & b) | (carry & (a ^ b))
         return RowCounts(self.num, (*planes, carry) if carry.any() else tuple(planes))
 
-    def counts(self) -> Counts:
+    def counts(self) -> npt.NDArray[np.uint32]:
         """The counts as numbers: uint32 (N,)."""
-        found = np.zeros(self.num, np.uint32)
+        counts = np.zeros(self.num, np.uint32)
         for bit, plane in enumerate(self.planes):
-            found += np.unpackbits(plane, count=self.num).astype(np.uint32) << np.uint32(bit)
-        return found
+            counts += np.unpackbits(plane, count=self.num).astype(np.uint32) << np.uint32(bit)
+        return counts
 
     @property
     def num_rows(self) -> int:
         """Rows that were trained at least once."""
-        seen = np.zeros(-(-self.num // 8), np.uint8)
+        is_trained = np.zeros(-(-self.num // 8), np.uint8)
         for plane in self.planes:
-            seen |= plane
-        return int(np.bitwise_count(seen).sum(dtype=np.int64))
+            is_trained |= plane
+        return int(np.bitwise_count(is_trained).sum(dtype=np.int64))
 
     @property
     def total(self) -> int:
-        """All counts added up."""
+        """Sum of all counts."""
         return sum(int(np.bitwise_count(plane).sum(dtype=np.int64)) << bit for bit, plane in enumerate(self.planes))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SourceLedger:
-    """What was trained of one cache.
+    """Training counts of one cache.
 
     Args:
-        directory: where the cache was.
+        directory: of the cache.
         fingerprint: of the cache.
-        before: how often each sample was trained in the epochs before, (N,).
-        epoch: in the epoch that is being trained, (N,).
-        skipped: rows that were left out because they could not be loaded, each as often as that happened, sorted.
-        num_samples, tokens, target_tokens: that were trained from this cache, each sample as often as it was. Counts
-            that a cache took over from the one that it was exported in place of are not in them.
+        before: counts of each sample in earlier epochs, (N,).
+        epoch: counts in the current epoch, (N,).
+        skipped: rows that could not be loaded, one entry each time, sorted.
+        num_samples, tokens, target_tokens: trained from this cache, repeated samples counted each time. Counts
+            transferred from another cache are not included.
     """
 
     directory: str
@@ -130,10 +124,9 @@ class SourceLedger:
 
     @classmethod
     def begin(cls, directory: str, fingerprint: str, num: int) -> SourceLedger:
-        """Nothing of a cache of so many samples."""
-        nothing = RowCounts(num)
-        rows = np.zeros(0, np.int64)
-        return cls(directory=directory, fingerprint=fingerprint, before=nothing, epoch=nothing, skipped=rows)
+        """Return the ledger of an untrained cache of ``num`` samples."""
+        zero, skipped = RowCounts(num), np.zeros(0, np.int64)
+        return cls(directory=directory, fingerprint=fingerprint, before=zero, epoch=zero, skipped=skipped)
 
     @property
     def num(self) -> int:
@@ -142,18 +135,12 @@ class SourceLedger:
 
     @property
     def trained(self) -> RowCounts:
-        """How often each sample was trained in all epochs, (N,)."""
+        """Counts of each sample in all epochs, (N,)."""
         return self.before + self.epoch
 
-    def plus(
-        self,
-        rows: Int64Array,
-        skipped: Int64Array,
-        lengths: npt.NDArray[np.integer[Any]],
-        target_tokens: npt.NDArray[np.integer[Any]],
-    ) -> SourceLedger:
-        """The ledger with further rows (M,), each as often as it was trained, and those (K,) that were left out."""
-        return dataclasses.replace(
+    def plus(self, rows: Int64Array, skipped: Int64Array, lengths: IntArray, target_tokens: IntArray) -> SourceLedger:
+        """Add trained rows (M,), which may repeat, and skipped rows (K,)."""
+        return replace(
             self,
             epoch=self.epoch + RowCounts.of_rows(self.num, rows),
             skipped=np.sort(np.concatenate((self.skipped, skipped))),
@@ -163,21 +150,21 @@ class SourceLedger:
         )
 
     def in_next_epoch(self) -> SourceLedger:
-        """The ledger when an epoch ends."""
-        return dataclasses.replace(self, before=self.before + self.epoch, epoch=RowCounts(self.num))
+        """Return the ledger at the beginning of the next epoch."""
+        return replace(self, before=self.before + self.epoch, epoch=RowCounts(self.num))
 
 
 @dataclass(frozen=True, eq=False)
 class DataChange:
-    """Where the data of a run last changed.
+    """The last change of a run's data.
 
     Args:
-        step: the first that was planned with the data that there are since.
-        epoch: that it lies in.
-        left: of each cache, how often each of its samples was still to be trained in that epoch.
-        stage: as ``Ledger`` has it, of a run with stages.
-        trained: of each cache, how often each of its samples was trained until then; of a run with stages, whose later
-            ones begin with what was trained least.
+        step: the first that was planned with the new data.
+        epoch: of that step.
+        left: of each cache, the remaining counts of its samples in that epoch.
+        stage: as in ``Ledger``, of a run with stages.
+        trained: of each cache, the training counts of its samples until then; of a run with stages, whose later ones
+            begin with the samples that were trained least.
     """
 
     step: int
@@ -187,21 +174,21 @@ class DataChange:
     trained: tuple[RowCounts, ...] = ()
 
     def samples(self) -> Int64Array:
-        """How often each sample of all caches was still to be trained, by position; int64 (N,)."""
+        """Remaining counts of the samples of all caches, by position; int64 (N,)."""
         return joined_counts(self.left)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ledger:
-    """What was trained of all caches of a run.
+    """Training counts of all caches of a run.
 
     Args:
-        step: optimizer steps that it tells of.
-        epoch: that is being trained, 0-based.
+        step: optimizer steps that are counted.
+        epoch: the current one, 0-based.
         sources: the run's caches, in their order.
-        retired: caches that it had before.
-        change: the last change of the data; None where they are what they were.
-        stage: the 0-based number of the stage that comes next, and the epoch that it began with; None without stages.
+        retired: caches of earlier data.
+        change: the last change of the data; None without.
+        stage: the 0-based number of the next stage, and the epoch that it began with; None without stages.
     """
 
     step: int = 0
@@ -215,37 +202,32 @@ class Ledger:
         self,
         plan: EpochPlan,
         steps: range,
-        lengths: npt.NDArray[np.integer[Any]],
-        target_tokens: npt.NDArray[np.integer[Any]],
+        lengths: IntArray,
+        target_tokens: IntArray,
         skipped: Sequence[int] | Int64Array = (),
     ) -> Ledger:
-        """The ledger with some steps of the epoch that is being trained.
+        """Add steps of the current epoch.
 
         Args:
-            plan: of that epoch, or of what was left of it when it was planned anew.
+            plan: of that epoch, or of the rest of it when it was planned again.
             steps: numbers in that plan.
             lengths, target_tokens: (N,) of all samples of the caches, by position.
             skipped: samples of these steps that were left out, by position.
         """
-        rows = np.sort(plan.samples_of(steps.start, steps.stop))
-        left_out = np.sort(np.asarray(skipped, np.int64))
-        rows = without(rows, left_out)
+        skipped_rows = np.sort(np.asarray(skipped, np.int64))
+        rows = without(np.sort(plan.samples_of(steps.start, steps.stop)), skipped_rows)
         ends = np.cumsum([0, *(source.num for source in self.sources)])
-        found = []
+        sources = []
         for source, start, end in zip(self.sources, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            here, out = (each[slice(*np.searchsorted(each, (start, end)))] - start for each in (rows, left_out))
-            found.append(source.plus(here, out, lengths[start:end], target_tokens[start:end]))
-        return dataclasses.replace(self, step=self.step + len(steps), sources=tuple(found))
+            own, out = (each[slice(*np.searchsorted(each, (start, end)))] - start for each in (rows, skipped_rows))
+            sources.append(source.plus(own, out, lengths[start:end], target_tokens[start:end]))
+        return replace(self, step=self.step + len(steps), sources=tuple(sources))
 
     def in_next_epoch(self) -> Ledger:
-        """The ledger when an epoch ends."""
+        """Return the ledger at the beginning of the next epoch."""
         sources = tuple(source.in_next_epoch() for source in self.sources)
         retired = tuple(source.in_next_epoch() for source in self.retired)
-        return dataclasses.replace(self, epoch=self.epoch + 1, sources=sources, retired=retired)
-
-    def in_epoch(self) -> Int64Array:
-        """How often each sample of the caches was trained in this epoch, by position; int64 (N,)."""
-        return joined_counts([source.epoch for source in self.sources])
+        return replace(self, epoch=self.epoch + 1, sources=sources, retired=retired)
 
 
 def joined_counts(counts: Sequence[RowCounts]) -> Int64Array:
@@ -253,91 +235,63 @@ def joined_counts(counts: Sequence[RowCounts]) -> Int64Array:
     return np.concatenate([np.zeros(0, np.int64), *(each.counts().astype(np.int64) for each in counts)])
 
 
-def without(rows: Int64Array, left_out: Int64Array) -> Int64Array:
-    """Rows (N,) without others (M,), each taken away as often as it is there; both sorted, and so is what is left."""
-    if not len(left_out):
+def without(rows: Int64Array, removed: Int64Array) -> Int64Array:
+    """Remove rows (M,), each as often as it is listed, from rows (N,); both and the result are sorted."""
+    if not len(removed):
         return rows
-    some, times = np.unique(left_out, return_counts=True)
-    first = np.searchsorted(rows, some)
-    taken = np.repeat(first - np.cumsum(times) + times, times) + np.arange(len(left_out))
-    assert (rows[taken] == left_out).all(), "what is left out was to be trained"
-    return np.delete(rows, taken)
+    distinct, times = np.unique(removed, return_counts=True)
+    first = np.searchsorted(rows, distinct)
+    positions = np.repeat(first - np.cumsum(times) + times, times) + np.arange(len(removed))
+    assert (rows[positions] == removed).all(), "skipped rows were planned"
+    return np.delete(rows, positions)
 
 
 Keys = npt.NDArray[np.uint64]
 
-_NEW = -1
 
+def row_keys(sources: Keys, rows: Int64Array, parts: IntArray | None = None) -> Keys:
+    """Keys of samples by their rows of files: uint64 (2, N), keys of samples, all different, and keys of their rows.
 
-@dataclass(frozen=True, eq=False)
-class SampleKeys:
-    """What N samples are known by.
+    Samples of one row with equal parts, such as the pieces of a text, are numbered; pieces of a text that was divided
+    into another number of them have other keys.
 
     Args:
-        samples: uint64 (N,), of each sample, which no other has.
-        rows: uint64 (N,), of the row that it was made of, which others may have been made of, too.
+        sources: (N,), a key of the file of each sample.
+        rows: (N,), its row in the file.
+        parts: (N, 4), its part of the row, four zeros for a whole row; None where all are whole rows.
     """
-
-    samples: Keys
-    rows: Keys
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    @classmethod
-    def of_rows(cls, sources: Keys, rows: Int64Array, parts: npt.NDArray[np.integer[Any]] | None = None) -> SampleKeys:
-        """Keys of rows of files.
-
-        Samples of one row that nothing else tells apart, such as the pieces of a text, are numbered; pieces of a text
-        that was cut into another number of them are others.
-
-        Args:
-            sources: (N,), a key of the file that each sample comes from.
-            rows: (N,), its row in the file.
-            parts: (N, 4), which part of its row it is, four zeros for a whole row; None where all are.
-        """
-        keys = mixed(sources, rows)
-        samples = keys.copy()
-        if parts is not None:
-            some = np.flatnonzero(parts.any(axis=1))
-            for column in parts[some].T:
-                samples[some] = mixed(samples[some], column.astype(np.int64))
-        number, count = _numbered(samples)
-        return cls(mixed(mixed(samples, number), count), keys)
-
-    @classmethod
-    def of_contents(cls, contents: Keys, counts: npt.NDArray[np.integer[Any]]) -> SampleKeys:
-        """Keys of what samples say; of those that say the same, the one that was trained most often comes first."""
-        number, _ = _numbered(contents, -counts.astype(np.int64))
-        return cls(mixed(contents, number), contents)
-
-    def only(self, chosen: npt.NDArray[np.bool_] | Int64Array) -> SampleKeys:
-        """Those of some samples."""
-        return SampleKeys(self.samples[chosen], self.rows[chosen])
-
-    @classmethod
-    def joined(cls, parts: list[SampleKeys]) -> SampleKeys:
-        """Those of all, one after the other."""
-        none = np.zeros(0, np.uint64)
-        samples = np.concatenate([none, *(part.samples for part in parts)])
-        return cls(samples, np.concatenate([none, *(part.rows for part in parts)]))
+    keys = mixed(sources, rows)
+    samples = keys.copy()
+    if parts is not None:
+        is_part = np.flatnonzero(parts.any(axis=1))
+        for column in parts[is_part].T:
+            samples[is_part] = mixed(samples[is_part], column.astype(np.int64))
+    number, count = _numbered(samples)
+    return np.stack((mixed(mixed(samples, number), count), keys))
 
 
-def mixed(keys: Keys, values: npt.NDArray[np.integer[Any]]) -> Keys:
-    """Other keys (N,), for each of ``keys`` and a number to go with it: the end of SplitMix64 (Steele et al. 2014)."""
+def content_keys(contents: Keys, counts: IntArray) -> Keys:
+    """Keys of samples by their contents, as of ``row_keys``; of equal ones, the one that was trained most comes first.
+
+    Args:
+        contents: (N,), a key of each sample's contents.
+        counts: (N,), training counts.
+    """
+    number, _ = _numbered(contents, -counts.astype(np.int64))
+    return np.stack((mixed(contents, number), contents))
+
+
+def mixed(keys: Keys, values: IntArray) -> Keys:
+    """Combine keys (N,) and numbers (N,) into other keys: the end of SplitMix64 (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
-        found = keys * np.uint64(0x9E3779B97F4A7C15) + values.astype(np.uint64) + np.uint64(0x632BE59BD9B4E019)
-        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return found ^ (found >> np.uint64(31))
+        bits = keys * np.uint64(0x9E3779B97F4A7C15) + values.astype(np.uint64) + np.uint64(0x632BE59BD9B4E019)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return bits ^ (bits >> np.uint64(31))
 
 
 def _numbered(keys: Keys, order: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
-    """Among samples of one key, the number of each and how many there are: int64 (N,) each.
-
-    Args:
-        order: (N,), what comes first among them; by default their places.
-    """
+    """Number samples of equal keys by ``order`` (N,), or their places; return numbers and how many are equal, (N,)."""
     places = np.argsort(keys, kind="stable") if order is None else np.lexsort((order, keys))
     starts = np.flatnonzero(np.diff(keys[places], prepend=~keys[places[:1]]))
     counts = np.diff(np.append(starts, len(keys)))
@@ -349,14 +303,14 @@ def _numbered(keys: Keys, order: Int64Array | None = None) -> tuple[Int64Array, 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """Which of M old samples are among N new ones.
+    """M old samples matched with N new ones.
 
     Args:
-        same: int64 (N,), the old sample that each new one is; -1 where it is none.
+        same: int64 (N,), the old sample that each new one is; -1 for none.
         first, last: int64 (N,), the old samples of its row, from ``order[first]`` to ``order[last - 1]``; none where
             the row is new.
         order: int64 (M,), the old samples, row after row.
-        is_gone: bool (M,), old samples of whose row nothing is left.
+        is_gone: bool (M,), old samples whose row has no new sample.
     """
 
     same: Int64Array
@@ -367,37 +321,36 @@ class Match:
 
     @property
     def is_new(self) -> npt.NDArray[np.bool_]:
-        """Which new samples are of rows that the old ones do not have, (N,)."""
+        """Which new samples are of rows without old samples, (N,)."""
         return self.first == self.last
 
-    def carried(self, counts: npt.NDArray[np.integer[Any]]) -> Int64Array:
-        """How often each new sample was trained, int64 (N,), from the counts (M,) of the old ones.
+    def transfer(self, counts: IntArray) -> Int64Array:
+        """Training counts of the new samples, int64 (N,), from those of the old ones, (M,).
 
-        A sample that is another part of its row than any of the old ones was trained as often as all of them were:
-        what was left out of some of them would be lost otherwise.
+        A sample that is another part of its row than any of the old ones has the minimum of their counts: parts that
+        were trained less would be lost otherwise.
         """
-        found = np.zeros(len(self.same), np.int64)
-        is_same = self.same != _NEW
-        found[is_same] = counts[self.same[is_same]]
+        transferred = np.zeros(len(self.same), np.int64)
+        is_same = self.same >= 0
+        transferred[is_same] = counts[self.same[is_same]]
         others = np.flatnonzero(~is_same & ~self.is_new)
         if len(others):
-            in_order = counts[self.order].astype(np.int64)
-            # A number behind the last, so that the last row has an end, too.
+            # A number after the last one gives the last row an end, too.
+            in_order = np.append(counts[self.order].astype(np.int64), 0)
             bounds = np.stack((self.first[others], self.last[others]), axis=1).reshape(-1)
-            found[others] = np.minimum.reduceat(np.append(in_order, 0), bounds)[::2]
-        return found
+            transferred[others] = np.minimum.reduceat(in_order, bounds)[::2]
+        return transferred
 
 
-def match(old: SampleKeys, new: SampleKeys) -> Match:
-    """Find new samples among old ones. Price: that of sorting both."""
-    by_sample = np.argsort(old.samples, kind="stable")
-    same = np.full(len(new), _NEW, np.int64)
-    if len(old):
-        places = np.minimum(np.searchsorted(old.samples[by_sample], new.samples), len(old) - 1)
-        found = by_sample[places]
-        same = np.where(old.samples[found] == new.samples, found, _NEW)
-    order = np.argsort(old.rows, kind="stable")
-    rows = old.rows[order]
-    first, last = (np.searchsorted(rows, new.rows, side=side) for side in ("left", "right"))
-    is_gone = ~np.isin(old.rows, new.rows, kind="sort")
-    return Match(same, first, last, order, is_gone)
+def match(old: Keys, new: Keys) -> Match:
+    """Match samples by their keys, uint64 (2, M) and (2, N), see ``row_keys``. Cost: that of sorting both."""
+    (old_samples, old_rows), (new_samples, new_rows) = old, new
+    by_sample = np.argsort(old_samples, kind="stable")
+    same = np.full(len(new_samples), -1, np.int64)
+    if len(old_samples):
+        places = np.searchsorted(old_samples[by_sample], new_samples)
+        candidates = by_sample[np.minimum(places, len(old_samples) - 1)]
+        same = np.where(old_samples[candidates] == new_samples, candidates, -1)
+    order = np.argsort(old_rows, kind="stable")
+    first, last = (np.searchsorted(old_rows[order], new_rows, side=side) for side in ("left", "right"))
+    return Match(same, first, last, order, ~np.isin(old_rows, new_rows, kind="sort"))

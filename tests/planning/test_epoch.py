@@ -16,7 +16,7 @@ from packtool.planning.epoch import EpochPlan, plan_epoch
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.skrull import SHARDED
-from packtool.planning.steps import Assignment, StepPlan
+from packtool.planning.steps import StepAssignment, StepPlan
 from packtool.planning.summary import computed_tokens, device_costs
 
 OPTIONS = PlanOptions(
@@ -260,7 +260,7 @@ def test_skrull_keeps_each_steps_samples(packing: bool) -> None:
     assert per_step(plan) == per_step(plain)
     np.testing.assert_array_equal(plan.steps.target_tokens_per_step, plain.steps.target_tokens_per_step)
     assert plan.full_packs.fingerprint == plain.packs.fingerprint == plain.full_packs.fingerprint
-    assert plain.places is None
+    assert plain.placement is None
     assert plain.placement_of(0, 0, 0) is None
     local = 0
     for step in range(plan.steps.num_steps):
@@ -296,14 +296,14 @@ def test_skrulls_places_are_part_of_the_fingerprint() -> None:
     assert plan.placement is not None
     places = plan.placement.copy()
     places[0] = SHARDED if places[0] != SHARDED else 1
-    assert dataclasses.replace(plan, places=places).fingerprint != plan.fingerprint
+    assert dataclasses.replace(plan, placement=places).fingerprint != plan.fingerprint
 
 
 def test_a_device_is_as_busy_as_what_is_local_to_it_and_its_share() -> None:
     lengths = np.array([8, 4, 4, 2])
     singles = PackPlan(np.arange(4), np.arange(5), lengths.astype(np.int32), 8)
     places = np.array([SHARDED, 1, 0, SHARDED])
-    assignment = Assignment(np.arange(4), np.array([2, 0, 1, 1]), np.array([4]), places)
+    assignment = StepAssignment(np.arange(4), np.array([2, 0, 1, 1]), np.array([4]), places)
     steps = StepPlan.of(singles, lengths, assignment, world_size=2)
     assert device_costs(steps, places, lengths * 1.0, 2).tolist() == [[4, 8, 5, 1]]
     assert computed_tokens(singles, steps, places, 3).tolist() == [9, 4, 4, 3]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.skrull import SHARDED
-from packtool.planning.steps import Assignment, StepPlan
+from packtool.planning.steps import StepAssignment, StepPlan
 from packtool.planning.towers import Media, MediaShares, assign_heaviest_first
 
 MERGED = 4
@@ -77,7 +77,7 @@ def test_all_micro_batches_at_once_are_as_one_by_one(data: st.DataObject) -> Non
     lengths = np.ones(num, np.int32)
     packs = PackPlan(np.array(data.draw(st.permutations(range(num)))), np.arange(num + 1), lengths, 1)
     order = np.array(data.draw(st.permutations(range(num))))
-    assignment = Assignment(order, sizes, np.ones(len(sizes), np.int64))
+    assignment = StepAssignment(order, sizes, np.ones(len(sizes), np.int64))
     steps = StepPlan.of(packs, lengths, assignment, world_size=1)
     place = st.sampled_from([SHARDED, *range(size)])
     places = np.array(data.draw(st.lists(place, min_size=num, max_size=num)))

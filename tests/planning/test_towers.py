@@ -11,7 +11,7 @@ from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.skrull import SHARDED
-from packtool.planning.steps import Assignment, StepPlan
+from packtool.planning.steps import StepAssignment, StepPlan
 from packtool.planning.summary import device_costs
 from packtool.planning.towers import TowerWork, assign_heaviest_first
 
@@ -35,7 +35,7 @@ def test_a_device_has_the_pictures_that_it_looks_at() -> None:
     lengths = np.array([8, 4, 4, 2])
     singles = PackPlan(np.arange(4), np.arange(5), lengths.astype(np.int32), 8)
     places = np.array([SHARDED, 1, 0, SHARDED])
-    assignment = Assignment(np.arange(4), np.array([2, 0, 1, 1]), np.array([4]), places)
+    assignment = StepAssignment(np.arange(4), np.array([2, 0, 1, 1]), np.array([4]), places)
     steps = StepPlan.of(singles, lengths, assignment, world_size=2)
     towers = TowerWork(np.array([60, 20, 10, 30]), np.array([3, 1, 1, 1]))
     # Rank 1 has a picture of its own, so rank 0 takes two of the first sample's three; a single one goes to one rank.

@@ -24,13 +24,15 @@ from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError, PacktoolError
 from packtool.planning.ledger import (
     DataChange,
+    Keys,
     Ledger,
     Match,
     RowCounts,
-    SampleKeys,
     SourceLedger,
+    content_keys,
     joined_counts,
     match,
+    row_keys,
 )
 from packtool.planning.pack_plan import Int64Array
 from packtool.train.prepare.history import origins_path
@@ -92,7 +94,7 @@ def _match_counts(
     considered = np.flatnonzero(is_considered)
     old_origins = [_old_origins(source, history) for source in pool]
     new_origins = {cache: read_origins(reader, cache) for cache in new}
-    old = SampleKeys.joined([_row_keys(origins) for origins in old_origins]).only(considered)
+    old = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)[:, considered]
     matches = {cache: match(old, _row_keys(origins)) for cache, origins in new_origins.items()}
     missing = considered[np.logical_and.reduce([each.is_gone for each in matches.values()])]
     by_content = _match_contents(pool, missing, before + epoch, reader, matches)
@@ -103,7 +105,7 @@ def _match_counts(
     is_gone[missing] = True
     for cache, each in matches.items():
         samples, same = (_NOTHING, _NOTHING) if by_content is None else by_content[cache]
-        counts.before[cache], counts.epoch[cache] = each.carried(before[considered]), each.carried(epoch[considered])
+        counts.before[cache], counts.epoch[cache] = each.transfer(before[considered]), each.transfer(epoch[considered])
         counts.before[cache][samples], counts.epoch[cache][samples] = before[same], epoch[same]
         is_new = each.is_new.copy()
         is_new[samples] = False
@@ -141,11 +143,11 @@ def _match_contents(
             if removed is None:
                 return None
             contents[here] = read_contents(removed, missing[here] - starts[number])
-    old = SampleKeys.of_contents(contents, counts[missing])
+    old = content_keys(contents, counts[missing])
     by_cache = {}
     for cache, samples in unmatched.items():
         new = read_contents(reader, samples + reader.offsets[cache])
-        same = match(old, SampleKeys.of_contents(new, np.zeros(len(new), np.int64))).same
+        same = match(old, content_keys(new, np.zeros(len(new), np.int64))).same
         by_cache[cache] = samples[same >= 0], missing[same[same >= 0]]
     return by_cache
 
@@ -198,10 +200,10 @@ def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], 
                 )
 
 
-def _row_keys(origins: Origins) -> SampleKeys:
+def _row_keys(origins: Origins) -> Keys:
     digests = [blake2b(digest.encode(errors="surrogatepass"), digest_size=8).digest() for digest in origins.digests]
     of_files = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-    return SampleKeys.of_rows(of_files[origins.file], origins.row, origins.part)
+    return row_keys(of_files[origins.file], origins.row, origins.part)
 
 
 SourceStatus = Literal["as before", "new", "back", "exported again", "replaced", "gone"]

@@ -252,7 +252,7 @@ def test_the_data_change_in_any_stage(
     assert after.stage_of(step)[0] == ledger.stage[0] or after.stage(step).first == step
     epoch = after.locate(step)[0]
     if epoch == ledger.epoch:
-        trained = ledger.in_epoch()
+        trained = joined_counts([each.epoch for each in ledger.sources])
         drawn = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
         wanted = wanted_of(joined_counts([source.before for source in ledger.sources]), trained)
         assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
