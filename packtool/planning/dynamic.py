@@ -336,6 +336,7 @@ def plan_evaluation(
     """Distribute samples over ranks and micro-batches; arguments as in ``EvaluationPlan``.
 
     Args:
+        lengths: (K,), tokens of the samples.
         max_tokens: by default ``DEFAULT_MAX_TOKENS``, or the longest sample if that is longer.
 
     Raises:

@@ -209,7 +209,7 @@ class Mixture:
 
     @cached_property
     def _selections(self) -> tuple[tuple[Int64Array, Int64Array, int], ...]:
-        """For each source: samples of every epoch (they may repeat), a pool, and the number drawn from it."""
+        """Samples of every epoch (they may repeat), a pool, and the number drawn from it, of each source."""
         selections = []
         for pool, count in zip(self.candidates, self.counts, strict=True):
             copies, num_drawn = divmod(count, max(len(pool), 1))
