@@ -300,7 +300,7 @@ def evaluate(
     packed = is_packed(bare) or can_be_packed(spec.config)
     if not packed:
         progress.note(f"samples of a {spec.config.model_type} model cannot be kept apart: evaluated one by one")
-        plan = plan.alone()
+        plan = plan.one_sample_each()
     for rank, fingerprint in enumerate(all_gather_objects(plan.fingerprint, world.size)):
         if fingerprint != plan.fingerprint:
             raise MismatchError(
@@ -381,7 +381,7 @@ def _joined(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheRead
     """Join all ranks' results in the order of the samples."""
     sources = tuple(sorted({name for *_, names in ranks for name in names}))
     numbers = {name: number for number, name in enumerate(sources)}
-    in_plan = np.concatenate([plan.places(rank) for rank in range(plan.num_ranks)])
+    in_plan = np.concatenate([plan.order_positions(rank) for rank in range(plan.num_ranks)])
     scores, origins = np.zeros((len(in_plan), len(SCORES))), np.zeros((len(in_plan), _ORIGIN), np.int64)
     scores[in_plan] = np.concatenate([rank_scores for rank_scores, *_ in ranks])
     origins[in_plan] = np.concatenate([rank_origins for _, rank_origins, _ in ranks])

@@ -379,9 +379,9 @@ class Inputs:
             if ledger.epoch == begun:
                 start = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
                 share, _ = self.stage_share(number, int(start), assignment)
-                mixture = mixture.part(share, before)
+                mixture = mixture.partial_epoch(share, before)
             # Samples that another stage trained do not count for this one.
-            return mixture.wanted(ledger.epoch, trained if is_same else np.zeros_like(trained))
+            return mixture.epoch_counts(ledger.epoch, trained if is_same else np.zeros_like(trained))
 
         return wanted, stage.options.max_length, (number, begun)
 

@@ -107,10 +107,10 @@ class Preview:
             "plan_seconds": round(self.seconds, 4),
             "steps_per_epoch": summary.num_steps,
             "steps_without_packing": summary.num_steps_without_packing,
-            "samples_per_step": batch.num_samples,
-            "target_tokens_per_step": batch.num_targets,
-            "samples_per_step_without_packing": batch.num_plain,
-            "target_tokens_per_step_without_packing": batch.num_plain_targets,
+            "samples_per_step": summary.samples_per_step,
+            "target_tokens_per_step": summary.samples_per_step * summary.targets_per_sample,
+            "samples_per_step_without_packing": num_plain,
+            "target_tokens_per_step_without_packing": num_plain * summary.targets_per_sample,
             **self._plain_batches(),
             "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
@@ -188,7 +188,7 @@ class Preview:
     @property
     def batch_line(self) -> str | None:
         """A sentence on the larger batch of packs, with advice; None if it is no larger than without packing."""
-        summary, options, batch = self.plan.summary, self.options, BatchGrowth.of(self.plan.summary)
+        summary, options = self.plan.summary, self.options
         if options.samples_per_step is not None:
             return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
         if not options.packing or summary.batch_growth < MIN_GROWTH_FOR_ADVICE:

@@ -85,7 +85,7 @@ class EpochStretch:
         """Positions in the caches of the samples that it trains, int64 (M,), in no order."""
         mixture = self.section.inputs.mixture
         if self.is_full and mixture is not None:
-            return mixture.drawn(self.epoch)
+            return mixture.draw(self.epoch)
         return self.plan.samples_of(0, self.stop - self.first)
 
     def target_tokens_from(self, start: int) -> int:
@@ -93,7 +93,7 @@ class EpochStretch:
         if self.is_full and start <= self.first:
             inputs = self.section.inputs
             if inputs.mixture is not None:
-                return int(inputs.targets[inputs.mixture.drawn(self.epoch)].sum())
+                return int(inputs.targets[inputs.mixture.draw(self.epoch)].sum())
             return int(self.section.full.steps.target_tokens_per_step.sum())  # every epoch has the same samples
         per_step = self.plan.steps.target_tokens_per_step
         return int(per_step[max(start - self.first, 0) : self.stop - self.first].sum())
@@ -500,7 +500,7 @@ def _first_section(
         each = stage.plan_of(0, assignment).steps.num_steps
         num_steps = round(share * each)
     while True:
-        plan = stage.plan_mixture(stage.mixture.part(share, trained), start[1], assignment)
+        plan = stage.plan_mixture(stage.mixture.partial_epoch(share, trained), start[1], assignment)
         if num_steps is None or each is None or plan.steps.num_steps >= num_steps:
             return Section(stage, assignment, *start, plan, num_steps)
         # One step too few would end the run early.
