@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from packtool.batch.pixels import load_pixels
+from packtool.batch.media import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader

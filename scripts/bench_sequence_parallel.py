@@ -191,7 +191,7 @@ def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array
     padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
     of_padded = np.concatenate([np.arange(1, length + 1) for length in padded])
     assigned = assign_tokens(padded, [SHARDED] * len(padded), cut)
-    yield "every document in zigzag", np.array([of_padded[index].sum() for index in assigned.index])
+    yield "every document in zigzag", np.array([of_padded[index].sum() for index in assigned])
     yield "the sequence in zigzag", np.array([chunks[rank] + chunks[-1 - rank] for rank in range(size)])
     yield "the sequence in equal parts", np.array([chunks[2 * rank] + chunks[2 * rank + 1] for rank in range(size)])
 

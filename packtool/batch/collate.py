@@ -1,4 +1,4 @@
-"""Samples become one micro-batch: laid end to end (packed) or one below the other (padded).
+"""Collation: samples become one micro-batch, end to end (packed), below each other (padded), or with shared prefixes.
 
 Labels are shifted here, inside each sample, so that no target crosses from one sample into the next::
 
@@ -6,19 +6,18 @@ Labels are shifted here, inside each sample, so that no target crosses from one 
     labels      a1 a2 -  | b1 b2 b3 -          "-" is -100
     cu_seqlens  0          3           7
 
-Ranks wait for each other in every call of a tower (the one for pictures and videos, the one for sounds), so all of them
-run the same towers in a micro-batch, once each: where a tower is to run and no sample brings anything for it, a filler
-document does, with a blank picture or some silence and without labels. Its loss and gradients are exactly zero.
+Ranks wait for each other in every call of a tower (one for pictures and videos, one for sounds), so all of them run the
+same towers in a micro-batch, once each: if a tower is to run and no sample has media for it, a filler document with a
+blank picture or silence and without labels is added. Its loss and gradients are exactly zero.
 
-Samples become one micro-batch in which common prefixes are there once; see ``batch.prefix_tree``.
-
-A token has the position that it has in its samples alone, and its label weighs what it weighs in all of them together::
+Where samples share prefixes (``batch.prefix_tree``), each prefix is there once. A token has the position that it has in
+its samples alone, and its label has the sum of the weights that it has in them::
 
     samples      P P P a a a | P P P b b           P is the prefix, a and b its continuations
     input_ids    P P P | a a a | b b               8 tokens instead of 11
     positions    0 1 2 | 3 4 5 | 3 4
     keys         P P P | P P P a a a | P P P b b   of each document
-    weights      2 2 1 | 1 1   | 1                 the third P predicts the first a, but no b: that is no target
+    weights      2 2 1 | 1 1   | 1                 the third P predicts the first a, but not b: that is no target
 """
 
 from __future__ import annotations
@@ -32,15 +31,12 @@ import torch
 from torch import Tensor
 
 from packtool.batch.batch import PackedBatch, PaddedBatch, TreeBatch, target_positions
+from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
-from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import PAD_ID, sample_positions
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, stretch_of
-from packtool.batch.processed import blank_picture_processed, load_processed
-from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
-from packtool.config.train import LossReduction
 from packtool.constants import IGNORE_INDEX, MIN_SHARED
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import MediaKind
@@ -59,36 +55,30 @@ def collate_packs(
     Args:
         samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.
         spec: the model they are for.
-        towers: that run whatever the samples bring; by default all that the model has.
-        multiple_of: the row's length becomes one, by a filler document behind the others.
+        towers: that run even if no sample has media for them; by default all of the model's.
+        multiple_of: pads the sequence to a multiple, by a filler document after the others.
 
     Raises:
         DataError: naming a picture that cannot be read or has changed, or a sample whose placeholder
             tokens do not fit its pictures.
     """
     check_pads(samples, spec)
-    documents, media = with_fillers(samples, spec, towers)
-    documents, num_padding = with_padding(documents, multiple_of)
-    input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
-    labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
-    if spec.has_mrope:
-        positions = np.concatenate([sample_positions(sample, spec) for sample in documents], axis=1)[:, None]
-    else:
-        positions = np.concatenate([np.arange(sample.length) for sample in documents], dtype=np.int64)[None]
+    documents, media, num_padding = _with_fillers(samples, spec, towers, multiple_of)
     lengths = tuple(sample.length for sample in documents)
     weights = shifted_weights(documents, spec)
     return PackedBatch(
-        input_ids=torch.from_numpy(input_ids).unsqueeze(0),
-        labels=torch.from_numpy(labels).unsqueeze(0),
-        position_ids=as_positions(positions),
-        media=media,
-        towers=tower_inputs(spec, media, torch.from_numpy(input_ids)),
-        target_positions=target_positions(torch.from_numpy(labels)),
-        loss_weights=torch.from_numpy(np.concatenate(weights)).unsqueeze(0) if weights is not None else None,
+        **batch_fields(
+            np.concatenate([sample.input_ids for sample in documents], dtype=np.int64),
+            np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64),
+            None if weights is None else np.concatenate(weights),
+            media,
+            spec,
+        ),
+        position_ids=joined_positions([sample_positions(sample, spec) for sample in documents], spec),
         channels=tuple(sample.channel for sample in documents),
         num_samples=len(samples),
         num_padding=num_padding,
-        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        cu_seqlens=_bounds(lengths),
         lengths=lengths,
     )
 
@@ -96,87 +86,117 @@ def collate_packs(
 def collate_padded(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
 ) -> PaddedBatch:
-    """Put one sample into each row, padded on the right to the longest; the price is T x B minus the tokens.
+    """Put one sample into each row, padded on the right to the longest, which costs T x B minus the tokens.
 
     Args:
         samples: in their order; none at all makes a micro-batch of filler rows, with zero loss.
-        spec: the model they are for.
-        towers: as for ``collate_packs``.
-
-    Raises:
-        DataError: as ``collate_packs``.
+        spec, towers: as for ``collate_packs``.
     """
     check_pads(samples, spec)
-    rows, media = with_fillers(samples, spec, towers)
+    rows, media, _ = _with_fillers(samples, spec, towers)
     shape = (len(rows), max(sample.length for sample in rows))
-    # A padding token is never attended to and has no label; 0 is in every vocabulary and is no picture's pad.
-    found = [sample_positions(sample, spec) for sample in rows]
-    input_ids, positions = np.zeros(shape, np.int64), np.zeros((4, *shape), np.result_type(*found))
+    row_positions = [sample_positions(sample, spec) for sample in rows]
+    # Padding tokens have no label and are never attended to.
+    input_ids, positions = np.full(shape, PAD_ID, np.int64), np.zeros((4, *shape), np.result_type(*row_positions))
     labels, mask = np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
-    weights = shifted_weights(rows, spec)
-    loss_weights = np.zeros(shape, np.float32)
+    weights, loss_weights = shifted_weights(rows, spec), np.zeros(shape, np.float32)
     for row, sample in enumerate(rows):
-        taken = slice(sample.length)
-        input_ids[row, taken] = sample.input_ids
-        labels[row, taken] = shifted_labels(sample)
-        mask[row, taken] = 1
-        positions[:, row, taken] = found[row]
+        tokens = slice(sample.length)
+        input_ids[row, tokens] = sample.input_ids
+        labels[row, tokens] = shifted_labels(sample)
+        mask[row, tokens] = 1
+        positions[:, row, tokens] = row_positions[row]
         if weights is not None:
-            loss_weights[row, taken] = weights[row]
+            loss_weights[row, tokens] = weights[row]
     return PaddedBatch(
-        input_ids=torch.from_numpy(input_ids),
-        labels=torch.from_numpy(labels),
-        position_ids=as_positions(positions if spec.has_mrope else positions[0]),
-        media=media,
-        towers=tower_inputs(spec, media, torch.from_numpy(input_ids)),
-        target_positions=target_positions(torch.from_numpy(labels)),
-        loss_weights=torch.from_numpy(loss_weights) if weights is not None else None,
+        **batch_fields(input_ids, labels, None if weights is None else loss_weights, media, spec),
+        position_ids=_as_position_ids(positions if spec.has_mrope else positions[0]),
         channels=tuple(sample.channel for sample in rows),
         num_samples=len(samples),
         attention_mask=torch.from_numpy(mask),
     )
 
 
+def batch_fields(
+    input_ids: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float32] | None,
+    media: dict[str, Tensor],
+    spec: InputSpec,
+    *,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """The fields of a ``Batch`` that all kinds of micro-batch make from their tokens (T,) or (B, T) in the same way."""
+    ids, targets = _as_rows(input_ids), _as_rows(labels)
+    return {
+        "input_ids": ids,
+        "labels": targets,
+        "loss_weights": None if weights is None else _as_rows(weights),
+        "target_positions": target_positions(targets),
+        "media": media,
+        "towers": tower_inputs(spec, media, ids, shared=shared),
+    }
+
+
+def _as_rows(array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array) if array.ndim == 2 else torch.from_numpy(array).unsqueeze(0)
+
+
 def shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
-    """int32 (L,): what each position is to predict; the last one predicts nothing."""
+    """The label that each position predicts, int32 (L,); the last position predicts nothing."""
     return np.append(sample.labels[1:], np.int32(IGNORE_INDEX))
 
 
 def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[npt.NDArray[np.float32]] | None:
-    """float32 (L,) of each sample, shifted like its labels; None if all labels of all samples weigh 1."""
+    """Weights float32 (L,) of each sample, shifted like its labels; None if all labels of all samples weigh 1."""
     if spec.loss_reduction == "token" and all(sample.loss_scale is None for sample in samples):
         return None
-    return [_weights(sample, spec.loss_reduction) for sample in samples]
-
-
-def _weights(sample: EncodedSample, reduction: LossReduction) -> npt.NDArray[np.float32]:
-    scale = np.ones(sample.length, np.float32) if sample.loss_scale is None else sample.loss_scale
-    weights = np.append(scale[1:], np.float32(0))
-    if reduction == "sample":
-        # Each sample's mean counts as much as another's, however many targets it has.
-        weights /= max(int(np.count_nonzero(sample.labels[1:] != IGNORE_INDEX)), 1)
+    weights = []
+    for sample in samples:
+        scale = np.ones(sample.length, np.float32) if sample.loss_scale is None else sample.loss_scale
+        shifted = np.append(scale[1:], np.float32(0))
+        if spec.loss_reduction == "sample":
+            # Each sample's mean counts as much as another's, however many targets it has.
+            shifted /= max(int(np.count_nonzero(sample.labels[1:] != IGNORE_INDEX)), 1)
+        weights.append(shifted)
     return weights
 
 
-def as_positions(positions: npt.NDArray[Any]) -> Tensor:
-    """Position ids of any shape as models take them: int64, or float32 where they have fractions."""
+def joined_positions(
+    parts: Sequence[npt.NDArray[Any]], spec: InputSpec, index: npt.NDArray[np.int64] | None = None
+) -> Tensor:
+    """Position ids of one sequence: (4, 1, T) for M-RoPE models and (1, T) otherwise.
+
+    Args:
+        parts: (4, L) each, laid end to end.
+        index: (T,), the tokens to take; None for all.
+    """
+    positions = np.concatenate(parts if spec.has_mrope else [part[:1] for part in parts], axis=1)
+    if index is not None:
+        positions = positions[:, index]
+    return _as_position_ids(positions[:, None] if spec.has_mrope else positions)
+
+
+def _as_position_ids(positions: npt.NDArray[Any]) -> Tensor:
+    """Position ids as models take them: int64, or float32 where they have fractions."""
     if np.issubdtype(positions.dtype, np.floating):
         positions = positions.astype(np.float32)
     return torch.from_numpy(positions)
 
 
-def with_fillers(
-    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None
-) -> tuple[list[EncodedSample], dict[str, Tensor]]:
-    """The samples, a filler for each tower that has nothing to do, and what the towers take of all of them.
+def _bounds(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
-    The tensors have the shapes that ``load_media`` says: (patches, dimension), (sounds, bins, frames) and the like.
-    """
+
+def _with_fillers(
+    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, multiple_of: int = 1
+) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
+    """The samples and a filler for each tower that has no media and for padding; all media; tokens of padding."""
     documents, media = list(samples), load_media(samples, spec)
     towers = spec.towers if towers is None else towers
     if "vision" in towers and spec.family.processor_inputs:
         if not media:
-            count, media = blank_picture_processed(spec)
+            count, media = blank_processed(spec)
             picture = EncodedImage(None, b"", 0, 0, (), num_tokens=count)
             documents.append(filler([spec.pad_ids["image"]] * count, (picture,)))
     elif "vision" in towers and not any(pixels in media for pixels, _ in spec.family.visual_inputs.values()):
@@ -187,51 +207,21 @@ def with_fillers(
         documents.append(filler([opening, spec.pad_ids["image"], closing], (picture,)))
         media |= blank
     if "sound" in towers and "input_features" not in media:
-        documents.append(filler([spec.pad_ids["audio"]], ()))
+        documents.append(filler([spec.pad_ids["audio"]]))
         media |= silence(spec)
-    return documents or [filler([0], ())], media
-
-
-def with_padding(documents: Sequence[EncodedSample], multiple_of: int) -> tuple[list[EncodedSample], int]:
-    """The documents, with a filler behind them whose tokens make their length a multiple, and the number of these."""
+    documents = documents or [filler([PAD_ID])]
     num_padding = -sum(document.length for document in documents) % multiple_of
-    return [*documents, *([filler([PAD_ID] * num_padding, ())] if num_padding else [])], num_padding
+    return documents + [filler([PAD_ID] * num_padding)] * bool(num_padding), media, num_padding
 
 
-def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
-    """The smallest picture, or video, there is, as the vision tower takes it: one token; as for ``load_pixels``."""
-    side = int(spec.config.vision_config.spatial_merge_size)
-    pixels, grid = spec.family.visual_inputs[kind]
-    return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}
-
-
-def silence(spec: InputSpec) -> dict[str, Tensor]:
-    """The shortest sound there is, as the audio tower takes it: one token; as for ``load_sounds``."""
-    frames = spec.family.mel_frames
-    mask = torch.ones(1, frames, dtype=torch.int64)
-    return {"input_features": torch.zeros(1, spec.num_mel_bins, frames), "feature_attention_mask": mask}
-
-
-def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """What the towers take of some samples: see ``load_pixels`` and ``load_sounds``, or ``load_processed``.
-
-    Raises:
-        MediaError: naming a file that cannot be read or has changed.
-    """
-    if spec.family.processor_inputs:
-        return load_processed(samples, spec)
-    media = load_pixels(samples, spec)
-    return media | load_sounds(samples, spec) if spec.hears else media
-
-
-def filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
+def filler(input_ids: list[int], images: tuple[EncodedImage, ...] = ()) -> EncodedSample:
     """A document of these tokens and pictures without labels, so that its loss is zero."""
     ids = np.array(input_ids, np.int32)
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 
 
 def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """Check that media meet their own sample's placeholder tokens: transformers compares a micro-batch's totals."""
+    """Compare each sample's placeholder tokens with its media: transformers compares a micro-batch's totals only."""
     for sample in samples:
         tracks = [video.audio for video in sample.videos if video.audio is not None]
         needed: dict[MediaKind, int] = {
@@ -258,104 +248,81 @@ def collate_tree(
     min_shared: int = MIN_SHARED,
     multiple_of: int = 1,
 ) -> PackedBatch:
-    """Lay samples end to end in one row, the prefixes that they have in common once.
+    """Lay samples end to end in one sequence, with each common prefix once.
 
-    The price: attention gathers keys and values of all samples whole, one layer at a time.
+    The cost: attention gathers keys and values of all complete samples, one layer at a time.
 
     Args:
         samples, spec, towers, multiple_of: as for ``collate_packs``.
         min_shared: see ``prefix_tree.find_tree``.
 
     Returns:
-        a ``TreeBatch``, or what ``collate_packs`` makes where nothing is shared.
-
-    Raises:
-        DataError: as ``collate_packs``.
+        a ``TreeBatch``, or the result of ``collate_packs`` if nothing is shared.
     """
     check_pads(samples, spec)
     nodes = find_tree(samples, spec, min_shared=min_shared)
     if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, multiple_of=multiple_of)
     parts = [stretch_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
-    documents, media = with_fillers(parts, spec, towers)
-    documents, num_padding = with_padding(documents, multiple_of)
+    documents, media, num_padding = _with_fillers(parts, spec, towers, multiple_of)
     fillers = documents[len(nodes) :]
     lengths = tuple(document.length for document in documents)
     keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)
-    input_ids = torch.from_numpy(np.concatenate([document.input_ids for document in documents], dtype=np.int64))
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
     labels, weights, counts = _targets(samples, nodes, spec, channels)
     num_fillers = sum(filler.length for filler in fillers)
-    labels = np.append(labels, np.full(num_fillers, IGNORE_INDEX))
-    weights = np.append(weights, np.zeros(num_fillers, np.float32))
-    positions = target_positions(torch.from_numpy(labels))
-    counts = counts[:, positions.numpy()]
+    fields = batch_fields(
+        np.concatenate([document.input_ids for document in documents], dtype=np.int64),
+        np.append(labels, np.full(num_fillers, IGNORE_INDEX)),
+        np.append(weights, np.zeros(num_fillers, np.float32)),
+        media,
+        spec,
+    )
+    counts = counts[:, fields["target_positions"].numpy()]
+    # Nodes come after the nodes that they continue, so the last node of a sample is its end.
+    ends = {number: document for document, node in enumerate(nodes) for number in node.samples}
+    whole = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
+    positions = [whole[node.samples[0]][:, node.start : node.stop] for node in nodes]
+    positions += [sample_positions(filler, spec) for filler in fillers]
     return TreeBatch(
-        input_ids=input_ids.unsqueeze(0),
-        labels=torch.from_numpy(labels).unsqueeze(0),
-        position_ids=_positions(samples, nodes, fillers, spec),
-        media=media,
-        towers=tower_inputs(spec, media, input_ids),
-        target_positions=positions,
-        loss_weights=torch.from_numpy(weights).unsqueeze(0),
+        **fields,
+        position_ids=joined_positions(positions, spec),
         channels=channels,
         num_samples=len(samples),
         num_padding=num_padding,
-        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        cu_seqlens=_bounds(lengths),
         lengths=lengths,
         key_index=torch.from_numpy(keys),
-        cu_seqlens_k=torch.tensor([0, *np.cumsum(key_lengths)], dtype=torch.int32),
+        cu_seqlens_k=_bounds(key_lengths),
         key_lengths=key_lengths,
         target_counts=torch.from_numpy(counts),
         num_sample_targets=int(counts.sum()),
-        sample_ends=_ends(nodes, len(samples)),
+        sample_ends=tuple(ends[number] for number in range(len(samples))),
     )
-
-
-def _ends(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
-    """The last node of each sample; nodes come behind those that they go on from."""
-    found = {number: document for document, node in enumerate(nodes) for number in node.samples}
-    return tuple(found[number] for number in range(num_samples))
 
 
 def _targets(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, channels: Sequence[str | None]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Labels of the nodes' tokens and what they weigh, (T,); how many labels of each channel they stand for, (C, T)."""
-    shifted = [shifted_labels(sample) for sample in samples]
-    weighed = shifted_weights(samples, spec)
+    """Labels and weights of the nodes' tokens, (T,), and the labels of each channel that they stand for, (C, T)."""
+    sample_labels = [shifted_labels(sample) for sample in samples]
+    sample_weights = shifted_weights(samples, spec)
     labels, weights, counts = [], [], []
-    code_of = {channel: code for code, channel in enumerate(channels)}
+    codes = {channel: code for code, channel in enumerate(channels)}
     for node in nodes:
-        taken = slice(node.start, node.stop)
-        wanted = np.stack([shifted[number][taken] for number in node.samples])
-        is_target = wanted != IGNORE_INDEX
-        label = np.where(is_target.any(axis=0), wanted.max(axis=0, initial=IGNORE_INDEX), IGNORE_INDEX)
-        assert (wanted[is_target] == np.broadcast_to(label, wanted.shape)[is_target]).all(), "a token has one label"
+        tokens = slice(node.start, node.stop)
+        node_labels = np.stack([sample_labels[number][tokens] for number in node.samples])
+        is_target = node_labels != IGNORE_INDEX
+        label = np.where(is_target.any(axis=0), node_labels.max(axis=0, initial=IGNORE_INDEX), IGNORE_INDEX)
+        assert (node_labels[is_target] == np.broadcast_to(label, node_labels.shape)[is_target]).all(), (
+            "a token has one label"
+        )
         weight = is_target.astype(np.float32)
-        if weighed is not None:
-            weight *= np.stack([weighed[number][taken] for number in node.samples])
+        if sample_weights is not None:
+            weight *= np.stack([sample_weights[number][tokens] for number in node.samples])
         labels.append(label.astype(np.int64))
         weights.append(weight.sum(axis=0, dtype=np.float32))
         count = np.zeros((len(channels), node.length), np.int64)
-        np.add.at(count, [code_of[samples[number].channel] for number in node.samples], is_target)
+        np.add.at(count, [codes[samples[number].channel] for number in node.samples], is_target)
         counts.append(count)
     return np.concatenate(labels), np.concatenate(weights), np.concatenate(counts, axis=1)
-
-
-def _positions(
-    samples: Sequence[EncodedSample], nodes: Sequence[Node], fillers: Sequence[EncodedSample], spec: InputSpec
-) -> torch.Tensor:
-    """Those of the samples alone, (4, 1, T) for M-RoPE and (1, T) else."""
-    if not spec.has_mrope:
-        runs = [np.arange(node.start, node.stop, dtype=np.int64) for node in nodes]
-        return torch.from_numpy(np.concatenate([*runs, *(np.arange(filler.length) for filler in fillers)])[None])
-    alone: dict[int, npt.NDArray[Any]] = {}
-    found = []
-    for node in nodes:
-        first = node.samples[0]
-        if first not in alone:
-            alone[first] = sample_positions(samples[first], spec)
-        found.append(alone[first][:, node.start : node.stop])
-    found += [sample_positions(filler, spec) for filler in fillers]
-    return as_positions(np.concatenate(found, axis=1)[:, None])

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from packtool.batch.batch import B, Batch, SkippedSample
-from packtool.batch.collate import collate_packs, collate_padded, collate_tree, load_media
+from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.batch.collate_shard import collate_shard
+from packtool.batch.media import load_media
 from packtool.batch.micro_batch import MicroBatch, Tower
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec

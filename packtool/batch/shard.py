@@ -1,22 +1,23 @@
-"""Which tokens of a packed sequence each of P ranks holds that share it: one permutation for all that a token has.
+"""Assignment of a packed sequence's tokens to the P ranks that share it: one permutation for all of a token's data.
 
 A document is *sharded* over all ranks or *local* to one. With R ranks on the ring axis, a sharded document is padded to
 a multiple of 2R and cut into 2R chunks, of which rank i holds chunks i and 2R - 1 - i: a late chunk, whose queries see
-much, goes with an early one, and all ranks do equal work within every document. What the U ranks of a Ulysses axis
-share is such a part of the sequence, cut into U even pieces. A document of 8 tokens and one of 3, R = 2 and U = 1::
+much, goes with an early one, and all ranks do equal work within every document. The U ranks of a Ulysses axis share
+such a part of the sequence, cut into U even pieces. A document of 8 tokens and one of 3, R = 2 and U = 1::
 
     sequence  a a a a a a a a b b b .        "." is padding: it has positions, and never a label
     rank 0    a0 a1       a6 a7 b0    .      chunks 0 and 3
     rank 1    a2 a3 a4 a5       b1 b2        chunks 1 and 2
 
 A rank's own sequence is its local documents, then its part of the sharded ones. Everything here follows from lengths,
-so every rank knows what the others hold.
+so every rank knows the tokens of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sequence is cut, and the rank whose part this is.
+    """Split of a sequence over ranks, and one of these ranks.
 
     Args:
         ring_size: R, of the axis whose ranks hold chunks.
@@ -49,7 +50,7 @@ class Cut:
 
     @property
     def ring_rank(self) -> int:
-        """This process's place on the ring axis."""
+        """This process's rank on the ring axis."""
         return self.rank // self.ulysses_size
 
     @property
@@ -58,22 +59,19 @@ class Cut:
         return 2 * self.ring_size if self.ring_size > 1 else 1
 
     def num_filler_tokens(self, num_tokens: int) -> int:
-        """Tokens of a last document with which ``num_tokens``, of padded documents, can be shared evenly."""
-        step, num = self.multiple, 0
-        while (num_tokens + num) % self.size:
-            num += step
-        return num
+        """Tokens of a filler document with which ``num_tokens``, of padded documents, can be shared evenly."""
+        return next(num for num in count(0, self.multiple) if (num_tokens + num) % self.size == 0)
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureRoute:
-    """How what a tower makes of a rank's pictures or sounds gets to the ranks that hold their tokens.
+    """Exchange of tower features from the ranks that compute them to those that hold their tokens.
 
     Args:
         send_order: int64 (n,), rows of this rank's features, those for rank 0 first.
         send_counts: rows for each rank, (P,).
         receive_counts: rows from each rank, (P,).
-        receive_order: int64 (m,), of the rows as they come, the order in which this rank's sequence has their tokens.
+        receive_order: int64 (m,), received rows in the order of this rank's tokens.
     """
 
     send_order: Tensor
@@ -84,13 +82,13 @@ class FeatureRoute:
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """A rank's part of a packed sequence, as attention must know it.
+    """A rank's part of a packed sequence, as attention needs it.
 
     Args:
-        cut: how.
+        cut: split of the sequence.
         local_lengths: documents that are this rank's alone, first in its sequence.
-        sharded_lengths: whole, with their padding: the same on all ranks.
-        routes: of the features of ``image``, ``video`` and ``audio``, where the sequence has some.
+        sharded_lengths: complete, with their padding: the same on all ranks.
+        routes: of the features of ``image``, ``video`` and ``audio``, if the sequence has any.
     """
 
     cut: Cut
@@ -104,75 +102,66 @@ class SequenceShard:
         return sum(self.local_lengths)
 
 
-@dataclass(frozen=True, eq=False)
-class TokenAssignment:
-    """A sequence cut for P ranks.
-
-    Args:
-        index: for each rank, int64: the positions of the sequence that it holds, in its own order.
-        holder: int64 (T,), the rank of each position.
-        slot: int64 (T,), where in that rank's own sequence.
-    """
-
-    index: tuple[Int64Array, ...]
-    holder: Int64Array
-    slot: Int64Array
-
-
-def assign_tokens(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> TokenAssignment:
+def assign_tokens(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> list[Int64Array]:
     """Assign a sequence's tokens to the ranks.
 
     Args:
-        lengths: of the documents, padded where they are sharded, with a filler that makes them even.
+        lengths: of the documents, padded if they are sharded, with a filler that makes their parts even.
         places: of each, ``SHARDED`` or a rank.
         cut: its ``rank`` does not matter.
+
+    Returns:
+        for each rank, int64 (t,): the positions of its t tokens in the sequence, in the rank's own order.
     """
     starts = np.cumsum([0, *lengths])
-    parts: list[list[Int64Array]] = [[] for _ in range(cut.size)]
-    rings: list[list[Int64Array]] = [[] for _ in range(cut.ring_size)]
+    nothing = np.zeros(0, np.int64)
+    parts = [[nothing] for _ in range(cut.size)]
+    rings = [[nothing] for _ in range(cut.ring_size)]
     for start, length, place in zip(starts[:-1].tolist(), lengths, places, strict=True):
+        tokens = np.arange(start, start + length)
         if place != SHARDED:
-            parts[place].append(np.arange(start, start + length))
+            parts[place].append(tokens)
         elif cut.ring_size == 1:
-            rings[0].append(np.arange(start, start + length))
+            rings[0].append(tokens)
         else:
-            chunks = np.arange(start, start + length).reshape(2 * cut.ring_size, -1)
+            chunks = tokens.reshape(2 * cut.ring_size, -1)
             for rank, ring in enumerate(rings):
                 ring += [chunks[rank], chunks[2 * cut.ring_size - 1 - rank]]
-    nothing = np.zeros(0, np.int64)
     for number, ring in enumerate(rings):
-        whole = np.concatenate([nothing, *ring])
-        assert len(whole) % cut.ulysses_size == 0, "a filler makes it even"
-        for offset, piece in enumerate(np.split(whole, cut.ulysses_size)):
+        ring_tokens = np.concatenate(ring)
+        assert len(ring_tokens) % cut.ulysses_size == 0, "a filler makes it even"
+        for offset, piece in enumerate(np.split(ring_tokens, cut.ulysses_size)):
             parts[number * cut.ulysses_size + offset].append(piece)
-    index = tuple(np.concatenate([nothing, *part]) for part in parts)
-    holder, slot = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
-    for rank, held in enumerate(index):
-        holder[held], slot[held] = rank, np.arange(len(held))
-    return TokenAssignment(index, holder, slot)
+    return [np.concatenate(part) for part in parts]
 
 
 def route_features(
-    positions: Int64Array, owners: Int64Array, assigned: TokenAssignment, rank: int, size: int
+    positions: Int64Array, owners: Int64Array, assigned: Sequence[Int64Array], rank: int
 ) -> FeatureRoute:
-    """Bring features from the ranks that compute them to those that hold their tokens.
+    """Route features from the ranks that compute them to those that hold their tokens.
 
     Args:
-        positions: (n,), in the sequence, of the tokens that stand for features, rising.
+        positions: (n,), of the tokens that stand for features in the sequence, ascending.
         owners: (n,), the rank that computes each one's feature.
-        assigned: the sequence.
-        rank: this one, of ``size``.
+        assigned: the tokens of each rank, as ``assign_tokens`` returns them.
+        rank: this one.
     """
-    holders = assigned.holder[positions]
-    mine = np.flatnonzero(owners == rank)
+    size = len(assigned)
+    holder = np.empty(sum(map(len, assigned)), np.int64)
+    for other, tokens in enumerate(assigned):
+        holder[tokens] = other
+    slot = np.empty_like(holder)  # the index of each of this rank's tokens in its own sequence
+    slot[assigned[rank]] = np.arange(len(assigned[rank]))
+    holders = holder[positions]
+    own = np.flatnonzero(owners == rank)
     held = np.flatnonzero(holders == rank)
-    # They come rank by rank, of each rank in the order of the whole sequence.
-    coming = np.argsort(owners[held], kind="stable")
-    place = np.empty(len(held), np.int64)
-    place[coming] = np.arange(len(held))
+    # Rows arrive rank by rank, and of each rank in the order of the complete sequence.
+    arriving = np.argsort(owners[held], kind="stable")
+    row = np.empty(len(held), np.int64)
+    row[arriving] = np.arange(len(held))
     return FeatureRoute(
-        send_order=torch.from_numpy(np.argsort(holders[mine], kind="stable")),
-        send_counts=tuple(np.bincount(holders[mine], minlength=size).tolist()),
+        send_order=torch.from_numpy(np.argsort(holders[own], kind="stable")),
+        send_counts=tuple(np.bincount(holders[own], minlength=size).tolist()),
         receive_counts=tuple(np.bincount(owners[held], minlength=size).tolist()),
-        receive_order=torch.from_numpy(place[np.argsort(assigned.slot[positions[held]], kind="stable")]),
+        receive_order=torch.from_numpy(row[np.argsort(slot[positions[held]], kind="stable")]),
     )

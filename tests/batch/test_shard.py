@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.batch.shard import Cut, TokenAssignment, assign_tokens, route_features
+from packtool.batch.shard import Cut, assign_tokens, route_features
 from packtool.planning.skrull import SHARDED
 
 sizes = st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 3), (3, 2), (8, 1)])
@@ -33,10 +33,8 @@ def test_every_token_is_on_one_rank(given_documents: list[tuple[int, bool]], siz
     cut = Cut(*size)
     lengths, places = sequence(given_documents, cut)
     assigned = assign_tokens(lengths, places, cut)
-    assert np.sort(np.concatenate(assigned.index)).tolist() == list(range(sum(lengths)))
-    for rank, index in enumerate(assigned.index):
-        assert (assigned.holder[index] == rank).all()
-        assert (assigned.slot[index] == np.arange(len(index))).all()
+    assert np.sort(np.concatenate(assigned)).tolist() == list(range(sum(lengths)))
+    for rank, index in enumerate(assigned):
         # What is local comes first, and of what is sharded every rank has as much.
         own = sum(length for length, place in zip(lengths, places, strict=True) if place == rank)
         sharded = sum(length for length, place in zip(lengths, places, strict=True) if place == SHARDED)
@@ -50,7 +48,7 @@ def test_zigzag_gives_every_rank_of_a_ring_the_same_work(lengths: list[int], rin
     cut = Cut(ring, 1)
     padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
     positions = np.concatenate([np.arange(length) for length in padded])
-    index = assign_tokens(padded, [SHARDED] * len(padded), cut).index
+    index = assign_tokens(padded, [SHARDED] * len(padded), cut)
     # A query at position p sees p + 1 keys.
     assert len({int((positions[held] + 1).sum()) for held in index}) == 1
 
@@ -75,22 +73,22 @@ def test_features_arrive_where_their_tokens_are(
     generator = np.random.default_rng(sum(lengths))
     positions = np.flatnonzero(generator.random(sum(lengths)) < 0.4)
     owners = generator.integers(0, cut.size, len(positions))
-    arrived = _exchanged(positions, owners, assigned, cut.size)
-    for rank, index in enumerate(assigned.index):
+    arrived = _exchanged(positions, owners, assigned)
+    for rank, index in enumerate(assigned):
         wanted = [position for position in index.tolist() if position in set(positions.tolist())]
         assert arrived[rank] == wanted
 
 
-def _exchanged(positions: np.ndarray, owners: np.ndarray, assigned: TokenAssignment, size: int) -> list[list[int]]:
+def _exchanged(positions: np.ndarray, owners: np.ndarray, assigned: list[np.ndarray]) -> list[list[int]]:
     """The exchange of all ranks in one process; a feature is the position of its token."""
-    routes = [route_features(positions, owners, assigned, rank, size) for rank in range(size)]
+    routes = [route_features(positions, owners, assigned, rank) for rank in range(len(assigned))]
     sent = [
         np.split(positions[owners == rank][route.send_order.numpy()], np.cumsum(route.send_counts)[:-1])
         for rank, route in enumerate(routes)
     ]
     arrived = []
     for rank, route in enumerate(routes):
-        came = [sent[other][rank] for other in range(size)]
+        came = [sent[other][rank] for other in range(len(assigned))]
         assert tuple(map(len, came)) == route.receive_counts
         arrived.append(np.concatenate(came)[route.receive_order.numpy()].tolist())
     return arrived

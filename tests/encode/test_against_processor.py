@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from packtool.batch.collate import load_media
+from packtool.batch.media import load_media
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder

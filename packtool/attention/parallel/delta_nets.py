@@ -75,7 +75,7 @@ def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Te
         int64 (T,) each: the row of each token; the token of each row.
     """
     places = [SHARDED] * len(shard.sharded_lengths)
-    index = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.cut).index)
+    index = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.cut))
     return torch.from_numpy(np.argsort(index)).to(device), torch.from_numpy(index).to(device)
 
 

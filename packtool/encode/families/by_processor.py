@@ -2,7 +2,7 @@
 
 Their text tower is causal with plain positions, one token in ``config.json`` stands for a piece of a picture, and the
 forward takes the processor's outputs and puts features where that token is. ``processor.ProcessorFamily`` encodes for
-them, ``batch.processed`` loads for them. Each is proven in ``tests/batch/test_processed.py``.
+them, ``batch.media`` loads for them. Each is proven in ``tests/batch/test_media_processed.py``.
 
 ``REFUSED`` lists models with pictures that are exported through their own processor but not trained, by the reason.
 """

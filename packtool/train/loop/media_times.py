@@ -21,9 +21,7 @@ import numpy as np
 import torch
 
 from packtool import storage
-from packtool.batch.pixels import load_pixels
-from packtool.batch.processed import load_processed
-from packtool.batch.sounds import load_sounds
+from packtool.batch.media import load_pixels, load_processed, load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.config.plan import PlanConfig
 from packtool.encode.encoded import EncodedSample

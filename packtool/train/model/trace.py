@@ -32,7 +32,7 @@ from packtool.attention.parallel.mesh import AbsentRanks, SequenceParallel
 from packtool.attention.recurrent import share_recurrent_layers
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
-from packtool.batch.processed import pictures_processed
+from packtool.batch.media import large_processed
 from packtool.batch.shard import Cut, FeatureRoute, SequenceShard
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
@@ -166,7 +166,7 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
     media: dict[str, Tensor] = {}
     if spec.family.processor_inputs:
         if tokens.vision:
-            num_tokens, media = pictures_processed(spec, tokens.vision, tokens.computed)
+            num_tokens, media = large_processed(spec, tokens.vision, tokens.computed)
             input_ids[:num_tokens] = spec.pad_ids["image"]
         return media
     if spec.sees and max(tokens.vision, tokens.local_vision):

@@ -16,8 +16,8 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.collate_shard import collate_shard, with_own_media
+from packtool.batch.media import load_processed
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, stretch_of
-from packtool.batch.processed import load_processed
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import sounds_in_order

@@ -139,7 +139,7 @@ def _error(
     bare = [rank for rank in range(cut.size) if rank not in places and SHARDED not in places]
     lengths, places = [*lengths, filler, *(1 for _ in bare)], [*places, SHARDED, *bare]
     (q, k, v, above), expected, wanted = _reference(tuple(lengths), heads, dtype, window)
-    index = torch.from_numpy(assign_tokens(lengths, places, cut).index[cut.rank])
+    index = torch.from_numpy(assign_tokens(lengths, places, cut)[cut.rank])
     shard = SequenceShard(
         cut,
         tuple(n for n, place in zip(lengths, places, strict=True) if place == cut.rank),

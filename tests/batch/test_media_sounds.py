@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import WhisperFeatureExtractor
 
-from packtool.batch.sounds import _features
+from packtool.batch.media import _mel_frames
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio
 from packtool.encode.families import MediaLimits
@@ -36,6 +36,6 @@ def test_a_second_of_silence_is_as_good_as_minutes(seconds: float, tmp_path: Pat
     config: Any = SimpleNamespace()
     spec = InputSpec(str(tmp_path / "model"), config, limits, media_policy=MediaPolicy())
     sample: Any = SimpleNamespace(row=0, source="rows.jsonl")
-    found = _features(EncodedAudio(path, None, count, num_frames, 1), path, None, sample, spec)
+    found = _mel_frames(EncodedAudio(path, None, count, num_frames, 1), path, None, sample, spec)
     assert found.shape == (128, num_frames)
     assert torch.equal(found, made["input_features"][0, :, :num_frames])

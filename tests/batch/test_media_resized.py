@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from packtool.batch.media import load_pixels
 from packtool.batch.media_cache import MediaCache, MediaReads
-from packtool.batch.pixels import load_pixels
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.data import MediaCacheOptions
@@ -167,7 +167,7 @@ def test_what_changes_while_it_is_decoded_is_not_kept(
     spec, kept = world
     _, sample = picture_on_disk(tmp_path, spec)
     answers = iter(["one", "another"])
-    monkeypatch.setattr("packtool.batch.pixels.content_state", lambda *_, **__: next(answers))
+    monkeypatch.setattr("packtool.batch.media.content_state", lambda *_, **__: next(answers))
     load_pixels([sample], kept)
     assert not list((tmp_path / "kept" / "entries").iterdir())
 

@@ -27,10 +27,10 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import TreeBatch
-from packtool.batch.collate import collate_packs, load_media
+from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
+from packtool.batch.media import large_processed, load_media, load_processed
 from packtool.batch.media_cache import MediaReads
-from packtool.batch.processed import load_processed, pictures_processed
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.data import EncodeSpec, MediaCacheOptions
 from packtool.config.train import TrainConfig
@@ -291,7 +291,7 @@ def test_a_trace_with_blank_pictures_holds_what_the_pass_holds(world_of: Callabl
     assert 64 <= int((batch.input_ids == spec.pad_ids["image"]).sum()) <= 128
     assert trace_pass(model, spec, tokens) == computed_bytes(spec.config, batch=batch)
     with pytest.raises(ValueError, match="the smallest picture has more than 0 tokens"):
-        pictures_processed(spec, 1, 0)
+        large_processed(spec, 1, 0)
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith("minicpm")])  # recurrent

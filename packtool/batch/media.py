@@ -1,0 +1,393 @@
+"""Media of samples as towers take them: patches of pictures and videos, mel frames of sounds.
+
+They come from the model's own processors, at the limits of the cache. With a media cache pictures and videos take two
+steps: decoding and resizing, done once for all epochs, and the processor's second half; the numbers are the same.
+
+In families whose own transformers processor makes all inputs of pictures, each picture is a row of its own for the
+processor: its number of tiles then does not depend on its neighbours. For several rows it returns what the model's
+forward takes for a batch, in the order of the pictures, padded to the one with the most tiles where the family stacks
+them; the model drops that padding itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
+
+from packtool.batch.media_cache import key_of
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.families import MediaKind
+from packtool.encode.families.processor import load_processor, process_images, process_video
+from packtool.encode.families.qwen_vl import Bounds, image_bounds, video_bounds
+from packtool.encode.media_spans import sounds_in_order
+from packtool.errors import ConfigError, MediaError
+from packtool.media.audio import load_audio
+from packtool.media.content import content_state
+from packtool.media.measure import EXPORT_AGAIN, blank_image, load_image
+from packtool.media.video import load_video
+
+_UNSCALED = {"do_rescale": False, "do_normalize": False}
+"""Settings with which a processor resizes and cuts into patches, and does not change pixels."""
+_RESIZED = {"do_resize": False, "return_tensors": "pt", "input_data_format": "channels_first"}
+"""Settings for frames that have their final size."""
+_ALL_FRAMES = {"do_sample_frames": False}
+_BLANK_SIDE = 32
+_SIDES = (1024, 512, 256, 128, _BLANK_SIDE)
+_processor = lru_cache(maxsize=4)(load_processor)
+
+Images = Sequence[tuple[EncodedImage, EncodedSample]]
+
+
+def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """Load all that the towers take of some samples: see ``load_pixels`` and ``load_sounds``, or ``load_processed``.
+
+    Raises:
+        MediaError: naming a file that cannot be read or has changed since the export.
+    """
+    if spec.family.processor_inputs:
+        return load_processed(samples, spec)
+    media = load_pixels(samples, spec)
+    return media | load_sounds(samples, spec) if spec.hears else media
+
+
+def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """Patches of all pictures and videos of some samples, by the model's names, in order of placeholder tokens.
+
+    Returns:
+        patches float32 (patches, patch_dim) and grids int64 (media, 3) of pictures and of videos, by the names in the
+        family's record, if there are any.
+    """
+    runs = _runs(samples) if spec.family.videos_as_pictures else [samples]
+    return _concatenated([_patches(run, spec) for run in runs])
+
+
+def _runs(samples: Sequence[EncodedSample]) -> list[list[EncodedSample]]:
+    """Consecutive samples that all have videos, or none of which has any."""
+    return [list(run) for _, run in groupby(samples, key=lambda sample: bool(sample.videos))]
+
+
+def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of all parts that have some, by name; a single part is not copied."""
+    parts = [part for part in parts if part]
+    if len(parts) < 2:
+        return dict(parts[0]) if parts else {}
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _patches(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    made: dict[str, Tensor] = {}
+    if images := [(image, sample) for sample in samples for image in sample.images]:
+        made |= _image_patches(images, spec)
+    if videos := [(video, sample) for sample in samples for video in sample.videos]:
+        # One at a time: a processor would stack videos of one size, and each has its own bounds.
+        each = [_video_patches(video, sample, spec) for video, sample in videos]
+        names = spec.family.video_inputs
+        pixels, grids = (torch.cat([patches[name] for patches in each]) for name in names)
+        if spec.family.videos_as_pictures:
+            grids = torch.tensor([grid for video, _ in videos for grid in video.frame_grids])
+            names = spec.family.image_inputs
+        made |= dict(zip(names, (pixels, grids), strict=True))
+    return made
+
+
+def _image_patches(images: Images, spec: InputSpec) -> dict[str, Tensor]:
+    if spec.media_cache is None:
+        return _decoded_images(images, spec)
+    processor = _load(AutoImageProcessor, spec.model)
+    frames = [
+        _resized(image, sample, spec, processor, partial(_decoded_images, [(image, sample)], spec, **_UNSCALED))
+        for image, sample in images
+    ]
+    made = processor(images=[frame[0] for frame in frames], **_RESIZED)
+    return {name: made[name] for name in spec.family.image_inputs}
+
+
+def _decoded_images(images: Images, spec: InputSpec, **settings: bool) -> dict[str, Tensor]:
+    """Patches and grids of pictures, read and decoded, with settings of the processor."""
+    limits = spec.limits.image
+    assert limits is not None, "a sample with pictures for a model without limits"
+    pictures = [load_image(image.path, image.data, spec.media_policy) for image, _ in images]
+    if spec.family.keeps_bounds:
+        bounds = [(limits.min_pixels, limits.max_pixels)] * len(images)
+    else:
+        bounds = [image_bounds(image.height, image.width, image.grid, limits) for image, _ in images]
+    process = partial(_load(AutoImageProcessor, spec.model), return_tensors="pt", **settings)
+    patches, grids = _within_bounds(pictures, bounds, process, spec.family.image_inputs)
+    for (image, sample), picture, grid in zip(images, pictures, grids.tolist(), strict=True):
+        if (image.width, image.height) != picture.size or image.grid != tuple(grid):
+            size = f"{picture.width}x{picture.height} pixels in {tuple(grid)}"
+            raise _changed(image, sample, f"patches of {image.grid}", size)
+    return dict(zip(spec.family.image_inputs, (patches, grids), strict=True))
+
+
+def _within_bounds(
+    pictures: Sequence[Any], bounds: Sequence[Bounds], process: Callable[..., Any], names: tuple[str, str]
+) -> tuple[Tensor, Tensor]:
+    """Patches and grids of pictures, in their order; those with equal bounds are processed in one call."""
+    patches: dict[int, Tensor] = {}
+    grids: dict[int, Tensor] = {}
+    for pair in dict.fromkeys(bounds):
+        numbers = [number for number, other in enumerate(bounds) if other == pair]
+        size = dict(zip(("shortest_edge", "longest_edge"), pair, strict=True))
+        made = process(images=[pictures[number] for number in numbers], size=size)
+        made_patches, made_grids = (made[name] for name in names)
+        if len(numbers) == len(pictures):
+            return made_patches, made_grids
+        patches |= zip(numbers, made_patches.split(made_grids.prod(dim=1).tolist()), strict=True)
+        grids |= zip(numbers, made_grids, strict=True)
+    order = range(len(pictures))
+    return torch.cat([patches[number] for number in order]), torch.stack([grids[number] for number in order])
+
+
+def _video_patches(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[str, Tensor]:
+    if spec.media_cache is None:
+        return _decoded_video(video, sample, spec)
+    processor = _load(AutoVideoProcessor, spec.model)
+    frames = _resized(video, sample, spec, processor, partial(_decoded_video, video, sample, spec, **_UNSCALED))
+    made: dict[str, Tensor] = processor(videos=[frames], **_RESIZED, **_ALL_FRAMES)
+    return made
+
+
+def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: Any) -> dict[str, Tensor]:
+    """Patches and grid of a video, read and decoded, with settings of the processor."""
+    frames = _load_frames(video, spec)
+    if not spec.family.keeps_bounds:
+        assert spec.limits.video is not None, "a sample with videos for a model without limits"
+        shortest, longest = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)
+        # The bounds that the export counted with, and no others.
+        settings |= {"size": {"shortest_edge": shortest, "longest_edge": longest}, "cap_pixels_per_frame": False}
+    made: dict[str, Tensor] = _load(AutoVideoProcessor, spec.model)(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt", **_ALL_FRAMES, **settings
+    )
+    grid = tuple(made[spec.family.video_inputs[1]][0].tolist())
+    height, width = frames.shape[1:3]
+    if (height, width, grid) != (video.height, video.width, video.grid):
+        raise _changed(video, sample, f"patches of {video.grid}", f"{width}x{height} pixels in {grid}")
+    return made
+
+
+def _load_frames(video: EncodedVideo, spec: InputSpec) -> npt.NDArray[np.uint8]:
+    """Frames (T, H, W, 3)."""
+    shape = (video.num_frames, video.height, video.width)
+    return load_video(video.path, video.data, video.frames, video.indices, spec.media_policy, shape)
+
+
+def _resized(
+    medium: EncodedImage | EncodedVideo,
+    sample: EncodedSample,
+    spec: InputSpec,
+    processor: Any,
+    decode: Callable[[], Mapping[str, Tensor]],
+) -> Tensor:
+    """The frames of a medium (one of a picture) at its exported size, uint8 (T, 3, H, W), from the media cache if kept.
+
+    Args:
+        processor: for this kind of media.
+        decode: returns the medium's patches and grid with the settings ``_UNSCALED``.
+    """
+    cache = spec.media_cache
+    assert cache is not None, "there is a cache"
+    key = _cache_key(medium, spec, processor)
+    kept = cache.read(key, is_read_again=sample.is_read_again)
+    if kept is not None:
+        return torch.from_numpy(kept)
+    family = spec.family
+    patches = decode()[(family.image_inputs if isinstance(medium, EncodedImage) else family.video_inputs)[0]]
+    frames = _frames_of_patches(patches, medium, processor)
+    # The file may have changed while it was decoded.
+    if key is not None and key == _cache_key(medium, spec, processor):
+        cache.keep(key, frames.numpy(), is_read_again=sample.is_read_again)
+    return frames
+
+
+def _cache_key(medium: EncodedImage | EncodedVideo, spec: InputSpec, processor: Any) -> str | None:
+    """A key of everything that a medium's pixels depend on; None if its content cannot be identified."""
+    policy, is_image = spec.media_policy, isinstance(medium, EncodedImage)
+    indices = () if isinstance(medium, EncodedImage) else medium.indices
+    if isinstance(medium, EncodedVideo) and medium.frames:
+        states = [content_state(*medium.frames[number], policy, is_image=True) for number in indices]
+        indices = ()
+    else:
+        states = [content_state(medium.path, medium.data, policy, is_image=is_image)]
+    if None in states:
+        return None
+    kind: MediaKind = "image" if is_image else "video"
+    made_by = type(processor).__name__, str(processor.resample), processor.patch_size
+    return key_of(kind, *made_by, states, indices, medium.grid)
+
+
+def _frames_of_patches(patches: Tensor, medium: EncodedImage | EncodedVideo, processor: Any) -> Tensor:
+    """Frames (T, 3, H, W) from patches (T / t * H / p * W / p, 3 * t * p * p), which are in the order of tokens."""
+    side, merge, num = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    times, rows, columns = medium.grid
+    tokens = patches.to(torch.uint8).view(times, rows // merge, columns // merge, merge, merge, 3, num, side, side)
+    frames = tokens.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(times * num, 3, rows * side, columns * side)
+    # A picture's patches have copies of it as further frames.
+    return frames[:1].contiguous() if isinstance(medium, EncodedImage) else frames
+
+
+def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """All inputs of pictures and videos that the model's own processor makes, by name (``Family.processor_inputs``).
+
+    Returns:
+        ``pixel_values``, whose shape is the family's own ((tiles, C, H, W), (pictures, tiles, C, H, W), ...), and what
+        belongs to them; nothing if there is no picture.
+    """
+    media: list[dict[str, Tensor]] = []
+    for run in _runs(samples):
+        media += _processed_videos(run, spec) if run[0].videos else [_processed_images(run, spec)]
+    sides = {tuple(each["pixel_values"].shape[-2:]) for each in media if each}
+    if len(sides) > 1 and any(sample.videos for sample in samples):
+        raise ConfigError(
+            f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sides)}, which "
+            "one micro-batch cannot hold",
+            "Give both the same size in the processor's settings, or train caches with pictures and with videos apart.",
+        )
+    return _concatenated(media)
+
+
+def _processed_images(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    images = [(image, sample) for sample in samples for image in sample.images]
+    if not images:
+        return {}
+    pictures = [load_image(image.path, image.data, spec.media_policy) for image, _ in images]
+    counts, made = _process(pictures, spec)
+    for (image, sample), picture, count in zip(images, pictures, counts, strict=True):
+        if (*picture.size, count) != (image.width, image.height, image.num_tokens):
+            size = f"{picture.size[0]}x{picture.size[1]} pixels in {count} tokens"
+            raise _changed(image, sample, f"{image.num_tokens} tokens", size)
+    return made
+
+
+def _processed_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str, Tensor]]:
+    """Inputs of each video, in the form of pictures."""
+    processor = _processor(spec.model)
+    pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["video"]))
+    media = []
+    for sample, video in [(each, video) for each in samples for video in each.videos]:
+        frames = _load_frames(video, spec)
+        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
+        text, made = process_video(processor, pixels, video.num_frames, video.fps, video.indices)
+        (height, width), count = frames.shape[1:3], text.count(pad)
+        if (height, width, count) != (video.height, video.width, video.num_tokens):
+            raise _changed(video, sample, f"{video.num_tokens} tokens", f"{width}x{height} pixels in {count} tokens")
+        media.append({name: made[name] for name in spec.family.processor_inputs if name in made})
+    return media
+
+
+def _process(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dict[str, Tensor]]:
+    """The number of placeholder tokens of each picture, and the model's inputs for all."""
+    processor = _processor(spec.model)
+    texts, made = process_images(processor, [[picture] for picture in pictures])
+    pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["image"]))
+    inputs = {name: made[name] for name in spec.family.processor_inputs if name in made}
+    return [text.count(pad) for (text,) in texts], inputs
+
+
+def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, before: str, now: str) -> MediaError:
+    kind = "picture" if isinstance(medium, EncodedImage) else "video"
+    name = medium.path if medium.path is not None else f"a {kind} of {len(medium.data or b'')} bytes"
+    return MediaError(
+        f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
+        f"{medium.width}x{medium.height} pixels in {before}, now it is {now}",
+        f"Put the file back, or {EXPORT_AGAIN}",
+    )
+
+
+def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """Mel frames of all sounds of some samples, sound tracks included, in the order of their placeholder tokens.
+
+    Returns:
+        ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), padded
+        to the longest; nothing if there is no sound.
+    """
+    sounds = [
+        _mel_frames(sound, path, data, sample, spec)
+        for sample in samples
+        for sound, path, data in sounds_in_order(sample, spec.media_tokens)
+    ]
+    if not sounds:
+        return {}
+    longest = max(features.shape[1] for features in sounds)
+    input_features = torch.zeros(len(sounds), sounds[0].shape[0], longest)
+    mask = torch.zeros(len(sounds), longest, dtype=torch.int64)
+    for i, features in enumerate(sounds):
+        input_features[i, :, : features.shape[1]] = features
+        mask[i, : features.shape[1]] = 1
+    return {"input_features": input_features, "feature_attention_mask": mask}
+
+
+def _mel_frames(
+    sound: EncodedAudio, path: str | None, data: bytes | None, sample: EncodedSample, spec: InputSpec
+) -> Tensor:
+    """Mel frames of one sound, float32 (bins, frames)."""
+    limits = spec.limits.audio
+    assert limits is not None, "a sample with sound for a model without limits"
+    wave = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_policy)
+    extractor = _load(AutoFeatureExtractor, spec.model)
+    settings: dict[str, Any] = {"padding": True, "truncation": False}
+    if limits.max_features is not None:
+        # The processor pads to five minutes. After a second of silence more of it changes no frame that is kept.
+        padded = -(-len(wave) // extractor.hop_length) * extractor.hop_length + limits.sampling_rate
+        settings = {"padding": "max_length", "max_length": min(padded, extractor.n_samples), "truncation": True}
+    settings |= {"return_attention_mask": True, "return_tensors": "pt"}
+    made = extractor(wave, sampling_rate=limits.sampling_rate, **settings)
+    count = int(made["attention_mask"].sum())
+    if count != sound.num_features:
+        raise MediaError(
+            f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: "
+            f"it had {sound.num_features} mel frames, now it has {count}",
+            f"Put the file back, or {EXPORT_AGAIN}",
+        )
+    features: Tensor = made["input_features"][0, :, :count]
+    return features
+
+
+@lru_cache(maxsize=12)
+def _load(auto_class: Any, model: str) -> Any:
+    return auto_class.from_pretrained(model)
+
+
+def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
+    """The smallest picture or video, of one token, as for ``load_pixels``."""
+    side = int(spec.config.vision_config.spatial_merge_size)
+    pixels, grid = spec.family.visual_inputs[kind]
+    return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}
+
+
+def silence(spec: InputSpec) -> dict[str, Tensor]:
+    """The shortest sound, of one token, as for ``load_sounds``."""
+    frames = spec.family.mel_frames
+    mask = torch.ones(1, frames, dtype=torch.int64)
+    return {"input_features": torch.zeros(1, spec.num_mel_bins, frames), "feature_attention_mask": mask}
+
+
+def blank_processed(spec: InputSpec) -> tuple[int, dict[str, Tensor]]:
+    """The number of tokens of a small blank picture, and its inputs as for ``load_processed``."""
+    (count,), made = _process([blank_image(_BLANK_SIDE, _BLANK_SIDE)], spec)
+    return count, made
+
+
+def large_processed(spec: InputSpec, num_tokens: int, max_tokens: int) -> tuple[int, dict[str, Tensor]]:
+    """Large blank pictures of about ``num_tokens`` tokens: their tokens, and their inputs as for ``load_processed``.
+
+    Raises:
+        ValueError: if the smallest picture has more than ``max_tokens``.
+    """
+    for side in _SIDES:
+        blank = blank_image(side, side)
+        (count,), _ = _process([blank], spec)
+        if count <= min(num_tokens, max_tokens) or (side == _SIDES[-1] and count <= max_tokens):
+            number = max(min(round(num_tokens / count), max_tokens // count), 1)
+            counts, made = _process([blank] * number, spec)
+            return sum(counts), made
+    raise ValueError(f"the smallest picture has more than {max_tokens} tokens")
