@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run it belongs to, and whether another run may continue from it.
+"""Checkpoints: their state, whether a run may resume from them, and whether their files are intact.
 
 OUTPUT_DIR/checkpoint-120/
     model or adapter, config          written by transformers and peft
@@ -6,11 +6,9 @@ OUTPUT_DIR/checkpoint-120/
     tokenizer and processor files     copies of the model's
     packtool_state.json               written last: without it the checkpoint is unfinished
 
-Whether a checkpoint still is what was written: sizes and checksums of its files, and which of them a run needs.
-
-Nothing else would tell: safetensors and torch read weights whose bytes have changed, and transformers goes on without
-the optimizer's states where their file is missing. Sums are made when a checkpoint is finished and compared when a run
-goes on from it; the price is reading the files once, some GB a second on several cores.
+Sizes and checksums of files are recorded when a checkpoint is finished, and compared before a run resumes from it:
+safetensors and torch read changed bytes without an error, and transformers resumes without a missing optimizer state.
+Cost: files are read once, some GB a second on several cores.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ Sums = Mapping[str, tuple[int, int]]
 
 ONLY_MODEL = "--resume-only-model true takes its weights alone, and begins a new schedule with a new optimizer."
 
-# What a model, a tokenizer or a person needs, and a run that goes on does not read.
+# Files that a resumed run does not read.
 _NOT_READ = re.compile(
     r"(tokenizer|special_tokens_map|added_tokens|vocab|merges|chat_template|preprocessor_config|processor_config"
     r"|video_preprocessor_config|spiece|sentencepiece|generation_config|README|training_args)[^/]*"
@@ -57,7 +55,7 @@ _TORCH_WORDS = ("PytorchStreamWriter", "unexpected pos", "inline_container")  # 
 
 
 def sums_of(checkpoint: str) -> dict[str, tuple[int, int]]:
-    """Checksums of all files that a run reads which goes on from here."""
+    """Size and checksum of all files that a resumed run reads."""
     names = [name for name in _files(checkpoint) if not _NOT_READ.fullmatch(name)]
     return {name: (os.path.getsize(os.path.join(checkpoint, name)), crc_of(checkpoint, name)) for name in names}
 
@@ -65,23 +63,22 @@ def sums_of(checkpoint: str) -> dict[str, tuple[int, int]]:
 def crc_of(checkpoint: str, name: str) -> int:
     """CRC-32 of the CRC-32s of a file's parts of 64 MiB, which are read by several threads."""
     path = os.path.join(checkpoint, name)
+
+    def crc_of_part(start: int) -> bytes:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return zlib.crc32(file.read(_PART)).to_bytes(4, "little")
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        parts = threads.map(lambda start: _crc_of_part(path, start), range(0, max(os.path.getsize(path), 1), _PART))
-        return zlib.crc32(b"".join(crc.to_bytes(4, "little") for crc in parts))
-
-
-def _crc_of_part(path: str, start: int) -> int:
-    with open(path, "rb") as file:
-        file.seek(start)
-        return zlib.crc32(file.read(_PART))
+        return zlib.crc32(b"".join(threads.map(crc_of_part, range(0, max(os.path.getsize(path), 1), _PART))))
 
 
 def damages(checkpoint: str, sums: Sums, *, only_model: bool = False) -> Iterator[str]:
-    """What of a checkpoint is not as it was written, a sentence for each file.
+    """Yield a sentence for each damaged file of a checkpoint.
 
     Args:
-        sums: of its files when it was finished; none for those of an older packtool.
-        only_model: look at weights alone.
+        sums: of its files when it was finished; none from an older packtool.
+        only_model: check only weights.
     """
     for name, (size, crc) in sums.items():
         if only_model and not _WEIGHTS.fullmatch(name):
@@ -89,20 +86,17 @@ def damages(checkpoint: str, sums: Sums, *, only_model: bool = False) -> Iterato
         path = os.path.join(checkpoint, name)
         if not os.path.isfile(path):
             yield f"{name} is gone"
-        elif (found := os.path.getsize(path)) != size:
-            yield f"{name} has {found:,} bytes, and had {size:,}"
+        elif (num_bytes := os.path.getsize(path)) != size:
+            yield f"{name} has {num_bytes:,} bytes, and had {size:,}"
         elif crc_of(checkpoint, name) != crc:
             yield f"{name} is not what was written: its checksum differs"
 
 
 def check_resumable(checkpoint: str, rank: int, size: int) -> None:
-    """Raise if a run could not go on exactly where a checkpoint stands.
+    """Raise a MismatchError if files are missing that a run needs to resume exactly, as with ``save_only_model``.
 
     Args:
         rank: of this process, of ``size``.
-
-    Raises:
-        MismatchError: naming what was not saved, as with ``save_only_model``.
     """
     names = _files(checkpoint)
     missing = [what for what, pattern in _NEEDED.items() if not any(pattern.fullmatch(name) for name in names)]
@@ -121,15 +115,11 @@ _MAKE_ROOM = (
 
 @contextlib.contextmanager
 def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None = None) -> Iterator[None]:
-    """Around the writing of a checkpoint: a storage error says what is needed, and the incomplete directory is removed.
+    """Turn errors of writing a checkpoint, or another directory, into a StorageError, and remove the unfinished files.
 
     Args:
-        checkpoint: or another directory that is written.
-        remedy: what a user may do.
-        num_bytes: about what it will hold, if that is known.
-
-    Raises:
-        StorageError: if there is no room, or the directory cannot be written.
+        remedy: for the user.
+        num_bytes: approximate size of the directory, if that is known.
     """
     try:
         yield
@@ -144,16 +134,12 @@ def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None =
 
 
 def _is_about_storage(error: Exception) -> bool:
-    """safetensors and torch have errors of their own for what the operating system says."""
+    """Whether an error comes from the file system; safetensors and torch have their own classes for these."""
     return isinstance(error, OSError) or any(word in str(error) for word in (*_NO_SPACE_WORDS, *_TORCH_WORDS))
 
 
 def _write_failure(error: Exception, directory: str, num_bytes: int | None) -> str:
-    """Why a directory could not be written, with the room that it needs and had.
-
-    Args:
-        num_bytes: what the directory needs; None if only what was written is known.
-    """
+    """Explain why a directory could not be written, with needed and free space; other arguments as ``saving``."""
     reason = next((words for words in _NO_SPACE_WORDS if words in str(error)), None)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     has_limit = limit != resource.RLIM_INFINITY
@@ -176,11 +162,7 @@ def _megabytes(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def loading(checkpoint: str, what: str) -> Iterator[None]:
-    """Around the reading of a checkpoint whose sums were not noted: what cannot be read is named.
-
-    Raises:
-        MismatchError: instead of whatever safetensors, torch or json say.
-    """
+    """Turn any error of reading a checkpoint without checksums into a MismatchError that names ``what``."""
     try:
         yield
     except (PacktoolError, KeyboardInterrupt, MemoryError):
@@ -193,10 +175,8 @@ def loading(checkpoint: str, what: str) -> Iterator[None]:
 
 
 def _files(checkpoint: str) -> list[str]:
-    found = []
-    for folder, _, names in os.walk(checkpoint):
-        found += [os.path.relpath(os.path.join(folder, name), checkpoint) for name in names]
-    return sorted(found)
+    paths = (os.path.join(folder, name) for folder, _, names in os.walk(checkpoint) for name in names)
+    return sorted(os.path.relpath(path, checkpoint) for path in paths)
 
 
 STATE_NAME = "packtool_state.json"
@@ -214,9 +194,9 @@ _FROM_OPTIONS = (
 )
 
 FROM_DATA = frozenset(("cache", "plan", "steps", "max_length", "packing_length", "shares_prefixes", "learning"))
-"""What of a state follows from the caches, and may be another when these may."""
+"""Fields of a state that follow from the caches, and may differ where these may."""
 
-# All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
+# Files of tokenizer and processor; weights, configs and adapters are the checkpoint's own.
 _PROCESSOR_FILE = re.compile(
     r"(tokenizer|special_tokens_map|added_tokens|vocab|merges|chat_template|preprocessor_config|processor_config"
     r"|video_preprocessor_config|spiece|sentencepiece)[^/]*\.(json|jinja|txt|model)"
@@ -225,25 +205,24 @@ _PROCESSOR_FILE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything that must be the same for a resumed run to train exactly what is left.
+    """The state of a run in a checkpoint: a resumed run must have the same settings to train exactly what is left.
 
     Args:
         plan: fingerprint of the first epoch's packs.
         steps: fingerprint of how they are assigned to steps and ranks.
-        assignments: [first step, world size, gradient accumulation, batch size] of each time that packs were
-            assigned anew, because a resumed run had other processes.
+        assignments: (first step, world size, gradient accumulation, batch size) of each time that packs were assigned
+            anew, for another number of ranks.
         cache: fingerprint of the caches.
         seed: of the plans of all epochs.
-        data_since: the first step, 0-based, with the data that there are; 0 where they never changed.
+        data_since: the first step, 0-based, with the current data; 0 if they never changed.
         step: optimizer steps done.
-        epoch, step_in_epoch: the same, as the place where training goes on.
-        shares_prefixes: what samples begin with in common is computed once.
-        schedule: what decides how Skrull assigns, or ``--samples-per-step``; empty without them.
-        learning: how each part of the model learns, by which packs are assigned to ranks: told where that makes a
-            difference.
-        master_weights: what was kept of the weights' digits.
-        shares_experts: processes hold different experts.
-        streaming: what decides the packs of a stream; empty for a run on caches.
+        epoch, step_in_epoch: position of that step.
+        shares_prefixes: shared prefixes are computed once.
+        schedule: settings by which Skrull assigns packs, or ``--samples-per-step``; empty without them.
+        learning: which parts of the model are trained, where packs are assigned by it.
+        master_weights: precision of the kept weights.
+        shares_experts: ranks hold different experts.
+        streaming: settings that decide the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
     """
 
@@ -274,26 +253,21 @@ class RunState:
     saved_at: float = 0.0
 
     @classmethod
-    def of(cls, config: TrainConfig, **found: Any) -> RunState:
-        """The state of a run before its first step.
-
-        Args:
-            config: whose options are part of the state under their own names.
-            found: the fields that no option has as they are.
-        """
-        return cls(**{name: getattr(config, name) for name in _FROM_OPTIONS}, **found)
+    def of(cls, config: TrainConfig, **fields: Any) -> RunState:
+        """The state of a run before its first step: ``fields``, and the options that are fields themselves."""
+        return cls(**{name: getattr(config, name) for name in _FROM_OPTIONS}, **fields)
 
     @property
     def assignment(self) -> tuple[int, int, int]:
-        """World size, gradient accumulation and batch size: what a step's packs are assigned to."""
+        """World size, gradient accumulation and batch size, to which a step's packs are assigned."""
         return self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size
 
     def is_assigned_anew_after(self, other: RunState) -> bool:
-        """Whether what a checkpoint with that state left is to be assigned to another number of processes."""
+        """Whether packs are assigned to another number of ranks than in that state."""
         return not self.streaming and self.world_size != other.world_size
 
     def has_other_data(self, other: RunState) -> bool:
-        """Whether a run with this state plans its epochs from other samples than one with that state, or otherwise."""
+        """Whether epochs are planned from other samples than in that state, or in another way."""
         return not self.streaming and (self.cache, self.plan) != (other.cache, other.plan)
 
     def check_continues(
@@ -304,33 +278,34 @@ class RunState:
         data_may_change: bool = False,
         other_data: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """Raise unless a run with this state may go on from a checkpoint with that one.
+        """Raise a MismatchError with every difference unless a run with this state may resume from a checkpoint.
 
         With another world size the packs must be the same, but not the steps: they are assigned anew.
 
         Args:
-            data_may_change: caches, and what follows from them, may be others.
-            other_data: says what is different in the caches, a line for each.
-
-        Raises:
-            MismatchError: naming every difference.
+            other: state of the checkpoint.
+            data_may_change: caches, and fields that follow from them, may differ.
+            other_data: returns a line for each difference of the caches.
         """
-        place = {"step", "epoch", "step_in_epoch", "saved_at", "assignments", "data_since"}
+        ignored = {"step", "epoch", "step_in_epoch", "saved_at", "assignments", "data_since"}
         if data_may_change:
-            place |= FROM_DATA
+            ignored |= FROM_DATA
         if self.is_assigned_anew_after(other):
-            place |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
+            ignored |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
-        different = [name for name in mine if name not in place and mine[name] != theirs[name]]
+        different = [name for name in mine if name not in ignored and mine[name] != theirs[name]]
         if "steps" not in different:
             different = [name for name in different if name != "learning"]
-        # Plan and steps follow from the rest: alone they would say little, beside another difference nothing.
-        told = [name for name in different if name not in ("plan", "steps")]
-        different = told or different
+        # Plan and steps follow from the other fields, which explain the difference better.
+        causes = [name for name in different if name not in ("plan", "steps")]
+        different = causes or different
         if different:
-            lines = [f"  - {name}: {_told(theirs[name])} there, {_told(mine[name])} now" for name in different]
+            shown = {
+                name: ["none" if side[name] == "" else side[name] for side in (theirs, mine)] for name in different
+            }
+            lines = [f"  - {name}: {there} there, {now} now" for name, (there, now) in shown.items()]
             remedy = "Resume with the settings of that run, or train anew in another --output-dir."
-            if not told:
+            if not causes:
                 lines.append(
                     "    which follows from how packs are made, from --plan, and from a mixture: --mix, or a # "
                     "behind a cache; of stages also from --max-steps or --num-train-epochs"
@@ -344,26 +319,13 @@ class RunState:
             )
 
 
-def _told(value: object) -> object:
-    """A value for people, who would look for an empty one."""
-    return "none" if value == "" else value
-
-
 def read_run_state(checkpoint: str) -> RunState:
-    """The state of a finished checkpoint.
-
-    Raises:
-        MismatchError: if it is none of packtool's, or was not finished.
-    """
+    """Read the state of a finished checkpoint; MismatchError for any other directory."""
     return read_whole_state(checkpoint)[0]
 
 
 def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
-    """The state of a finished checkpoint, and what its files were when it was finished.
-
-    Raises:
-        MismatchError: if it is none of packtool's, or was not finished.
-    """
+    """Read the state of a finished checkpoint, and the checksums of its files; MismatchError as ``read_run_state``."""
     path = os.path.join(checkpoint, STATE_NAME)
     try:
         with open(path, encoding="utf-8") as file:
@@ -382,18 +344,14 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
 
 
 def read_options(checkpoint: str) -> dict[str, Any] | None:
-    """The options of the run that wrote a finished checkpoint; None if an older packtool wrote it."""
+    """Read the options of the run of a finished checkpoint; None if an older packtool wrote it."""
     with open(os.path.join(checkpoint, STATE_NAME), encoding="utf-8") as file:
         options: dict[str, Any] | None = load_json(file.read()).get("options")
     return options
 
 
 def write_run_state(checkpoint: str, state: RunState, options: Mapping[str, Any] | None = None) -> None:
-    """Declare a checkpoint finished, as it is.
-
-    Args:
-        options: of the run, without defaults, as JSON has them.
-    """
+    """Mark a checkpoint as finished; ``options`` are those of the run without defaults, as JSON has them."""
     values = {**dataclasses.asdict(state), "files": sums_of(checkpoint), "options": options}
     values[_ASSIGNMENTS] = values.pop("assignments")
     values["digest"] = _digest(values)
@@ -406,12 +364,12 @@ def write_run_state(checkpoint: str, state: RunState, options: Mapping[str, Any]
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    """Checksum of everything else in a state file, which must not change unnoticed."""
+    """Checksum of the other values of a state file."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def discard_run_state(checkpoint: str) -> None:
-    """Declare a checkpoint unfinished, before anything of it is overwritten or deleted."""
+    """Mark a checkpoint as unfinished, before its files are overwritten or deleted."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, STATE_NAME))
 
@@ -458,7 +416,7 @@ def find_checkpoint(
 
 
 def _unreadable(output_dir: str) -> Iterator[str]:
-    """Checkpoints that were not finished, or whose state is broken."""
+    """Yield a sentence for each checkpoint that is unfinished, or whose state is damaged."""
     for checkpoint in _checkpoints(output_dir):
         if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
             yield f"{checkpoint} was not finished: it has no {STATE_NAME}"
@@ -472,6 +430,7 @@ def _checkpoints(output_dir: str) -> list[str]:
 
 
 def _saved_at(checkpoint: str) -> tuple[float, int] | None:
+    """Time and step of a checkpoint; None if its state cannot be read."""
     try:
         state = read_run_state(checkpoint)
     except MismatchError:
@@ -485,26 +444,25 @@ def is_checkpoint(directory: str) -> bool:
 
 
 def run_directory(directory: str) -> str:
-    """The output directory of a run, given as such or as one of its checkpoints."""
+    """The output directory of a run, from itself or from one of its checkpoints."""
     return os.path.dirname(os.path.abspath(directory)) if is_checkpoint(directory) else directory
 
 
 def finished_checkpoints(output_dir: str) -> list[str]:
-    """The finished checkpoints in a directory, the newest last; without those whose state is broken.
+    """The finished checkpoints in a directory, the newest last; without those whose state is damaged.
 
-    By the time they were saved, not by their steps: an earlier, longer run may have left some there. The time is the
-    one in their state, for that of the files changes when they are copied.
+    By the time in their state: an earlier, longer run may have left some there, and file times change with copies.
     """
-    found = [(_saved_at(checkpoint), checkpoint) for checkpoint in _checkpoints(output_dir)]
-    return [checkpoint for _, checkpoint in sorted((at, name) for at, name in found if at is not None)]
+    saved = [(_saved_at(checkpoint), checkpoint) for checkpoint in _checkpoints(output_dir)]
+    return [checkpoint for _, checkpoint in sorted((at, name) for at, name in saved if at is not None)]
 
 
 def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None = None, keep: str | None = None) -> None:
-    """Keep the newest ``limit`` finished checkpoints, and others wherever they stand among them.
+    """Delete all but the newest ``limit`` finished checkpoints.
 
     Args:
-        last_good: step after which weights may be no numbers: the newest checkpoint up to there stays.
-        keep: another one that stays.
+        last_good: step after which weights may be NaN: the newest checkpoint up to there is kept, too.
+        keep: another checkpoint to keep.
     """
     finished = finished_checkpoints(output_dir)
     good = [
@@ -519,10 +477,10 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
 
 
 def copy_processor(model_directory: str, checkpoint: str, template_file: str | None = None) -> None:
-    """Copy tokenizer and processor files, byte for byte, so that a checkpoint loads like the model it came from.
+    """Copy tokenizer and processor files, so that a checkpoint loads like its model.
 
     Args:
-        template_file: the chat template that was trained, where it is not the model's own.
+        template_file: the chat template that was trained, if it is not the model's own.
     """
     for name in sorted(os.listdir(model_directory)):
         if _PROCESSOR_FILE.fullmatch(name):

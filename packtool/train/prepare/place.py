@@ -1,19 +1,13 @@
-"""Where a run writes: a directory of its own, that of the run it goes on with, or a numbered one inside.
+"""The output directory of a run, and the checkpoint that it resumes from.
 
-OUTPUT_DIR/                                 as it is, without --add-version
+OUTPUT_DIR/                                 without --add-version
 OUTPUT_DIR/v0-20260131-120000/              with it: the first run, and when it began
 OUTPUT_DIR/v1-20260201-090000/              the second
+OUTPUT_DIR/last, OUTPUT_DIR/best            links to checkpoints; copies of the model where there are no links
+OUTPUT_DIR/history/                         see ``prepare.history``
 
-Beside its checkpoints a run keeps a ``history`` of what its steps held.
-
-A directory of another run is never written into: its log lines and checkpoints would be mixed with the new ones. The
-first process of a run locks the directory before anything is loaded. All ranks check what the directory holds, and
-nothing but the lock is written until they have met.
-
-What a run leaves under names that stay: ``OUTPUT_DIR/last`` and ``OUTPUT_DIR/best``, each a model that loads.
-
-Links to checkpoints, made anew whenever one is finished, so that they are right after a crash, too. Where the file
-system knows no links, copies of what is a model there.
+A run never writes into the directory of another one. Its first process locks the directory before anything is loaded;
+all ranks check the directory, and only the lock is written before they have met.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ LAST, BEST = "last", "best"
 HISTORY = "history"
 """Folder of an output directory for what checkpoints do not hold."""
 
-# A copy is for loading, not for going on from.
+# A copy is for loading, not for resuming.
 _OF_THE_RUN = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "trainer_state*", "training_args*")
 _NOT_COPIED = (
     *_OF_THE_RUN,
@@ -63,11 +57,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def best_of(output_dir: str, history: Iterable[Mapping[str, Any]]) -> str | None:
-    """The finished checkpoint with the lowest loss on the val split; None if none was evaluated.
-
-    Args:
-        history: the Trainer's log lines; those of an evaluation hold ``eval_loss`` and the ``step`` it came after.
-    """
+    """The finished checkpoint with the lowest ``eval_loss`` in the Trainer's log lines; None if none was evaluated."""
     losses = {line["step"]: line["eval_loss"] for line in history if line.get("eval_loss") is not None}
     steps = {checkpoint: read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)}
     evaluated = [checkpoint for checkpoint, step in steps.items() if step in losses]
@@ -75,11 +65,7 @@ def best_of(output_dir: str, history: Iterable[Mapping[str, Any]]) -> str | None
 
 
 def point(output_dir: str, name: str, checkpoint: str) -> None:
-    """Let ``OUTPUT_DIR/NAME`` be a checkpoint; whoever loads it meanwhile finds the old one or the new one.
-
-    Raises:
-        OSError: if it can neither be linked nor copied.
-    """
+    """Atomically make ``OUTPUT_DIR/NAME`` a link to a checkpoint; OSError if it can neither be linked nor copied."""
     path, part = os.path.join(output_dir, name), os.path.join(output_dir, f".{name}.part")
     _remove(part)
     try:
@@ -93,7 +79,7 @@ def point(output_dir: str, name: str, checkpoint: str) -> None:
 
 
 def remove_names(output_dir: str) -> None:
-    """Take the names away, not what they stand for; a directory that is no model stays."""
+    """Remove the links ``last`` and ``best``; a directory of the same name that is no model stays."""
     for name in (LAST, BEST):
         path = os.path.join(output_dir, name)
         if os.path.islink(path) or any(os.path.exists(os.path.join(path, file)) for file in _MODEL_FILES):
@@ -116,9 +102,7 @@ _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """Fill in what may be left out: ``--model`` from the first cache, ``--output-dir`` with ``output/MODEL/vN-TIME``.
-
-    The second is ms-swift's default. Every process finds the same.
+    """Fill in ``--model`` from the first cache, and ``--output-dir`` with ms-swift's default ``output/MODEL/vN-TIME``.
 
     Raises:
         ConfigError, MismatchError, StorageError: if no cache can be read.
@@ -131,25 +115,25 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def with_resumed_version(config: TrainConfig) -> TrainConfig:
-    """A run that goes on with ``--add-version`` does so in the folder that it began in: that of its checkpoint."""
+    """Resume a run with ``--add-version`` in the numbered folder of its checkpoint."""
     resume = config.resume_from_checkpoint
     if not config.add_version or resume is None or resume.lower() == "false":
         return config
     folders = _versions(config.output_dir)
     if resume.lower() == "true":
-        begun = [folder for folder in folders if finished_checkpoints(folder)]
+        matching = [folder for folder in folders if finished_checkpoints(folder)]
     else:
         parent = os.path.abspath(os.path.dirname(resume.rstrip("/")))
-        begun = [folder for folder in folders if os.path.abspath(folder) == parent]
-    if not begun:
+        matching = [folder for folder in folders if os.path.abspath(folder) == parent]
+    if not matching:
         return config if resume.lower() != "true" else dataclasses.replace(config, add_version=False)
-    return dataclasses.replace(config, output_dir=begun[-1], add_version=False)
+    return dataclasses.replace(config, output_dir=matching[-1], add_version=False)
 
 
 def newest_checkpoint(config: TrainConfig) -> str | None:
-    """What ``--resume-from-checkpoint true`` would go on from, None for nothing."""
-    found = with_resumed_version(dataclasses.replace(config, resume_from_checkpoint="true"))
-    checkpoints = finished_checkpoints(found.output_dir)
+    """The checkpoint that ``--resume-from-checkpoint true`` names; None if there is none."""
+    resumed = with_resumed_version(dataclasses.replace(config, resume_from_checkpoint="true"))
+    checkpoints = finished_checkpoints(resumed.output_dir)
     return checkpoints[-1] if checkpoints else None
 
 
@@ -238,11 +222,7 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
 
 
 def refuse_other_run(config: TrainConfig) -> None:
-    """Raise if another run is at work in the output directory; writes nothing.
-
-    Raises:
-        MismatchError: naming it and since when.
-    """
+    """Raise a MismatchError if another run is at work in the output directory; writes nothing."""
     config = with_resumed_version(config)
     if not config.add_version:
         refuse_if_busy(os.path.abspath(config.output_dir))
@@ -250,16 +230,16 @@ def refuse_other_run(config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def locked_place(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
-    """Keep other runs out of the output directory; the first process of a run makes and locks it for all.
+    """Make and lock the output directory, in the first process of a run; a dry run only checks that it is free.
 
-    A dry run only checks that the directory is free. Directories that are still empty at the end are removed again.
+    Directories that are still empty at the end are removed again.
 
     Yields:
-        the settings, for the first process with the numbered folder of ``--add-version``; and its lock, if any.
+        the settings, in the first process with the numbered folder of ``--add-version``; and its lock, if any.
 
     Raises:
-        ConfigError, StorageError: if there can be no such directory.
-        MismatchError: if another run is at work there, naming it and since when.
+        ConfigError, StorageError: if the directory cannot be made.
+        MismatchError: if another run is at work there.
     """
     config = with_resumed_version(config)
     _check_is_possible(config.output_dir)
@@ -286,7 +266,7 @@ def locked_place(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfi
 
 
 def _missing_directories(path: str) -> Iterator[str]:
-    """Directories that have to be made for a path to exist, the path itself first."""
+    """Yield the missing directories of a path, the path itself first."""
     path = os.path.abspath(path)
     while not os.path.lexists(path):
         yield path
@@ -294,7 +274,7 @@ def _missing_directories(path: str) -> Iterator[str]:
 
 
 def _new_version(output_dir: str) -> str:
-    """Make the next numbered folder; two runs that begin at once get one each."""
+    """Make the next numbered folder; two runs that start at once get one each."""
     while True:
         number = max((_number(folder) for folder in _versions(output_dir)), default=-1) + 1
         folder = os.path.join(output_dir, f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -304,23 +284,19 @@ def _new_version(output_dir: str) -> str:
 
 
 def make_place(config: TrainConfig, world: World) -> TrainConfig:
-    """Empty the locked output directory if that is asked for, once all ranks have met.
-
-    Returns:
-        the settings with the directory that all ranks write to.
-    """
+    """Empty the output directory with ``--overwrite-output-dir``; returns the settings with that of the first rank."""
     if world.is_first and config.overwrite_output_dir:
         _clear(config.output_dir)
     agreed: list[Any] = [config.output_dir]
     if config.add_version and world.size > 1:
-        import torch.distributed as dist  # here, because directories are looked at without torch
+        import torch.distributed as dist  # here, because directories are checked without torch
 
         dist.broadcast_object_list(agreed)
     return dataclasses.replace(config, output_dir=agreed[0])
 
 
 def _check_is_possible(output_dir: str) -> None:
-    """A dry run makes no directory, and finds out all the same whether the run could."""
+    """Raise unless the directory can be made and written to."""
     if not output_dir:
         raise ConfigError("--output-dir is empty", _PLACE)
     there = os.path.abspath(output_dir)
@@ -333,7 +309,7 @@ def _check_is_possible(output_dir: str) -> None:
 
 
 def _clear(output_dir: str) -> None:
-    """Remove what a run left; files that packtool did not write stay."""
+    """Remove the files of a run; those that packtool did not write stay."""
     for name in _left_by_a_run(output_dir):
         path = os.path.join(output_dir, name)
         if name.startswith(PREFIX):
@@ -358,13 +334,12 @@ def _is_in(checkpoint: str, output_dir: str) -> bool:
 
 
 def _versions(output_dir: str) -> list[str]:
-    """Numbered folders, the newest last."""
+    """The numbered folders, the newest last."""
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
     folders = [os.path.join(output_dir, name) for name in names if _VERSION.fullmatch(name)]
     return sorted(folders, key=lambda folder: (_number(folder), folder))
 
 
 def _number(folder: str) -> int:
-    found = _VERSION.fullmatch(os.path.basename(folder))
-    assert found is not None, "a version"
-    return int(found[1])
+    """The number of a folder of ``--add-version``."""
+    return int(os.path.basename(folder)[1:].partition("-")[0])
