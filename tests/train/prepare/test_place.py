@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from packtool import storage
 from packtool.cli.main import run
-from packtool.cli.train import _after_interrupt
+from packtool.cli.train import _train
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.callbacks import RunCallback
-from packtool.train.prepare.place import METRICS_NAME, locked_place
+from packtool.train.prepare.place import METRICS_NAME, locked_place, newest_checkpoint
 from packtool.train.run import train
 from tests.forked import started
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
@@ -170,7 +171,7 @@ def test_every_version_has_a_folder_and_is_gone_on_with_there(tiny: TinyWorld, t
     assert {path.name for path in tmp_path.iterdir()} == set(names)
     assert Path(str(second.checkpoint)).parent == Path(second.output_dir)
     assert second.checkpoint is not None
-    assert second.checkpoint in _after_interrupt(config)
+    assert second.checkpoint == newest_checkpoint(config)
     resumed = dataclasses.replace(config, resume_from_checkpoint=f"{first.output_dir}/checkpoint-1")
     assert train(resumed, SilentProgress()).output_dir == first.output_dir
     check_same_rest(Path(second.output_dir), Path(first.output_dir), 0)
@@ -190,12 +191,23 @@ def test_the_next_number_follows_the_largest(tiny: TinyWorld, tmp_path: Path) ->
     assert not Path(second.output_dir).exists(), "nothing was written there"
 
 
-def test_what_is_said_after_ctrl_c_is_true(tiny: TinyWorld, tmp_path: Path) -> None:
-    config = tiny.config(tmp_path / "none")
-    assert "--resume" not in _after_interrupt(config)
+def test_what_is_said_after_ctrl_c_is_true(
+    tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(tiny.config(tmp_path, max_steps=1), SilentProgress())
-    told = _after_interrupt(tiny.config(tmp_path))
-    assert f"--resume-from-checkpoint true goes on from {tmp_path}/checkpoint-1" in told
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("packtool.train.run.train", interrupted)
+    nothing: Any = None
+    messages = []
+    for folder in (tmp_path / "none", tmp_path):
+        with pytest.raises(typer.Exit):
+            _train(tiny.config(folder), nothing, World())
+        messages.append("".join(capsys.readouterr()).replace("\n", " "))
+    assert "--resume" not in messages[0]
+    assert f"--resume-from-checkpoint true goes on from {tmp_path}/checkpoint-1" in messages[1]
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
