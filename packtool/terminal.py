@@ -19,7 +19,7 @@ _CONTROLS = (
 )
 _IN_TEXT = re.compile(f"[{_CONTROLS}]")
 _IN_LINE = re.compile(f"[{_CONTROLS}\\t\\n]")
-_STYLES = {"dim": 2, "green": 32, "cyan": 36}
+_STYLES = {"dim": 2, "red": 31, "green": 32, "cyan": 36}
 _SHORT = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
 
@@ -55,7 +55,7 @@ def show_styled(parts: Iterable[tuple[str, str]]) -> None:
     """Print escaped texts without separators on stdout.
 
     Args:
-        parts: (text, style: ``dim``, ``green``, ``cyan`` or "").
+        parts: (text, style: ``dim``, ``red``, ``green``, ``cyan`` or "").
     """
     styled = (
         f"\x1b[{_STYLES[style]}m{escape_text(text)}\x1b[0m" if style else escape_text(text) for text, style in parts

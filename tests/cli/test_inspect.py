@@ -12,10 +12,12 @@ import pytest
 
 from packtool.cache.plan_file import SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
+from packtool.cli.inspect import _COLOURS
 from packtool.cli.main import run
 from packtool.planning.packing import pack
 from packtool.report.inspect import Decoder, model_of_cache
 from packtool.report.tables import histogram_lines
+from packtool.terminal import show_styled
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
@@ -170,3 +172,8 @@ def test_bars_fit_their_width() -> None:
     lines = histogram_lines([5, 0, 1000, 1] + [0] * 60, range(100, 6401, 100), 60)
     assert max(map(len, lines)) <= 60
     assert lines[0].endswith("1,006")
+
+
+def test_every_part_of_a_sample_has_a_style(capsys: pytest.CaptureFixture[str]) -> None:
+    show_styled([("a", colour) for colour in _COLOURS.values()])
+    assert capsys.readouterr().out.count("\x1b[0m") == len(_COLOURS)
