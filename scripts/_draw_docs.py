@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from _picture import Word, svg_picture
 
 from packtool.config.packing import PackOptions
 from packtool.planning.packing import pack
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
-from packtool.report.drawing import PAGE_COLOURS, Box, Drawing, Word, render
+from packtool.report.drawing import PAGE_COLOURS, Box
 
 COLOURS = [PAGE_COLOURS[f"c{number}"][0] for number in range(5)]
 EMPTY, INK, PAPER = (PAGE_COLOURS[name][0] for name in ("line", "ink", "panel"))
@@ -26,11 +27,6 @@ def box(x: float, y: float, width: float, height: float, colour: str, title: str
 def word(x: float, y: float, text: str, anchor: str = "start", size: int = 13, colour: str = INK) -> Word:
     """A line of text whose baseline is at y."""
     return Word(x, y, text, colour, anchor, size)
-
-
-def picture(width: int, height: int, label: str, shapes: Iterator[Box | Word]) -> str:
-    """An SVG on a white card, which is readable on light and dark pages."""
-    return render("picture.svg", picture=Drawing("picture", label, list(shapes), height, width))
 
 
 def packing() -> Iterator[Box | Word]:
@@ -163,9 +159,9 @@ def _above(branch: Branch, branches: Sequence[Branch]) -> list[Branch]:
 def pictures() -> dict[str, str]:
     """Each picture's name and SVG."""
     return {
-        "packing": picture(680, 56 + 18 * len(LENGTHS), "samples in padded rows and in packs", packing()),
-        "mask": picture(420, 400, "what each token of a pack attends to", mask()),
-        "positions": picture(640, 160, "positions and labels of a pack", positions()),
-        "tree": picture(750, 486, "rows that begin alike as a tree, its positions, keys and mask", tree()),
-        "ring": picture(560, 380, "a sample in chunks on four ranks", ring()),
+        "packing": svg_picture(680, 56 + 18 * len(LENGTHS), "samples in padded rows and in packs", packing()),
+        "mask": svg_picture(420, 400, "what each token of a pack attends to", mask()),
+        "positions": svg_picture(640, 160, "positions and labels of a pack", positions()),
+        "tree": svg_picture(750, 486, "rows that begin alike as a tree, its positions, keys and mask", tree()),
+        "ring": svg_picture(560, 380, "a sample in chunks on four ranks", ring()),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import wave
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ Row = dict[str, Any]
 
 def make_world(root: Path) -> None:
     """Write ``models/``, ``rows/`` and the files of settings below a new directory."""
-    for name, make_config in (("text", _text_config), ("vision", _vision_config), ("omni", _omni_config)):
-        _make_model(root / "models" / name, make_config)
+    for name, make_config in (("text", text_config), ("vision", vision_config), ("omni", omni_config)):
+        make_model(root / "models" / name, make_config)
     rows = root / "rows"
     (rows / "media").mkdir(parents=True)
     _make_media(rows / "media")
@@ -203,7 +203,12 @@ def _write_clip(path: Path, num_frames: int) -> None:
         container.mux(video.encode(None))
 
 
-def _make_model(directory: Path, make_config: Any) -> None:
+def make_model(directory: Path, make_config: Callable[[dict[str, int], int], dict[str, Any]]) -> None:
+    """Write a small model with random weights and a tokenizer of single bytes.
+
+    Args:
+        make_config: makes ``config.json`` from the ids of the media tokens and of the end of a turn.
+    """
     directory.mkdir(parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
@@ -243,11 +248,13 @@ def _write_processor(directory: Path, hears: bool) -> None:
         _write_json(directory / "video_preprocessor_config.json", videos)
 
 
-def _text_config(ids: dict[str, int], end: int) -> dict[str, Any]:
+def text_config(ids: dict[str, int], end: int) -> dict[str, Any]:
+    """A Qwen3, which takes text only."""
     return _TEXT | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "eos_token_id": end}
 
 
-def _vision_config(ids: dict[str, int], end: int) -> dict[str, Any]:
+def vision_config(ids: dict[str, int], end: int) -> dict[str, Any]:
+    """A Qwen3-VL, which takes images and videos."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     text = _TEXT | {"model_type": "qwen3_vl_text", "rope_parameters": rope, "eos_token_id": end}
     vision = {"depth": 2, "num_heads": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
@@ -258,7 +265,8 @@ def _vision_config(ids: dict[str, int], end: int) -> dict[str, Any]:
     return config | {"tie_word_embeddings": False}
 
 
-def _omni_config(ids: dict[str, int], end: int) -> dict[str, Any]:
+def omni_config(ids: dict[str, int], end: int) -> dict[str, Any]:
+    """A Qwen2.5-Omni, which takes images, videos and audio."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     text = _TEXT | {"rope_parameters": rope, "layer_types": ["full_attention"] * 2}
     vision = {"depth": 2, "num_heads": 2, "embed_dim": 16, "hidden_size": 16, "intermediate_size": 24}

@@ -35,7 +35,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works
 from packtool.config.packing import PackOptions
 from packtool.planning.best_fit import count_lengths
 from packtool.planning.packing import pack
-from packtool.report.drawing import CURVE_COLOURS, SIZE, Axis, Box, Drawing, Path, Word, render
+from packtool.report.drawing import CURVE_COLOURS, SIZE, Axis, Box, Path
+from scripts._picture import Word, svg_picture
 
 Lengths = npt.NDArray[np.int32]
 
@@ -217,7 +218,7 @@ def draw_plot(title: str, measured: dict[str, list[tuple[int, float]]]) -> str:
     x = decades("samples", [float(size) for points in measured.values() for size, _ in points])
     y = decades("seconds", [seconds for points in measured.values() for _, seconds in points], " s")
     shapes = [Word(LEFT, 28, title, DARK, size=16), *grid(x, y), *lines(x, y, measured)]
-    return render("picture.svg", picture=Drawing("picture", "time against size", shapes, HEIGHT, WIDTH))
+    return svg_picture(WIDTH, HEIGHT, "time against size", shapes)
 
 
 def across(at: float) -> float:

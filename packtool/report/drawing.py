@@ -212,23 +212,6 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Word:
-    """A line of text whose baseline is at y.
-
-    Args:
-        anchor: position of x in the text: ``start``, ``middle`` or ``end``.
-        size: font size.
-    """
-
-    x: float
-    y: float
-    text: str
-    look: str
-    anchor: str = "start"
-    size: int = 13
-
-
-@dataclass(frozen=True)
 class Drawing:
     """Shapes in a coordinate system whose y points down.
 
@@ -236,15 +219,14 @@ class Drawing:
         kind: class for the style sheet.
         label: description for screen readers.
         shapes: from the back to the front.
-        height, width: of the coordinate system. A page stretches the width but not the strokes.
+        height: of the coordinate system; its width is ``SIZE``. A page stretches the width but not the strokes.
         in_pixels: the height is in CSS pixels and not stretched.
     """
 
     kind: str
     label: str
-    shapes: Sequence[Box | Boxes | Path | Word]
+    shapes: Sequence[Box | Boxes | Path]
     height: float = SIZE
-    width: float = SIZE
     in_pixels: bool = False
 
 
