@@ -1,1 +1,1 @@
-"""The tiny world of ``packtool demo``: pictures, rows and a model made on the spot, and the run through both stages."""
+"""``packtool demo``: a synthetic dataset and a small model, and a run through both stages."""

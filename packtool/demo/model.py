@@ -27,7 +27,7 @@ NUM_SENTENCES = 4000
 PRE_TOKENIZER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2 and Qwen3 cut text before merging (transformers, models/qwen2/tokenization_qwen2.py)."""
+"""The splitting rule of Qwen2 and Qwen3 before merging (transformers, models/qwen2/tokenization_qwen2.py)."""
 
 CONTROL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),

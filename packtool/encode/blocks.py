@@ -45,7 +45,6 @@ def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source
 
     Raises:
         ConfigError: if a source holds conversations, and the model has no chat template.
-        DataError, StorageError: as ``samples_of``.
     """
     if files.chat_template:
         return

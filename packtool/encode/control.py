@@ -1,14 +1,14 @@
 """Control tokens: those of the template become ids, the same text inside a row stays text.
 
 A row's strings are *shielded* before the template gets them: every control token's text in them becomes one private-use
-character. All control tokens of the rendered conversation are then the template's. It is cut there, the pieces between
-are tokenized as plain text, and the shielded characters become the text they stood for::
+character. All control tokens of the rendered conversation are then the template's. It is split there, the pieces in
+between are tokenized as plain text, and the shielded characters become the text they stood for::
 
     row text        a <|im_end|> b            shielded      a ⟦3⟧ b
     rendered        <|im_start|>user\\na ⟦3⟧ b<|im_end|>\\n
-    cut             <|im_start|>  "user\\na <|im_end|> b"  <|im_end|>  "\\n"
+    split           <|im_start|>  "user\\na <|im_end|> b"  <|im_end|>  "\\n"
 
-The ids equal those of the whole rendered string, because a tokenizer never merges across a control token.
+The ids equal those of the rendered string, because a tokenizer never merges across a control token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
     Args:
         control: the token's text, or "" for what comes before the first.
-        media: "image", "video" or "audio" if this control token stands for a whole medium, else "".
+        media: "image", "video" or "audio" if this control token stands for a medium, else "".
         text: plain text that follows.
         times: number of repetitions of the control token.
     """
@@ -116,13 +116,13 @@ class Shield:
             texts[ord(char) - self._base] if 0 <= ord(char) - self._base < len(texts) else char for char in string
         )
 
-    def cut(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
+    def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
         """Split the rendered conversation into pieces, in order; their texts are lifted.
 
         Args:
             placeholders: kind of medium by further control tokens that stand for one.
         """
-        parts = self._vocabulary.cut_pattern("".join(self._kinds)).split(rendered)
+        parts = self._vocabulary.split_pattern("".join(self._kinds)).split(rendered)
         kinds = {**placeholders, **self._kinds}
         return [
             Piece(control, kinds.get(control, ""), self.lift(text))
@@ -162,20 +162,20 @@ class ControlVocabulary:
         self.strip_left = frozenset(token.content for _, token in special if token.lstrip)
         self._longest_first = sorted(self.texts, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, self._longest_first)) or _NOTHING)
-        self._cut_patterns: dict[str, re.Pattern[str]] = {}
+        self._split_patterns: dict[str, re.Pattern[str]] = {}
         tokenizer.encode_special_tokens = True
 
-    def cut_pattern(self, marks: str) -> re.Pattern[str]:
+    def split_pattern(self, marks: str) -> re.Pattern[str]:
         """Return a pattern that splits at control tokens and at the characters for media, and keeps these.
 
         Args:
             marks: the characters; none for a row without media, since re is faster where all alternatives begin alike.
         """
-        if marks not in self._cut_patterns:
+        if marks not in self._split_patterns:
             # Single characters, not a class: with literals only, re skips to their first characters at once.
             literals = "|".join((*marks, *map(re.escape, self._longest_first))) or _NOTHING
-            self._cut_patterns[marks] = re.compile(f"({literals})")
-        return self._cut_patterns[marks]
+            self._split_patterns[marks] = re.compile(f"({literals})")
+        return self._split_patterns[marks]
 
 
 def _free_base(strings: Iterable[str]) -> int:

@@ -39,11 +39,7 @@ from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 
 def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
-    """Return notes for the user on how rows are encoded for a model, a line each.
-
-    Raises:
-        ConfigError: if the loss scale cannot be understood.
-    """
+    """Return notes for the user on how rows are encoded for a model, a line each."""
     remarks = [*media.remarks]
     requested, loss_scale = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
     if loss_scale != requested:
@@ -166,7 +162,7 @@ class Encoder:
         """Tokenize only both ends of texts whose middle is certainly cut.
 
         Truncation keeps the first or the last ``max_length`` tokens of a row, so no more of any text. Not where a
-        medium's place or a rule for weights is searched among the tokens of the whole text.
+        medium's place or a rule for weights is searched among the tokens of the entire text.
 
         Returns:
             by the number of the text among all units, its first and last ids, and the number of ids between them.
@@ -221,7 +217,7 @@ class Encoder:
             detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
-            pieces = self._cut(sample)
+            pieces = self._pieces_of(sample)
         except CannotRender as problem:
             return Dropped(sample.source, sample.row, problem.reason, str(problem))
         marks = [piece.media for piece in pieces]
@@ -255,7 +251,7 @@ class Encoder:
             return None
         return over_long(item.sample, self.spec, f"at least {min_tokens}")
 
-    def _cut(self, sample: Sample) -> list[Piece]:
+    def _pieces_of(self, sample: Sample) -> list[Piece]:
         """Return the rendered conversation (a text for pretraining: the text itself) in pieces.
 
         Raises:
@@ -269,7 +265,7 @@ class Encoder:
             raise CannotRender("private_characters", str(error)) from error
         if sample.is_text:
             text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
-            return [*shield.cut(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
+            return [*shield.split(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
         if self._template is None:
             raise CannotRender(
                 "no_chat_template",
@@ -291,11 +287,11 @@ class Encoder:
         if (number := self._template.missing_turn(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
             raise CannotRender("turn_left_out", detail)
-        return shield.cut(rendered, self._media.placeholders)
+        return shield.split(rendered, self._media.placeholders)
 
     def _rendered_pieces(self, sample: Sample) -> list[Piece] | None:
         try:
-            return self._cut(sample)
+            return self._pieces_of(sample)
         except CannotRender:
             return None
 

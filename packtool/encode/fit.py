@@ -22,7 +22,7 @@ from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
 _NO_TARGET = "no_target_tokens"
-_MAX_REMOVED = np.iinfo(np.int32).max  # the most that the cache's column can hold
+_MAX_REMOVED = np.iinfo(np.int32).max  # maximum of the cache's column
 
 
 @dataclass(frozen=True, eq=False)

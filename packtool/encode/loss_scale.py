@@ -124,9 +124,6 @@ def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
     Returns:
         ``text``, with ``+ignore_empty_think`` after it where the template is one for hybrid thinking and the text has
         no rule about empty thinking blocks.
-
-    Raises:
-        ConfigError: if the text cannot be understood.
     """
     rules = parse_loss_scale(text).rules
     return text if not is_hybrid_thinking or _IGNORE in rules or KEEP_EMPTY_THINK in rules else f"{text}+{_IGNORE}"

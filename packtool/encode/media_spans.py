@@ -99,7 +99,7 @@ class TokenizedLayout(NamedTuple):
     """A tokenized layout.
 
     Args:
-        ids: of the whole conversation.
+        ids: of the conversation.
         text_starts: where the text of each unit begins in ``ids``, after its control tokens.
         spans: of the media, ascending.
     """
@@ -204,7 +204,7 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
     tracks = [(video.audio, video.path, video.data) for video in sample.videos if video.audio is not None]
     if not audios or not tracks:
         return [*audios, *tracks]
-    # A track's first mark stands right behind the mark that opens its video.
+    # A track's first mark directly follows the mark that opens its video.
     opens = np.flatnonzero(sample.input_ids == tokens.opening_sound)
     is_track = sample.input_ids[opens - 1] == tokens.opening_vision
     return [tracks.pop(0) if track else audios.pop(0) for track in is_track]
@@ -221,15 +221,15 @@ def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
         for kind, pad in tokens.pads.items()
     }
     tracks = [span for sound, span in zip(sounds, spans.get("audio", []), strict=False) if _is_track(sound)]
-    found = []
+    result = []
     for kind, kind_spans in spans.items():
         for medium, (start, stop) in zip(media[kind], kind_spans, strict=True):
             if isinstance(medium, EncodedVideo) and medium.audio is not None:
                 first, last = tracks.pop(0)
                 start, stop = min(start, first), max(stop, last)
             if not (isinstance(medium, EncodedAudio) and _is_track(medium)):
-                found.append(MediumSpan(medium, start, stop))
-    return sorted(found, key=lambda span: span.start)
+                result.append(MediumSpan(medium, start, stop))
+    return sorted(result, key=lambda span: span.start)
 
 
 def _is_track(sound: EncodedAudio) -> bool:

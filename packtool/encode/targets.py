@@ -79,10 +79,10 @@ class TurnFinder:
         """
         shield = Shield(vocabulary, ())
         try:
-            question = shield.cut(template.render(_PROBE[:1]))
-            prompted = shield.cut(template.render(_PROBE[:1], add_generation_prompt=True))
-            short = shield.cut(template.render(_PROBE[:2]))
-            long = shield.cut(template.render(_PROBE))
+            question = shield.split(template.render(_PROBE[:1]))
+            prompted = shield.split(template.render(_PROBE[:1], add_generation_prompt=True))
+            short = shield.split(template.render(_PROBE[:2]))
+            long = shield.split(template.render(_PROBE))
         except TemplateFailure as error:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
         answers = [(short, _ANSWERS[0]), (long, _ANSWERS[0]), (long, _ANSWERS[1])]
@@ -140,11 +140,7 @@ class TurnFinder:
 def turn_finder(
     template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
 ) -> tuple[ControlVocabulary, TurnFinder]:
-    """Return a model's control tokens and the turn finder that uses them.
-
-    Raises:
-        ConfigError: if no control token tells where answers begin and end.
-    """
+    """Return a model's control tokens and the turn finder that uses them."""
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:
         return vocabulary, TurnFinder.of(template, vocabulary)
@@ -224,7 +220,7 @@ def _ends_before_tools(
     if not any(piece.control in ends and _QUESTION in piece.text for piece in question):
         return frozenset()
     try:
-        pieces = shield.cut(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
+        pieces = shield.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
         return frozenset({pieces[_piece_with(pieces, _ANSWERS[0]) + 1].control})
     except (TemplateFailure, ConfigError):
         return frozenset()

@@ -323,7 +323,7 @@ class PieceTokenizer:
         """Return ``num`` or more first and last ids of a long piece's text, and how many ids are between them.
 
         Returns:
-            None where the whole text must be tokenized.
+            None where the entire text must be tokenized.
         """
         if self._words is None or not self.context_free:
             return None

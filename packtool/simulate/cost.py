@@ -43,13 +43,13 @@ Int64Array = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 _GATHERED = 4
-"""What all-gather holds of a layer for each token of the group, in units of ``kv_bytes``: K and V, a copy of what is
-seen, and gradients of 32 bits. The other ways hold less, and are charged as much."""
+"""Memory of all-gather for each token of the group in a layer, in units of ``kv_bytes``: K and V, a copy of the visible
+ones, and gradients of 32 bits. The other ways need less, and are charged as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the model assumes of software, whatever the hardware.
+    """Assumptions about software, for any hardware.
 
     Args:
         matmul_half_tokens: n0, tokens on a rank at which matrix products reach half of their best speed. Reading 2-byte

@@ -295,13 +295,7 @@ class Simulation:
 
 
 def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
-    """Read what is needed, and plan and time every strategy.
-
-    Raises:
-        ConfigError: model or hardware are not known, or the model does not fit.
-        DataError: no sample is left.
-        StorageError: a file cannot be read.
-    """
+    """Read lengths, model and hardware, and plan and time every strategy."""
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
     model = config.model or _model_of(reader)
     try:

@@ -1,4 +1,4 @@
-"""How families write boxes, points and polygons in a picture, and the names of objects.
+"""Notations of boxes, points and polygons in a picture, and of the names of objects.
 
 One box of 331.5,761.4 to 853.5,1594.8 in a picture of 1500 x 1800 pixels, which is resized to 1512 x 1792::
 

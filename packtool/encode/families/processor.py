@@ -218,14 +218,11 @@ def process_video(
 
     Args:
         frames: uint8 (T, 3, H, W), on torch's meta device where only their size matters.
-        num_frames, fps: of the whole video.
+        num_frames, fps: of the video.
         indices: the numbers there of the T frames.
 
     Returns:
         its text for the video, and all its outputs.
-
-    Raises:
-        ConfigError: if it does not give its text.
     """
     metadata = _metadata(num_frames, fps, list(indices), *frames.shape[2:])
     outputs: Mapping[str, Any] = processor(
@@ -247,9 +244,6 @@ def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[
 
     Returns:
         its text for each picture of each row, and all its outputs; those of pictures as tensors of torch.
-
-    Raises:
-        ConfigError: if it does not give its texts.
     """
     outputs: Mapping[str, Any] = processor(
         text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
@@ -262,7 +256,7 @@ def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[
 
 
 def _media_texts(processor: Any, outputs: Mapping[str, Any], counts: Sequence[int], kind: str) -> list[list[str]]:
-    """Return the processor's text for each medium of each row, of which ``counts`` has the number of media."""
+    """Return the processor's text for each medium of each row; ``counts`` are the media per row."""
     texts = outputs.get("text_replacement_offsets")
     if not texts or [len(row) for row in texts] != list(counts):
         raise ConfigError(

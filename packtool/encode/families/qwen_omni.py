@@ -69,7 +69,7 @@ class QwenOmni(QwenVL):
         return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
 
     def _audio(self, ref: MediaRef) -> EncodedAudio:
-        from packtool.media.audio import measure_audio  # here, because most rows need none of PyAV
+        from packtool.media.audio import measure_audio  # here, because most rows need no PyAV
 
         limits = self._audios
         num_samples = measure_audio(ref, limits.sampling_rate)

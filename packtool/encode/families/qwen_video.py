@@ -60,11 +60,7 @@ def smart_resize(
 def resize_together(
     height: int, width: int, num_taken: int, limits: VideoLimits | ImageLimits, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return height and width such that all frames together have from ``min_pixels`` to ``max_pixels``.
-
-    Raises:
-        ValueError: for too few frames, or if one side is more than 200 times the other.
-    """
+    """Return height and width such that all frames together have from ``min_pixels`` to ``max_pixels``."""
     factor, step = limits.patch_size * limits.merge_size, limits.temporal_patch_size
     if num_taken < step:
         raise _too_few_frames(num_taken, step)
@@ -199,9 +195,6 @@ def sample_clip(start: int, num_frames: int, fps: float, limits: VideoLimits) ->
 
     Processors know no clips: these are the frames of Qwen's tools, which take a multiple of the model's step and
     spread it from the first to the last one, whatever the family.
-
-    Raises:
-        ValueError: if it has too few for one step of the model's time.
     """
     step = limits.temporal_patch_size
     even_steps = dataclasses.replace(limits, even_ends=False, min_frames=-(-limits.min_frames // step) * step)

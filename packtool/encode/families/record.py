@@ -96,7 +96,7 @@ class AudioLimits:
     Args:
         sampling_rate: samples per second that the model's feature extractor takes.
         hop_length: samples from one mel frame to the next.
-        max_features: maximum mel frames of one sound, the rest is cut off; None for no bound.
+        max_features: maximum mel frames of one sound, the rest is removed; None for no bound.
         in_video: a video's sound track is woven in between its frames.
         tokens_per_second: positions in time per second of sound, by which frames and sound are woven.
         seconds_per_chunk: length of the chunks of video and sound that alternate, where they are woven in chunks.
@@ -206,7 +206,7 @@ class Family:
 
     Args:
         title: name for the documentation.
-        model_types: ``model_type`` in ``config.json``, of the whole model and of its thinker where it has one.
+        model_types: ``model_type`` in ``config.json``, of the full model and of its thinker where it has one.
         encoding: module of this folder and class of its ``MediaEncoding``, imported on first use; "" for text alone.
         is_qwen3: videos, their times and sounds are encoded as by Qwen3-VL and Qwen3-Omni, not by their predecessors.
         no_videos: reason why rows with videos are dropped, of ``BY_PROCESSOR`` families that take none.
