@@ -65,7 +65,12 @@ class Shield:
     ) -> None:
         self._vocabulary = vocabulary
         self._spared = spared
-        self._base = _free_base(strings)
+        foreign = [string for string in strings if not string.isascii()]
+        taken = {ord(char) // _BLOCK for string in foreign for char in _PRIVATE.findall(string)}
+        base = next((base for base in _BASES if base // _BLOCK not in taken), None)
+        if base is None:
+            raise ValueError("the text uses private-use characters all over planes 15 and 16")
+        self._base = base
         self._used = False
         self._kinds: Mapping[str, str] = {}
 
@@ -176,12 +181,3 @@ class ControlVocabulary:
             literals = "|".join((*marks, *map(re.escape, self._longest_first))) or _NOTHING
             self._split_patterns[marks] = re.compile(f"({literals})")
         return self._split_patterns[marks]
-
-
-def _free_base(strings: Iterable[str]) -> int:
-    foreign = [string for string in strings if not string.isascii()]
-    taken = {ord(char) // _BLOCK for string in foreign for char in _PRIVATE.findall(string)}
-    free = next((base for base in _BASES if base // _BLOCK not in taken), None)
-    if free is None:
-        raise ValueError("the text uses private-use characters all over planes 15 and 16")
-    return free

@@ -24,7 +24,6 @@ from packtool.encode.media_spans import (
     join_pieces,
     lay_out,
     num_common,
-    refuse_mixed,
 )
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
@@ -202,7 +201,11 @@ class Encoder:
         Raises:
             MediaProblem: if one cannot be used.
         """
-        refuse_mixed(sample, self.media_tokens)
+        pads = self.media_tokens.pads
+        # Their order would be lost, since one placeholder token stands for both.
+        if sample.images and sample.videos and pads.get("image") == pads.get("video", -1):
+            detail = "a row may have pictures or videos, and this one has both"
+            raise MediaProblem("media_unsupported", f"this model takes a video's frames as pictures: {detail}")
         return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in _refs_of(sample).items()}
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
@@ -318,10 +321,10 @@ class Encoder:
             ids=np.array(tokens.ids, np.int32),
             turns=np.array([end for turn in turns if turn.turn.loss is not False for end in turn.span], np.int32),
             spans=tokens.spans,
+            media=item.media,
             weights=self._weights(item, tokens, turns),
             num_removed=item.layout.num_omitted,
             borders=borders,
-            **{f"{kind}s": tuple(media) for kind, media in item.media.items()},  # type: ignore[arg-type]
         )
 
     def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:

@@ -7,7 +7,7 @@ adjacent pictures cannot merge. ``left`` is what ms-swift does, except that ms-s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from packtool.config.data import EncodeSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
+from packtool.encode.encoded import EncodedSample, IntArray
+from packtool.encode.families import Medium
 from packtool.encode.media_spans import Span
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
@@ -33,7 +34,7 @@ class Tokenized:
         ids: int32 (L,).
         turns: int32 (2 * num_turns,), [start, end) of every assistant turn that may be trained.
         spans: of the media, ascending.
-        images, videos, audios: in the order of their spans.
+        media: by kind, in the order of their spans.
         weights: float32 (L,), of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
         num_removed: tokens removed before truncation: with media, the middle of a long text, or of a medium that no
             sample can hold.
@@ -44,9 +45,7 @@ class Tokenized:
     ids: IntArray
     turns: IntArray
     spans: Sequence[Span]
-    images: tuple[EncodedImage, ...] = ()
-    videos: tuple[EncodedVideo, ...] = ()
-    audios: tuple[EncodedAudio, ...] = ()
+    media: Mapping[str, Sequence[Medium]]
     weights: npt.NDArray[np.float32] | None = None
     num_removed: int = 0
     borders: IntArray | None = None
@@ -60,13 +59,13 @@ class Tokenized:
 
     def taken(self, kept: npt.NDArray[np.int64]) -> Tokenized:
         """Return the sample with the tokens at some positions, ascending; none cuts a medium."""
-        spans, lists = [], {"image": list[Any](), "video": list[Any](), "audio": list[Any]()}
-        old = {"image": self.images, "video": self.videos, "audio": self.audios}
+        spans: list[Span] = []
+        media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
         starts = np.searchsorted(kept, [span.start for span in self.spans])
         for span, start in zip(self.spans, starts.tolist(), strict=True):
             if start < len(kept) and kept[start] == span.start:
-                spans.append(Span(span.kind, len(lists[span.kind]), start, start + span.end - span.start))
-                lists[span.kind].append(old[span.kind][span.number])
+                spans.append(Span(span.kind, len(media[span.kind]), start, start + span.end - span.start))
+                media[span.kind].append(self.media[span.kind][span.number])
         # Nothing comes before the first token, so it cannot be a target; turns without tokens are gone.
         turns = np.maximum(np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2), 1)
         borders = self.borders
@@ -75,9 +74,7 @@ class Tokenized:
             ids=self.ids[kept],
             turns=np.ascontiguousarray(turns[turns[:, 0] < turns[:, 1]].reshape(-1)),
             spans=spans,
-            images=tuple(lists["image"]),
-            videos=tuple(lists["video"]),
-            audios=tuple(lists["audio"]),
+            media=media,
             weights=self.weights[kept] if self.weights is not None else None,
             num_removed=self.num_removed + len(self.ids) - len(kept),
             borders=None if borders is None else np.unique(np.searchsorted(kept, borders)).astype(np.int32),
@@ -212,17 +209,16 @@ def _labelled(item: Tokenized) -> EncodedSample | None:
     loss_scale = None
     if weights is not None and not (weights[labels >= 0] == 1).all():
         loss_scale = np.where(labels >= 0, weights, np.float32(0))
+    media: Any = {f"{kind}s": tuple(of_kind) for kind, of_kind in item.media.items()}
     return EncodedSample(
         input_ids=ids,
         labels=labels,
         turns=item.turns,
-        images=item.images,
+        **media,
         channel=sample.channel,
         source=sample.source,
         row=sample.row,
         num_truncated=min(item.num_removed, _MAX_REMOVED),
-        videos=item.videos,
-        audios=item.audios,
         loss_scale=loss_scale,
         part=sample.part,
         borders=item.borders,

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from packtool.encode.control import Piece
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
 from packtool.encode.families import MediaKind, Medium, Part, family_of, thinker_of
-from packtool.media.opening import MediaProblem
-from packtool.rows.sample import Sample
 
 
 class Span(NamedTuple):
@@ -173,17 +171,6 @@ class MediaTokens:
         family, settings = family_of(config), thinker_of(config)
         openings = (settings.get(marks[0]) for marks in (family.image_marks, family.sound_marks))
         return cls(family.pads_in(config), *openings)
-
-
-def refuse_mixed(sample: Sample, tokens: MediaTokens) -> None:
-    """Refuse a row whose pictures and videos have the same placeholder token: their order would be lost.
-
-    Raises:
-        MediaProblem: if the row has both.
-    """
-    if sample.images and sample.videos and tokens.pads.get("image") == tokens.pads.get("video", -1):
-        detail = "a row may have pictures or videos, and this one has both"
-        raise MediaProblem("media_unsupported", f"this model takes a video's frames as pictures: {detail}")
 
 
 class MediumSpan(NamedTuple):

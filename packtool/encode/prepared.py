@@ -181,7 +181,7 @@ def _part(
     stop: int,
 ) -> Tokenized:
     """Return one of the samples that a row is packed of: tokens [start, stop)."""
-    own: dict[str, Any] = {kind: [] for kind in _KINDS}
+    own: dict[str, list[Medium]] = {kind: [] for kind in _KINDS}
     own_spans = []
     for span in spans:
         if start <= span.start < stop:
@@ -196,9 +196,7 @@ def _part(
         ids=tokens.ids[start:stop].astype(np.int32),
         turns=np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32),
         spans=own_spans,
-        images=tuple(own["image"]),
-        videos=tuple(own["video"]),
-        audios=tuple(own["audio"]),
+        media=own,
         weights=weights,
     )
 

@@ -231,15 +231,11 @@ def _is_lossless(tokenizer: Tokenizer) -> bool:
         splits = ("Split", "ByteLevel", "Digits")
         is_known = all(step["type"] in splits and step.get("behavior") != "Removed" for step in steps)
         return is_known and normalizer.get("type", "NFC") == "NFC"
-    normalizers = normalizer.get("normalizers", [normalizer] if normalizer else [])
-    return bool(model.byte_fallback) and not steps and all(map(_keeps_length, normalizers))
-
-
-def _keeps_length(normalizer: dict[str, Any]) -> bool:
-    """Return whether a normalizer is Llama's or Gemma's: a mark for each blank, and perhaps one before the text."""
-    if normalizer["type"] == "Prepend":
-        return True
-    return normalizer["type"] == "Replace" and json.dumps(normalizer["pattern"]) == json.dumps({"String": " "})
+    # Llama's and Gemma's normalizers keep the length: a mark for each blank, and perhaps one before the text.
+    return bool(model.byte_fallback and not steps) and all(
+        each["type"] == "Prepend" or (each["type"] == "Replace" and each["pattern"] == {"String": " "})
+        for each in normalizer.get("normalizers", [normalizer] if normalizer else [])
+    )
 
 
 # Short pieces (a newline, a role) come back in every turn of every row.

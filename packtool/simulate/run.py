@@ -297,11 +297,7 @@ class Simulation:
 def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     """Read lengths, model and hardware, and plan and time every strategy."""
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
-    model = config.model or _model_of(reader)
-    try:
-        sizes = ModelSizes.of_config(_model_config(model))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--model {model}: its config.json does not tell the sizes: {error}") from error
+    model, sizes = _model_of(config.model, reader)
     machine = Machine(
         sizes=sizes,
         hardware=read_hardware(config.hardware),
@@ -381,34 +377,37 @@ def _lengths(
     return lengths, lengths, f"lengths as in {config.distribution}"
 
 
-def _model_of(reader: CacheReader | None) -> str:
-    """Return the caches' model, if it is still in its place and its sizes are known."""
-    if reader is None:
-        return _DEFAULT_MODEL
-    model = str(reader.manifests[0].identity.spec["model"])
-    try:
-        ModelSizes.of_config(_model_config(model))
-    except (ConfigError, KeyError, TypeError, ValueError):
-        return _DEFAULT_MODEL
-    return model
-
-
-def _model_config(model: str) -> Mapping[str, Any]:
-    if model in MODEL_PRESETS:
-        return MODEL_PRESETS[model]
-    path = storage.join(model, "config.json")
-    if not storage.exists(path):
-        raise ConfigError(
-            f"--model {model}: no config.json is there.", f"Known without a directory: {', '.join(MODEL_PRESETS)}."
-        )
-    with storage.open_read(path) as file:
+def _model_of(requested: str | None, reader: CacheReader | None) -> tuple[str, ModelSizes]:
+    """Return the requested model, or the caches' if it is still in its place and its sizes are known, and its sizes."""
+    if not requested and reader is not None:
+        model = str(reader.manifests[0].identity.spec["model"])
         try:
-            config = load_json(file.read())
-        except ValueError as error:
-            raise ConfigError(f"--model {model}: its config.json is no JSON: {error}") from error
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"--model {model}: its config.json holds a {type(config).__name__}, not names and values")
-    return config
+            return model, _sizes_of(model)
+        except ConfigError:
+            pass
+    model = requested or _DEFAULT_MODEL
+    return model, _sizes_of(model)
+
+
+def _sizes_of(model: str) -> ModelSizes:
+    config: Any = MODEL_PRESETS.get(model)
+    if config is None:
+        path = storage.join(model, "config.json")
+        if not storage.exists(path):
+            raise ConfigError(
+                f"--model {model}: no config.json is there.", f"Known without a directory: {', '.join(MODEL_PRESETS)}."
+            )
+        with storage.open_read(path) as file:
+            try:
+                config = load_json(file.read())
+            except ValueError as error:
+                raise ConfigError(f"--model {model}: its config.json is no JSON: {error}") from error
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"--model {model}: its config.json holds a {type(config).__name__}, not names and values")
+    try:
+        return ModelSizes.of_config(config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--model {model}: its config.json does not tell the sizes: {error}") from error
 
 
 def read_hardware(name: str | None) -> Hardware:

@@ -54,9 +54,7 @@ def tokenized(parts: list[tuple[str, int]], *, weights: bool = False, is_text: b
         ids=array,
         turns=np.array(turns, np.int32),
         spans=spans,
-        images=tuple(media["image"]),
-        videos=tuple(media["video"]),
-        audios=tuple(media["audio"]),
+        media=media,
         weights=given_weights if weights else None,
     )
 
@@ -90,10 +88,10 @@ def test_what_is_left_is_whole_and_in_order(
     assert (np.diff(text) > 0).all()
     assert int((sample.input_ids == PAD).sum()) == sample.num_media_tokens
     assert int((sample.input_ids == 1).sum()) == len(sample.images) + len(sample.videos) + len(sample.audios)
-    for kept, before in ((sample.images, item.images), (sample.videos, item.videos), (sample.audios, item.audios)):
-        assert kept == before[len(before) - len(kept) :]  # the oldest went
+    for kept, before in zip((sample.images, sample.videos, sample.audios), item.media.values(), strict=True):
+        assert [*kept] == before[len(before) - len(kept) :]  # the oldest went
     if num_media_tokens < limit:
-        assert len(sample.images) == len(item.images)
+        assert len(sample.images) == len(item.media["image"])
     labelled = sample.labels != -100
     assert (sample.labels[labelled] == sample.input_ids[labelled]).all()
     assert (sample.input_ids[labelled] >= 100).all()
