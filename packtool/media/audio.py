@@ -10,7 +10,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from packtool.media.container import check_end, index_of, is_counted, num_hidden, open_container
+from packtool.media.container import check_end, first_stream, index_of, is_counted, num_hidden, open_container
 from packtool.media.measure import ANY, changed_since_export, media_error
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.media_policy import MediaPolicy
@@ -29,7 +29,7 @@ def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
         MediaProblem: if the file is missing, has no sound, or cannot be decoded.
     """
     with open_container(ref, check_length=True) as container:
-        stream = _stream(container, ref)
+        stream = first_stream(container, "audio", ref)
         declared = _declared_seconds(container, stream)
         if declared is not None:
             if next(container.decode(stream), None) is None:
@@ -62,7 +62,7 @@ def load_audio(
     parts, num_decoded = [], 0
     try:
         with open_container(ref) as container:
-            for part in _decoded(container, _stream(container, ref), sampling_rate):
+            for part in _decoded(container, first_stream(container, "audio", ref), sampling_rate):
                 parts.append(part)
                 num_decoded += len(part)
                 if num_samples is not None and num_decoded > num_samples + tolerance:
@@ -76,12 +76,6 @@ def load_audio(
         now = "more" if num_decoded > num_samples else f"{num_decoded / sampling_rate:.2f} s"
         raise changed_since_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", now)
     return np.pad(sound[:num_samples], (0, max(num_samples - len(sound), 0)))
-
-
-def _stream(container: Any, ref: MediaRef) -> Any:
-    if not container.streams.audio:
-        raise MediaProblem("media_unreadable", f"{label(ref)}: the file has no audio stream")
-    return container.streams.audio[0]
 
 
 def _declared_seconds(container: Any, stream: Any) -> float | None:

@@ -47,6 +47,14 @@ def open_container(ref: MediaRef, *, check_length: bool = False) -> Iterator[Any
             yield container
 
 
+def first_stream(container: Any, kind: str, ref: MediaRef) -> Any:
+    """Return the first stream of a container of a kind, ``video`` or ``audio``; raise MediaProblem if there is none."""
+    streams = getattr(container.streams, kind)
+    if not streams:
+        raise MediaProblem("media_unreadable", f"{label(ref)}: the file has no {kind} stream")
+    return streams[0]
+
+
 def declared_bytes(file: BinaryIO, size: int) -> int:
     """Return the minimum length in bytes that a file of ``size`` bytes declares; 0 if it declares none.
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from av.video.reformatter import VideoReformatter
 
-from packtool.media.container import check_end, index_of, is_indexed, num_hidden, open_container
+from packtool.media.container import check_end, first_stream, index_of, is_indexed, num_hidden, open_container
 from packtool.media.measure import ANY, changed_since_export, load_image, measure_image, media_error
 from packtool.media.opening import MediaProblem, label
 from packtool.media.seeking import Unnumbered, all_frames, count_frames, decode_all, needed_frames
@@ -179,9 +179,7 @@ def _counted_frames(ref: MediaRef) -> int | None:
 
 
 def _stream(container: Any, ref: MediaRef) -> Any:
-    if not container.streams.video:
-        raise MediaProblem("media_unreadable", f"{label(ref)}: the file has no video stream")
-    stream = container.streams.video[0]
+    stream = first_stream(container, "video", ref)
     # Several processes load videos at a time. More threads in each would decode frames ahead that seeking discards:
     # twice as many with 16 threads, for 64 frames of ten minutes with a keyframe every two seconds.
     stream.codec_context.thread_count = 1

@@ -66,11 +66,7 @@ def find_elements(path: str, file: HashedFile, max_bytes: int = MAX_ROW_BYTES) -
 
 
 def elements_of(source: Source, data: bytes) -> Iterator[bytes | None]:
-    """Yield the text of each element of a block; None for one that is larger than ``--max-row-bytes``.
-
-    Raises:
-        DataError: if the file has changed since it was scanned.
-    """
+    """Yield the text of each element of a block; None for one that is larger than ``--max-row-bytes``."""
     text = _JsonText(
         source.label, HashedFile(io.BytesIO(data + b"]"), source.label), source.max_row_bytes, is_part=True
     )

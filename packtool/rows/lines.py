@@ -105,12 +105,7 @@ def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Li
 
 
 def block_text(source: Source, block: RowBlock) -> bytes | None:
-    """Return the bytes of a block; None if it is one row that is too large to be kept in memory.
-
-    Raises:
-        DataError: if the file has changed since it was scanned.
-        StorageError: if it cannot be read.
-    """
+    """Return the bytes of a block; None if it is one row that is too large to be kept in memory."""
     if block.num_rows == 1 and block.stop - block.start > source.max_row_bytes + CHUNK_BYTES:
         return None
     return read_text(source, block.start, block.stop)

@@ -173,12 +173,7 @@ class TextReader:
 
 
 def read_text(source: Source, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a text.
-
-    Raises:
-        DataError: if the file has changed since it was scanned.
-        StorageError: if it cannot be read.
-    """
+    """Return bytes [start, stop) of a text; raises as ``opened``."""
     is_most = source.compression is None and 2 * (stop - start) > source.size > 0
     if is_most and not storage.is_remote(source.path):
         # Small files come in thousands, one after the other: keeping them open is no use.

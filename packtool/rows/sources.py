@@ -109,6 +109,7 @@ C = TypeVar("C", ExportConfig, TrainConfig)
 
 # Files of a model that encoding reads.
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+_DOWNLOAD_DATASET = "dataset_snapshot_download"
 
 
 def with_local_copies(config: C) -> C:
@@ -139,20 +140,11 @@ def _local_rows(option: str, argument: str, config: ExportConfig | TrainConfig) 
             f"{option} {argument}: of ModelScope's sets all files are read, and no single subset or split",
             "Leave out what follows the colon, or give the files.",
         )
-    return copy_of_rows(option, name) + mark + number
-
-
-def copy_of_rows(option: str, name: str) -> str:
-    """Return a local folder with a copy of a dataset of ModelScope; raises as ``with_local_copies``.
-
-    Args:
-        option: that named the set, for messages.
-        name: its id.
-    """
-    return _local_copy(option, "dataset_snapshot_download", name)
+    return _local_copy(option, _DOWNLOAD_DATASET, name) + mark + number
 
 
 def _local_copy(option: str, function: str, name: str, **settings: Any) -> str:
+    """Return the local folder to which a function of ModelScope downloads the model or dataset that an option names."""
     try:
         from modelscope.hub import snapshot_download
     except ImportError as error:
@@ -264,7 +256,9 @@ def _files_of_entry(entry: Mapping[str, Any], place: str, hub: str | None, optio
     """Return the files of an entry of ``--dataset-info``, in its sub-directory ``folder`` if it names one."""
     subset, split, folder = (entry.get(key) or None for key in ("subset", "split", "folder"))
     if hub is not None:
-        return hub_files(copy_of_rows(f"{option} {name}:", place) if hub == "ms" else place, subset, split, folder)
+        if hub == "ms":
+            place = _local_copy(f"{option} {name}:", _DOWNLOAD_DATASET, place)
+        return hub_files(place, subset, split, folder)
     if folder is None:
         return _files(place, option, None)
     if not storage.is_directory(place):

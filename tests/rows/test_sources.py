@@ -243,20 +243,21 @@ def test_a_folder_is_the_part_of_a_set_that_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hub")
 def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``ms_hub_url`` alone, and beside ``hf_hub_url`` where ModelScope is asked for."""
-    asked = []
+    """``ms_hub_url`` alone, and beside ``hf_hub_url`` with ``--use-hf false``."""
+    names = []
 
-    def copy(option: str, name: str) -> str:
-        asked.append(name)
+    def copy(option: str, function: str, name: str) -> str:
+        assert function == "dataset_snapshot_download"
+        names.append(name)
         return str(tmp_path / "owner" / "set")
 
-    monkeypatch.setattr("packtool.rows.sources.copy_of_rows", copy)
+    monkeypatch.setattr("packtool.rows.sources._local_copy", copy)
     both = {"hf_hub_url": "nobody/nothing", "ms_hub_url": "team/set", "split": "test"}
     for entry, use_hf in (({"ms_hub_url": "team/set", "split": "test"}, None), (both, False)):
         info = info_file(tmp_path, far=entry)
         (found,) = scan_sources(specs_of("far", dataset_info=info, use_hf=use_hf), 42)
         assert found.num_rows == 2
-    assert asked == ["team/set"] * 2
+    assert names == ["team/set"] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ The form is detected once per file (``detect``). Everything beside the conversat
 ``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and ``responses`` if the conversation has no
 answer. Columns of preference data (``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are ignored:
 the preferred conversation is trained, as ms-swift's ``sft`` does.
+
+Reading functions of this package raise RowProblem for a row that cannot be used.
 """
 
 from __future__ import annotations
@@ -107,9 +109,6 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         row: the parsed object.
         source: its file, with the form of its rows.
         number: 0-based row.
-
-    Raises:
-        RowProblem: if the row cannot be used.
     """
     name, columns = source.form, source.columns
     if name is None:
@@ -167,11 +166,7 @@ def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedi
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Report a problem with media marks once if all first rows of a file have it.
-
-    Raises:
-        DataError: with the option that solves it.
-    """
+    """Raise DataError, with the option to use, if all first rows of a file have the same problem with media marks."""
     problems: list[LoneMark] = []
     for number, row in enumerate(rows):
         try:

@@ -76,11 +76,7 @@ class InlineMedia:
 
 
 def media_of(fields: Fields, inline: InlineMedia) -> dict[str, tuple[MediaRef, ...]]:
-    """Return all media of a row by kind: those in its messages, or those of ``images``, ``videos`` and ``audios``.
-
-    Raises:
-        RowProblem: if one cannot be read, or if messages and columns both have media of a kind.
-    """
+    """Return all media of a row by kind: those in its messages, or those of ``images``, ``videos`` and ``audios``."""
     media = {}
     for kind in MEDIA_KINDS:
         listed = _media_of_column(fields, kind, inline.source)
@@ -114,9 +110,6 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
 
     Args:
         depth: objects and lists around it.
-
-    Raises:
-        RowProblem: if it is none of these.
     """
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:
@@ -295,10 +288,7 @@ def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tu
     """Return turns with one mark for each medium, and the number of marks that were added.
 
     Missing marks are put before the first user text, videos before sounds before images, as ms-swift does. Marks of
-    kinds without media are left to ``lone_mark``.
-
-    Raises:
-        RowProblem: if there are more marks than media, so that it is unknown which belong together.
+    kinds without media are left to ``lone_mark``. More marks than media are a RowProblem.
     """
     added = ""
     for kind in ("video", "audio", "image"):
@@ -438,14 +428,11 @@ def _names_a_file(value: Any, suffixes: tuple[str, ...]) -> bool:
 
 
 def check_marks(problems: Sequence[LoneMark], where: str) -> None:
-    """Report once that the media of a file are in a column with an unknown name.
+    """Raise DataError if the media of a file are all in one column with an unknown name.
 
     Args:
         problems: of its first rows, if none of these can be used.
         where: the file, for messages.
-
-    Raises:
-        DataError: if all problems have the same column.
     """
     if not problems or not problems[0].column or any(problem.column != problems[0].column for problem in problems):
         return

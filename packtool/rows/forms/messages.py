@@ -53,9 +53,6 @@ def content_of(who: str, value: Any, inline: InlineMedia, is_tool: bool = False)
         who: the message, for problems.
         inline: collects the media.
         is_tool: a tool's answer may be any JSON value; what is neither text nor a list of parts is written as JSON.
-
-    Raises:
-        RowProblem: if no template could render it.
     """
     if isinstance(value, str):
         return Content(value)
@@ -191,11 +188,7 @@ def _tags_of(pairs: Pairs) -> _Tags:
 
 
 def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
-    """Return the turns of a list of messages.
-
-    Raises:
-        RowProblem: if a message cannot be read.
-    """
+    """Return the turns of a list of messages."""
     if not is_list(messages) or not messages:
         shown = "no turns" if not messages else f"a {type(messages).__name__}, no list of turns"
         raise RowProblem("empty_conversation", f"'messages' holds {shown}")

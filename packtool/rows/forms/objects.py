@@ -34,11 +34,7 @@ _MAX_COORDINATES: Mapping[BboxType, float] = {"norm1": 1, "norm1000": 1000}
 
 
 def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Objects | None:
-    """Return the objects of the marks in a row's turns; None if it has neither marks nor a unit for boxes in its texts.
-
-    Raises:
-        RowProblem: if ``objects`` cannot be read, does not match the marks, or refers to a picture that the row lacks.
-    """
+    """Return the objects of the marks in a row's turns; None without marks and without a unit for boxes in texts."""
     value, row_unit = fields.parsed("objects"), fields.get("bbox_type")
     if not value:
         if (num_images or fields.has("objects")) and any(
@@ -58,13 +54,10 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
 
 
 def corners_of(value: Any, who: str, unit: BboxType) -> tuple[float, ...]:
-    """Return the coordinates of a box, a point or a polygon.
+    """Return the coordinates of a box, a point or a polygon; raise RowProblem if they are outside of any picture.
 
     Args:
         who: the region, for problems.
-
-    Raises:
-        RowProblem: if they are invalid, or outside of any picture.
     """
     if not is_list(value) or len(value) < 2 or len(value) % 2:
         raise RowProblem("invalid_objects", f"{who} is {shown(value)}, not x and y of one or more corners")

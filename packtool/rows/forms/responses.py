@@ -17,11 +17,7 @@ from packtool.rows.source import Source
 
 
 def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple[Response, ...]:
-    """Read the responses of a row whose turns end without an answer; none if it has none.
-
-    Raises:
-        RowProblem: if one cannot be read, or weights are not one for each.
-    """
+    """Read the responses of a row whose turns end without an answer; none if it has none."""
     if (turns and turns[-1].role == "assistant") or fields.get("responses") is None:
         return ()
     values = fields.parsed("responses")
