@@ -82,13 +82,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     clip = write_clip(folder / "clip.mp4", num_frames=30, seconds_of_sound=1.2)
     sound = write_sound(folder / "sound.wav", 2.0)
     codec = {"flac": "flac", "mka": "flac", "ogg": "libopus", "mp3": "mp3"}
-    found = {kind: picture_file(kind) for kind in PICTURES}
-    found |= {kind: container_file(clip, f"{kind}" if "." in kind else f"plain.{kind}", {}) for kind in VIDEOS}
+    result = {kind: picture_file(kind) for kind in PICTURES}
+    result |= {kind: container_file(clip, f"{kind}" if "." in kind else f"plain.{kind}", {}) for kind in VIDEOS}
     for kind in SOUNDS:
         name = kind if "." in kind else f"plain.{kind}"
         codecs = {"audio": codec.get(kind, "aac")}
-        found[kind] = sound.read_bytes() if kind == "wav" else container_file(sound, name, codecs)
-    return found
+        result[kind] = sound.read_bytes() if kind == "wav" else container_file(sound, name, codecs)
+    return result
 
 
 def use_picture(data: bytes) -> None:

@@ -40,7 +40,7 @@ class WebServer:
     """Answers by the path: a status, a picture, an endless body, a redirect."""
 
     def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
+        self.requested: Counter[str] = Counter()
         self.bytes_sent = 0
         self.down = False
         outer = self
@@ -50,7 +50,7 @@ class WebServer:
                 pass
 
             def do_GET(self) -> None:
-                outer.asked[self.path] += 1
+                outer.requested[self.path] += 1
                 name = self.path.strip("/")
                 if name == "endless":
                     self.send_response(200)
@@ -170,12 +170,12 @@ def test_any_address_is_a_medium_or_a_dropped_row(
 
 def test_what_is_told_of_files_elsewhere(folder: Path) -> None:
     source = Source(str(folder / "root" / "rows.jsonl"))
-    for name, told in [
+    for name, message in [
         ("../out/a.png", "lies neither"),
         ("linked.png", "leads to"),
         (str(folder / "out/a.png"), "lies"),
     ]:
-        with pytest.raises(MediaProblem, match=rf"{told}.*--media-root DIR.*--media-access local") as caught:
+        with pytest.raises(MediaProblem, match=rf"{message}.*--media-root DIR.*--media-access local") as caught:
             measure_image(media_ref("image", name, source))
         assert caught.value.reason == "media_not_allowed"
     for allowed in (Source(source.path, media_root=str(folder / "out")), Source(source.path, media_access="local")):
@@ -212,7 +212,7 @@ def test_redirects_go_where_the_row_may(web: WebServer) -> None:
     other = WebServer()
     named = frozenset({storage.store_name(web.url)})
     assert reason_of(f"{web.url}/to={other.url}/a", stores=named) == "media_not_allowed"
-    assert not other.asked
+    assert not other.requested
     assert measure_image(MediaRef(f"{web.url}/to={web.url}/a", policy=MediaPolicy(stores=named))) == (20, 30)
     assert measure_image(MediaRef(f"{web.url}/to={other.url}/a")) == (20, 30)
     other.close()
@@ -231,7 +231,7 @@ def test_a_name_that_leads_into_a_private_network_is_not_followed(
     with pytest.raises(MediaProblem, match=r"leads to 127\.0\.0\.1, an address of a private network.*any") as caught:
         measure_image(MediaRef(path, policy=MediaPolicy(stores=named)))
     assert caught.value.reason == "media_not_allowed"
-    assert not web.asked
+    assert not web.requested
     assert measure_image(MediaRef(path)) == (20, 30)
 
 
@@ -242,7 +242,7 @@ def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) ->
     tries = []
     for number in range(5):
         assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
-        tries.append(web.asked[f"/{number}.png"])
+        tries.append(web.requested[f"/{number}.png"])
     assert tries == [9, 5, 3, 2, 1]
     for answer, reason in {"404": "media_missing", "text": "media_unreadable"}.items():
         web.down = False  # an answer about the file alone makes the store as good as new
@@ -258,7 +258,7 @@ def test_a_server_that_never_answered_is_not_waited_for_long(web: WebServer) -> 
     web.down = True
     for number, tries in enumerate([3, 2, 1]):
         assert reason_of(f"{web.url}/{number}.png") == "media_unreachable"
-        assert web.asked[f"/{number}.png"] == tries
+        assert web.requested[f"/{number}.png"] == tries
 
 
 def test_buckets_that_refuse_cost_a_row_each(bucket: str, through_proxy: Any) -> None:
@@ -300,7 +300,7 @@ def test_a_cache_reaches_no_web_server_by_itself(web: WebServer, tmp_path: Path)
     assert load_image(str(tmp_path / "a.png"), policy=policy).size == (30, 20)
     with pytest.raises(MediaError, match="--media-access any"):
         load_image(f"{web.url}/a.png", policy=policy)
-    assert not web.asked
+    assert not web.requested
     assert load_image(f"{web.url}/a.png", policy=policy_for_cache(AccessOptions(media_access="any"))).size == (30, 20)
     web.down = True  # an outage is no fault of the sample, which --on-bad-media skip would leave out
     with pytest.raises(StorageError, match="given up after"):

@@ -146,14 +146,14 @@ def test_frames_are_counted_as_a_decoder_counts_them(name: str, share: float, da
     except av.FFmpegError:
         expected = None
     try:
-        found = measure_video(MediaRef(None, data)).num_frames
+        result = measure_video(MediaRef(None, data)).num_frames
     except (av.FFmpegError, MediaProblem):
         assert expected is None
         return
-    if found != expected:
+    if result != expected:
         assert damage
         with pytest.raises(MediaError):
-            load_video(None, data, (), range(found))
+            load_video(None, data, (), range(result))
 
 
 def test_counting_decodes_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,14 +63,14 @@ def compress(path: Path, compression: str) -> Path:
     return path
 
 
-def rows_of(found: ScannedSource) -> list[tuple[int, Any]]:
+def rows_of(result: ScannedSource) -> list[tuple[int, Any]]:
     """(number, row) of all blocks."""
-    rows = [item for block in found.blocks for item in read_block(found.source, block)]
-    assert len(rows) == found.num_rows
+    rows = [item for block in result.blocks for item in read_block(result.source, block)]
+    assert len(rows) == result.num_rows
     return rows
 
 
 @pytest.fixture
 def scanned() -> Callable[..., ScannedSource]:
     """Scans one file."""
-    return lambda path, **asked: scan(SourceSpec(str(path), **asked))
+    return lambda path, **requested: scan(SourceSpec(str(path), **requested))

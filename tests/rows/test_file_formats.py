@@ -36,17 +36,17 @@ def test_every_kind_gives_the_same_rows(tmp_path: Path, kind: str, compression: 
     path = tmp_path / f"rows.{kind}"
     write_rows(path, kind, ROWS)
     path = compress(path, compression)
-    found = scan(SourceSpec(str(path)))
+    result = scan(SourceSpec(str(path)))
     expected = [{"text": row["text"]} for row in ROWS] if kind == "txt" else ROWS
-    assert rows_of(found) == list(enumerate(expected))
-    assert found.source.form == "text"
-    assert to_sample(expected[5], found.source, 5).turns[0].content == ROWS[5]["text"]
+    assert rows_of(result) == list(enumerate(expected))
+    assert result.source.form == "text"
+    assert to_sample(expected[5], result.source, 5).turns[0].content == ROWS[5]["text"]
     # Any order of blocks, as several workers take them.
-    blocks = list(found.blocks)[::-1]
-    assert [number for block in blocks for number, _ in read_block(found.source, block)][: blocks[0].num_rows] == list(
+    blocks = list(result.blocks)[::-1]
+    assert [number for block in blocks for number, _ in read_block(result.source, block)][: blocks[0].num_rows] == list(
         range(blocks[0].first_row, len(ROWS))
     )
-    assert found.digest == scan(SourceSpec(str(path))).digest
+    assert result.digest == scan(SourceSpec(str(path))).digest
     close_readers()
 
 
@@ -57,11 +57,11 @@ def test_nested_rows_of_tables_lose_their_nulls(tmp_path: Path, kind: str) -> No
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"a": 1, "b": None}]}], "tools": "[]"},
     ]
     write_rows(tmp_path / f"rows.{kind}", kind, rows)
-    found = scan(SourceSpec(str(tmp_path / f"rows.{kind}")))
-    (_, first), (_, second) = rows_of(found)
+    result = scan(SourceSpec(str(tmp_path / f"rows.{kind}")))
+    (_, first), (_, second) = rows_of(result)
     assert first == {"messages": [{"role": "user", "content": "q"}], "images": [{"bytes": b"png"}], "tools": None}
     assert second["messages"] == [{"role": "assistant", "tool_calls": [{"a": 1}]}]
-    assert to_sample(first, found.source, 0).images[0].data == b"png"
+    assert to_sample(first, result.source, 0).images[0].data == b"png"
 
 
 def test_saved_datasets_keep_their_images_undecoded(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_saved_datasets_keep_their_images_undecoded(tmp_path: Path) -> None:
     pictures = [{"bytes": b"no picture", "path": None}, {"bytes": None, "path": str(tmp_path / "x.png")}]
     data = {"text": ["a", "b"], "image": pictures}
     datasets.Dataset.from_dict(data, features=features).save_to_disk(str(tmp_path / "saved"))
-    found = scan(SourceSpec(str(tmp_path / "saved" / "data-00000-of-00001.arrow")))
-    samples = [to_sample(row, found.source, number) for number, row in rows_of(found)]
+    result = scan(SourceSpec(str(tmp_path / "saved" / "data-00000-of-00001.arrow")))
+    samples = [to_sample(row, result.source, number) for number, row in rows_of(result)]
     assert [(ref.data, ref.path) for sample in samples for ref in sample.images] == [
         (b"no picture", None),
         (b"taken in by datasets", None),
@@ -110,8 +110,8 @@ def test_any_csv_gives_its_records(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "CHUNK_BYTES", chunk)
         patch.setattr(lines, "BLOCK_ROWS", block_rows)
-        found = scan(SourceSpec(str(path)))
-    assert rows_of(found) == list(enumerate(rows))
+        result = scan(SourceSpec(str(path)))
+    assert rows_of(result) == list(enumerate(rows))
 
 
 def test_a_broken_csv_record_costs_that_record_only(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_quote_that_is_never_closed_is_given_up_in_time(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("a.csv", b"text,text\n1,2\n", "names 'text' twice"),
         ("a.csv", b"te\xffxt\n1\n", "not UTF-8"),
@@ -154,9 +154,9 @@ def test_a_quote_that_is_never_closed_is_given_up_in_time(tmp_path: Path) -> Non
         ("a.json", b'{\n "data": []}', "this is one object"),
     ],
 )
-def test_files_that_are_broken(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_files_that_are_broken(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=told) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         scan(SourceSpec(str(tmp_path / name)))
     assert str(tmp_path / name) in str(caught.value)
 
@@ -173,33 +173,33 @@ def test_files_without_rows(tmp_path: Path, kind: str) -> None:
                 writer.write_table(table)
     else:
         path.write_text({"csv": "text\n", "json": "[]"}.get(kind, "\n"))
-    found = scan(SourceSpec(str(path)))
-    assert (found.num_rows, list(found.blocks), found.source.form) == (0, [], "text" if kind == "txt" else None)
+    result = scan(SourceSpec(str(path)))
+    assert (result.num_rows, list(result.blocks), result.source.form) == (0, [], "text" if kind == "txt" else None)
 
 
 def test_a_file_that_changes_between_scan_and_reading(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n' * 100)
-    found = scan(SourceSpec(str(path)))
+    result = scan(SourceSpec(str(path)))
     path.write_text('{"text": "b"}\n' * 90)
     with pytest.raises(DataError, match="has changed since it was scanned: it had 1400 bytes and has 1260"):
-        rows_of(found)
+        rows_of(result)
     path.unlink()
     with pytest.raises(DataError, match="is gone"):
-        rows_of(found)
+        rows_of(result)
 
 
 def test_readers_belong_to_a_thread(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = compress(tmp_path / "rows.jsonl", ".gz")
-    found = scan(SourceSpec(str(path)))
+    result = scan(SourceSpec(str(path)))
     seen: list[Any] = []
     for _ in range(2):
-        thread = threading.Thread(target=lambda: seen.append(rows_of(found)))
+        thread = threading.Thread(target=lambda: seen.append(rows_of(result)))
         thread.start()
         thread.join()
-    assert seen[0] == seen[1] == rows_of(found)
-    assert opened(found.source, TextReader) is not None  # the one that reading made
+    assert seen[0] == seen[1] == rows_of(result)
+    assert opened(result.source, TextReader) is not None  # the one that reading made
     close_readers()
 
 
@@ -208,13 +208,13 @@ def test_compressed_rows_are_decompressed_once(tmp_path: Path, monkeypatch: pyte
 
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = compress(tmp_path / "rows.jsonl", ".zst")
-    found = scan(SourceSpec(str(path)))
+    result = scan(SourceSpec(str(path)))
     opens: list[str] = []
     real = module.open_text
     monkeypatch.setattr(module, "open_text", lambda *given: opens.append(given[0]) or real(*given))
-    blocks = list(found.blocks)
+    blocks = list(result.blocks)
     for block in [*blocks[1::2], blocks[0]]:
-        list(read_block(found.source, block))
+        list(read_block(result.source, block))
     assert len(opens) == 2  # the second for going back
     close_readers()
 
@@ -249,11 +249,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
 
 def test_rows_are_the_same_in_every_kind(data: Path, tmp_path: Path) -> None:
     for file in sorted(data.glob("*.jsonl")):
-        found = scan(SourceSpec(str(file)))
-        rows = rows_of(found)
+        result = scan(SourceSpec(str(file)))
+        rows = rows_of(result)
         assert [row for _, row in rows] == [json.loads(line) for line in file.read_text().splitlines()]
-        samples = [to_sample(row, found.source, number) for number, row in rows]
-        assert found.source.form == "messages"
+        samples = [to_sample(row, result.source, number) for number, row in rows]
+        assert result.source.form == "messages"
         assert all(sample.turns and not sample.num_marks_added for sample in samples)
         for sample in samples:
             for ref in (*sample.images, *sample.videos, *sample.audios):
@@ -262,5 +262,5 @@ def test_rows_are_the_same_in_every_kind(data: Path, tmp_path: Path) -> None:
         texts = [{"text": json.dumps(row, ensure_ascii=False)} for _, row in rows[:500]]
         for kind in ("csv", "parquet"):
             write_rows(tmp_path / f"rows.{kind}", kind, texts)
-            found = scan(SourceSpec(str(compress(tmp_path / f"rows.{kind}", ".zst"))))
-            assert [row for _, row in rows_of(found)] == texts
+            result = scan(SourceSpec(str(compress(tmp_path / f"rows.{kind}", ".zst"))))
+            assert [row for _, row in rows_of(result)] == texts

@@ -28,7 +28,7 @@ def problem_of(row: dict[str, Any], **source: Any) -> RowProblem:
     return caught.value
 
 
-def said(sample: Sample) -> list[tuple[str, str]]:
+def text(sample: Sample) -> list[tuple[str, str]]:
     return [(turn.role, turn.content) for turn in sample.turns]
 
 
@@ -50,7 +50,7 @@ def test_a_plain_row() -> None:
         "answer": 1,
     }
     sample = read(row)
-    assert said(sample) == [("system", "s"), Q, A]
+    assert text(sample) == [("system", "s"), Q, A]
     assert (sample.source, sample.row, sample.channel) == ("/folder/rows.json", 3, "chat")
     assert not sample.is_text
 
@@ -106,13 +106,13 @@ def test_a_plain_row() -> None:
     ],
 )
 def test_forms(row: dict[str, Any], turns: list[tuple[str, str]]) -> None:
-    assert said(read(row)) == turns
+    assert text(read(row)) == turns
 
 
 @pytest.mark.parametrize("role", ["tool", "observation", "tool_response", "function-result", "function", "Tool_Result"])
 def test_names_of_a_tools_answer(role: str) -> None:
     sample = read({"messages": [user("q"), {"role": role, "content": {"found": "é"}}, {"role": role, "content": "t"}]})
-    assert said(sample)[1:] == [("tool", '{"found": "é"}'), ("tool", "t")]
+    assert text(sample)[1:] == [("tool", '{"found": "é"}'), ("tool", "t")]
 
 
 def test_texts_for_pretraining() -> None:
@@ -136,7 +136,7 @@ def test_calls_that_are_texts_become_tool_calls() -> None:
     }
     sample = read(row)
     function = {"type": "function", "function": call}
-    assert said(sample) == [Q, ("assistant", "wait"), ("tool", "found"), ("assistant", "")]
+    assert text(sample) == [Q, ("assistant", "wait"), ("tool", "found"), ("assistant", "")]
     assert sample.turns[1].extra == {"tool_calls": [function] * 3}
     assert (sample.turns[3].extra, sample.turns[3].loss) == ({"tool_calls": [function]}, False)
     assert sample.tools == ({"name": "search"},)
@@ -171,7 +171,7 @@ def test_openais_content_lists() -> None:
         " end",
     ]
     sample = read({"messages": [user(parts), assistant([{"type": "text", "text": "a"}])]})
-    assert said(sample) == [("user", "see <image><image><video><audio><image> end"), A]
+    assert text(sample) == [("user", "see <image><image><video><audio><image> end"), A]
     assert [(ref.path, ref.data) for ref in sample.images] == [
         ("https://host/a.png", None),
         (None, b"hi"),
@@ -186,7 +186,7 @@ def test_openais_content_lists() -> None:
 def test_places_in_content_lists_are_filled_from_the_rows_list() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "q"}, {"type": "image", "text": None}]
     sample = read({"messages": [user(parts)], "images": ["a.png", "b.png"]})
-    assert said(sample) == [("user", "<image>q<image>")]
+    assert text(sample) == [("user", "<image>q<image>")]
     assert [ref.path for ref in sample.images] == ["/folder/a.png", "/folder/b.png"]
     assert problem_of({"messages": [user(parts)]}).reason == "image_marks"
     assert problem_of({"messages": [user(parts)], "images": ["a.png"]}).reason == "image_marks"
@@ -222,7 +222,7 @@ def test_anthropics_blocks() -> None:
         ],
     }
     sample = read(row)
-    assert said(sample) == [
+    assert text(sample) == [
         ("system", "s"),
         ("user", "<image><image>q"),
         A,
@@ -238,12 +238,12 @@ def test_anthropics_blocks() -> None:
 
 def test_system_of_the_row_before_the_options() -> None:
     plain = {"messages": [user("q")]}
-    assert said(read({**plain, "system": "row"}, system="option"))[0] == ("system", "row")
-    assert said(read({**plain, "system_prompt": "row"}, system="option"))[0] == ("system", "row")
-    assert said(read({**plain, "system": ""}, system="option"))[0] == ("system", "option")
+    assert text(read({**plain, "system": "row"}, system="option"))[0] == ("system", "row")
+    assert text(read({**plain, "system_prompt": "row"}, system="option"))[0] == ("system", "row")
+    assert text(read({**plain, "system": ""}, system="option"))[0] == ("system", "option")
     own = {"messages": [{"role": "system", "content": "own"}, user("q")], "system": "row"}
-    assert said(read(own, system="option"))[0] == ("system", "own")
-    assert said(read(plain)) == [Q]
+    assert text(read(own, system="option"))[0] == ("system", "own")
+    assert text(read(plain)) == [Q]
 
 
 def test_loss_of_single_messages() -> None:
@@ -276,15 +276,15 @@ def test_the_datasets_own_loss_scale() -> None:
 def test_columns_and_tags_that_the_user_names() -> None:
     row = {"title": "q", "body": "a", "kind": 4}
     sample = read(row, form="query", columns=(("channel", "kind"), ("query", "title"), ("response", "body")))
-    assert (said(sample), sample.channel) == ([Q, A], "4")
+    assert (text(sample), sample.channel) == ([Q, A], "4")
     tags = (("role_tag", "who"), ("content_tag", "says"), ("user_tag", "Me"), ("assistant_tag", "It"))
     talk = [{"who": "Me", "says": "q"}, {"who": "It", "says": "a"}]
-    assert said(read({"messages": talk}, tags=tags)) == [Q, A]
+    assert text(read({"messages": talk}, tags=tags)) == [Q, A]
 
 
 def test_preferences_are_trained_as_their_better_side() -> None:
     row = {"messages": [user("q"), assistant("a")], "rejected_response": "b", "margin": 1}
-    assert said(read(row)) == [Q, A]
+    assert text(read(row)) == [Q, A]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_rows_of_another_form_than_their_files() -> None:
 
 
 def test_marks_of_places_without_objects_are_text() -> None:
-    assert said(read({"messages": [user("<bbox>")]})) == [("user", "<bbox>")]
+    assert text(read({"messages": [user("<bbox>")]})) == [("user", "<bbox>")]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None
 
 
 @pytest.mark.parametrize(
-    ("row", "named", "told"),
+    ("row", "named", "message"),
     [
         ({"words": 1, "id": 2}, (), "not recognised; their keys are: id, words\nKnown forms:\n  - mess"),
         (
@@ -389,8 +389,8 @@ def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None
         ({"response": 1}, (), "not recognised"),
     ],
 )
-def test_forms_that_are_not_recognised(row: dict[str, Any], named: Any, told: str) -> None:
-    with pytest.raises(DataError, match=told):
+def test_forms_that_are_not_recognised(row: dict[str, Any], named: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         detect([row], named, None, "rows.json")
 
 
@@ -460,7 +460,7 @@ def test_responses_stand_for_the_answer_that_a_row_lacks(row: dict[str, Any]) ->
     answer = {"content": "b", "reasoning_content": "r"}
     loop = [assistant("", tool_calls=[{"function": {"name": "f", "arguments": {}}}]), {"role": "tool", "content": "t"}]
     sample = read(row | {"responses": ["a", {"role": "assistant", **answer}, [*loop, assistant("c")]]})
-    assert said(sample) == [Q]
+    assert text(sample) == [Q]
     assert [[(turn.role, turn.content) for turn in each.turns] for each in sample.responses] == [
         [A],
         [("assistant", "b")],
@@ -475,7 +475,7 @@ def test_responses_that_weigh_nothing_are_left_out_and_those_beside_an_answer_ar
     assert [(each.turns[0].content, each.weight) for each in named.responses] == [("b", 2.0)]
     for row in ({"messages": [user("q"), assistant("a")]}, {"query": "q", "answer": "a"}):
         assert read(row | {"responses": ["b", "c"]}).responses == ()
-        assert said(read(row | {"responses": ["b", "c"]})) == [Q, A]
+        assert text(read(row | {"responses": ["b", "c"]})) == [Q, A]
 
 
 RENAMED = (("query", "query"), ("responses", "all"), ("response_weights", "score"))

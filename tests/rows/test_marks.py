@@ -45,7 +45,7 @@ def test_a_mark_whose_medium_was_lost(row: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "asked"),
+    ("row", "requested"),
     [
         (talk("what is <video> for?"), "video"),
         (talk("<image>q", id="17", notes="see below"), "image"),
@@ -55,8 +55,8 @@ def test_a_mark_whose_medium_was_lost(row: dict[str, Any], reason: str) -> None:
         (talk("q"), ""),
     ],
 )
-def test_a_mark_that_may_be_text(row: dict[str, Any], asked: str) -> None:
-    assert to_sample(row, Source("rows.jsonl"), 0).lone_mark == asked
+def test_a_mark_that_may_be_text(row: dict[str, Any], requested: str) -> None:
+    assert to_sample(row, Source("rows.jsonl"), 0).lone_mark == requested
 
 
 def test_the_user_says_that_there_are_none() -> None:
@@ -110,17 +110,17 @@ def test_a_mark_is_text_where_no_column_of_the_file_could_hold_media(
     tmp_path: Path, columns: dict[str, Any], look: Any
 ) -> None:
     """By the names and values of the file's first rows, and of the row itself."""
-    path, asked = tmp_path / "rows.jsonl", "image" if columns in MEDIA_COLUMNS else ""
+    path, requested = tmp_path / "rows.jsonl", "image" if columns in MEDIA_COLUMNS else ""
     path.write_text("".join(json.dumps(row) + "\n" for row in ({**talk(), **columns}, talk("<image>q"))))
     source = look(SourceSpec(str(path)))
-    assert source.holds_media is bool(asked)
-    assert to_sample(talk("<image>q"), source, 1).lone_mark == asked
+    assert source.holds_media is bool(requested)
+    assert to_sample(talk("<image>q"), source, 1).lone_mark == requested
     path.write_text(json.dumps(talk()) + "\n")
     source = look(SourceSpec(str(path)))
     assert not source.holds_media
-    if asked and columns.keys() <= {"x"}:  # and the row alone has such a column
+    if requested and columns.keys() <= {"x"}:  # and the row alone has such a column
         with suppress(RowProblem):
-            assert to_sample(talk("<image>q", **columns), source, 1).lone_mark == asked
+            assert to_sample(talk("<image>q", **columns), source, 1).lone_mark == requested
 
 
 def test_bytes_and_columns_that_the_user_named_could_hold_media() -> None:

@@ -69,12 +69,16 @@ def test_limits_that_a_row_gives_a_medium() -> None:
         {"type": "image", "image": "d.png"},
     ]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]}
-    found = to_sample(row, Source("/folder/rows.json"), 0)
-    assert [ref.limits for ref in found.images] == [limits, (("max_pixels", 5),), ()]
-    assert found.videos[0].limits == (("fps", 1), ("max_frames", 8))
+    result = to_sample(row, Source("/folder/rows.json"), 0)
+    assert [ref.limits for ref in result.images] == [limits, (("max_pixels", 5),), ()]
+    assert result.videos[0].limits == (("fps", 1), ("max_frames", 8))
     fixed = "is not done here"
-    for key, value, told in (("max_pixels", -1, "from 1 on"), ("resized_height", 28, fixed), ("video_end", 2, fixed)):
-        with pytest.raises(RowProblem, match=told):
+    for key, value, message in (
+        ("max_pixels", -1, "from 1 on"),
+        ("resized_height", 28, fixed),
+        ("video_end", 2, fixed),
+    ):
+        with pytest.raises(RowProblem, match=message):
             read({"images": [{"image": "a.png", key: value}]})
 
 
@@ -121,7 +125,7 @@ def test_videos_and_their_frames() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"images": [None]}, "image 0 is None"),
         ({"images": [["a.png"]]}, "image 0 is"),
@@ -142,8 +146,8 @@ def test_videos_and_their_frames() -> None:
         ({"audios": [{"array": [0.5, 0.25], "sampling_rate": 16000}]}, "its keys are: array, sampling_rate"),
     ],
 )
-def test_media_that_cannot_be_understood(row: dict[str, Any], told: str) -> None:
-    with pytest.raises(RowProblem, match=told) as caught:
+def test_media_that_cannot_be_understood(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowProblem, match=message) as caught:
         read(row)
     assert caught.value.reason == "invalid_media"
 

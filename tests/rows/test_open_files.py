@@ -24,7 +24,7 @@ CONTENTS = {
 
 @pytest.mark.parametrize("name", CONTENTS)
 @pytest.mark.parametrize(
-    ("encoding", "text", "told"),
+    ("encoding", "text", "iconv_name"),
     [
         ("utf-16", "hello world", "UTF-16"),
         ("utf-16-le", "hello world", "UTF-16LE"),
@@ -35,13 +35,13 @@ CONTENTS = {
         ("cp1252", "déjà vu", "WINDOWS-1252"),
     ],
 )
-def test_another_encoding_is_told_once(tmp_path: Path, name: str, encoding: str, text: str, told: str) -> None:
+def test_another_encoding_is_told_once(tmp_path: Path, name: str, encoding: str, text: str, iconv_name: str) -> None:
     path = tmp_path / name
     path.write_bytes(CONTENTS[name].format(text).encode(encoding))
     for look in (scan, follow):
         with pytest.raises(DataError) as caught:
             look(SourceSpec(str(path)))  # type: ignore[operator]
-        assert f"iconv -f {told} -t UTF-8" in str(caught.value)
+        assert f"iconv -f {iconv_name} -t UTF-8" in str(caught.value)
         assert name in caught.value.message
 
 
@@ -82,7 +82,7 @@ def test_single_rows_that_are_no_utf8_cost_those_rows(tmp_path: Path, name: str)
     ]
     path = tmp_path / name
     path.write_bytes(b"\n".join(rows) if name == "rows.jsonl" else b"[" + b",".join(rows) + b"]")
-    found = rows_of(scan(SourceSpec(str(path))))
-    assert [row.reason if isinstance(row, Dropped) else row["text"] for _, row in found] == [
+    result = rows_of(scan(SourceSpec(str(path))))
+    assert [row.reason if isinstance(row, Dropped) else row["text"] for _, row in result] == [
         *("invalid_text", "plain", "plain", "plain", "für 你", "invalid_text")
     ]

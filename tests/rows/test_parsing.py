@@ -61,8 +61,8 @@ def _from_below(frames: int, text: bytes) -> str:
 def test_depth_is_bounded_whoever_asks(opening: bytes, closing: bytes, inner: bytes, depth: int) -> None:
     times = depth // (len(opening.strip(b'"a:')) or 1)
     text = opening * times + inner + closing * times
-    told = {_from_below(frames, text) for frames in (0, 100, 400, 700)}
-    assert told == ({""} if depth == 100 else {"lists and objects nest more than 100 deep"})
+    message = {_from_below(frames, text) for frames in (0, 100, 400, 700)}
+    assert message == ({""} if depth == 100 else {"lists and objects nest more than 100 deep"})
 
 
 def test_what_only_looks_dangerous() -> None:

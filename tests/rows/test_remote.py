@@ -39,18 +39,18 @@ def put(bucket: str) -> Iterator[Put]:
 def test_every_kind(tmp_path: Path, kind: str, compression: str, put: Put) -> None:
     write_rows(tmp_path / f"rows.{kind}", kind, ROWS)
     path = compress(tmp_path / f"rows.{kind}", compression)
-    found = scan(SourceSpec(put(path, path.name)))
-    assert [row["text"] for _, row in rows_of(found)] == [row["text"] for row in ROWS]
-    assert scan(found.spec).digest == found.digest
+    result = scan(SourceSpec(put(path, path.name)))
+    assert [row["text"] for _, row in rows_of(result)] == [row["text"] for row in ROWS]
+    assert scan(result.spec).digest == result.digest
 
 
 def test_tokens_of_megatron(tmp_path: Path, put: Put) -> None:
     documents = [[number, number + 1] for number in range(100)]
     path = megatron(tmp_path / "text", documents, list(range(101)))
     put(path.with_suffix(".bin"), "text.bin")
-    found = scan(SourceSpec(put(path, "text.idx")))
-    assert [row["input_ids"].tolist() for _, row in rows_of(found)] == documents
-    assert scan(found.spec).digest == found.digest
+    result = scan(SourceSpec(put(path, "text.idx")))
+    assert [row["input_ids"].tolist() for _, row in rows_of(result)] == documents
+    assert scan(result.spec).digest == result.digest
 
 
 def test_folders_patterns_and_media(tmp_path: Path, put: Put, bucket: str) -> None:
@@ -62,20 +62,20 @@ def test_folders_patterns_and_media(tmp_path: Path, put: Put, bucket: str) -> No
     )
     specs = sources_of(config)
     assert [spec.path.removeprefix(bucket) for spec in specs] == ["/a.jsonl", "/b/c.jsonl", "/a.jsonl", "/b/c.jsonl"]
-    found = scan_sources(specs, 42)
-    assert [source.num_rows for source in found] == [1, 1, 2, 1]
-    ((number, row),) = rows_of(found[1])
-    assert to_sample(row, found[1].source, number).images[0].path == f"{bucket}/b/p.png"
+    result = scan_sources(specs, 42)
+    assert [source.num_rows for source in result] == [1, 1, 2, 1]
+    ((number, row),) = rows_of(result[1])
+    assert to_sample(row, result[1].source, number).images[0].path == f"{bucket}/b/p.png"
 
 
 def test_what_has_changed_or_is_not_there(tmp_path: Path, put: Put, bucket: str) -> None:
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = put(tmp_path / "rows.jsonl", "rows.jsonl")
-    found = scan(SourceSpec(path))
+    result = scan(SourceSpec(path))
     (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("row 1", "ROW 1"))
     put(tmp_path / "rows.jsonl", "rows.jsonl")
     with pytest.raises(DataError, match="has changed since it was scanned: its entity tag"):
-        rows_of(found)
+        rows_of(result)
     config = ExportConfig(model="m", max_length=9, output_dir="o", dataset=(f"{bucket}/gone.jsonl",))
     with pytest.raises(DataError, match=r"--dataset s3://.*/gone.jsonl: there is no such file"):
         sources_of(config)

@@ -33,9 +33,9 @@ def test_a_row_that_is_too_large(
         texts[4] = "e" * size
     path = tmp_path / f"rows.{kind}"
     write_rows(path, kind, [{"text": text, "more": "x"} for text in texts])
-    found = rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))
-    assert [number for number, _ in found] == list(range(6))
-    kept = [row["text"] if isinstance(row, dict) else row.reason for _, row in found]
+    result = rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))
+    assert [number for number, _ in result] == list(range(6))
+    kept = [row["text"] if isinstance(row, dict) else row.reason for _, row in result]
     too_large = "invalid_csv" if kind == "csv" and chunk > size else "over_max_row_bytes"
     assert kept[:4:2] + kept[5:] == ["a", "c", "f"]
     assert kept[3] == "d" * 800
@@ -58,17 +58,17 @@ def test_a_row_that_no_parser_takes(tmp_path: Path, kind: str, name: str) -> Non
     rows = ['{"text": "a"}', f'{{"text": {ODD[name]}}}', '{"text": "b"}', ODD[name], '{"text": "c ]}"}']
     path = tmp_path / f"rows.{kind}"
     path.write_text("\n".join(rows) if kind == "jsonl" else f"[{', '.join(rows)}]")
-    found = [row for _, row in rows_of(scan(SourceSpec(str(path))))]
-    assert [row for row in found if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}, {"text": "c ]}"}]
-    assert isinstance(found[1], Dropped)
-    assert isinstance(found[3], Dropped)
+    result = [row for _, row in rows_of(scan(SourceSpec(str(path))))]
+    assert [row for row in result if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}, {"text": "c ]}"}]
+    assert isinstance(result[1], Dropped)
+    assert isinstance(result[3], Dropped)
 
 
 def test_a_table_with_text_that_is_no_utf8(tmp_path: Path) -> None:
     text = pa.array([b"a", b"b\xff", b"c"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": text}), tmp_path / "rows.parquet")
-    found = [row for _, row in rows_of(scan(SourceSpec(str(tmp_path / "rows.parquet"))))]
-    assert [row.reason if isinstance(row, Dropped) else row for row in found] == [
+    result = [row for _, row in rows_of(scan(SourceSpec(str(tmp_path / "rows.parquet"))))]
+    assert [row.reason if isinstance(row, Dropped) else row for row in result] == [
         {"text": "a"},
         "invalid_text",
         {"text": "c"},
@@ -95,6 +95,6 @@ def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest
     path.write_text(
         "\n".join([json.dumps({"text": "a"}), json.dumps({"text": "b" * 10**6}), json.dumps({"text": "c"})])
     )
-    found = [row for _, row in rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))]
-    assert [isinstance(row, Dropped) for row in found] == [False, True, False]
+    result = [row for _, row in rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))]
+    assert [isinstance(row, Dropped) for row in result] == [False, True, False]
     assert max(sizes) < 100

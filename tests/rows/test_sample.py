@@ -96,11 +96,11 @@ class PanicException(BaseException):  # the name that libraries in Rust use
     "error", [ValueError("a\ud800"), RecursionError(), OSError(errno.EIO, "no"), AssertionError("b"), PanicException()]
 )
 def test_an_unexpected_exception_drops_its_row(error: BaseException) -> None:
-    found = guard_row("rows.jsonl", 7, fail, error)
-    assert isinstance(found, Dropped)
-    assert (found.source, found.row, found.reason) == ("rows.jsonl", 7, "unexpected")
-    assert found.detail.startswith(f"{type(error).__name__} at rows/sample.py:")
-    found.detail.encode()
+    result = guard_row("rows.jsonl", 7, fail, error)
+    assert isinstance(result, Dropped)
+    assert (result.source, result.row, result.reason) == ("rows.jsonl", 7, "unexpected")
+    assert result.detail.startswith(f"{type(error).__name__} at rows/sample.py:")
+    result.detail.encode()
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_a_detail_is_short_and_utf8() -> None:
 def test_an_error_in_the_parser_drops_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
-    found = scan(SourceSpec(str(path)))
+    result = scan(SourceSpec(str(path)))
     parse = __import__("packtool.rows.lines", fromlist=["parse_json"]).parse_json
     monkeypatch.setattr(
         "packtool.rows.lines.parse_json", lambda text: fail(KeyError("odd")) if b"b" in text else parse(text)
     )
-    first, second, third = (row for _, row in read_block(found.source, found.blocks[0]))
+    first, second, third = (row for _, row in read_block(result.source, result.blocks[0]))
     assert (first, third) == ({"text": "a"}, {"text": "c"})
     assert isinstance(second, Dropped)
     assert (second.row, second.reason) == (1, "unexpected")

@@ -56,11 +56,11 @@ def test_any_cut_gives_the_rows_of_json(
             patch.setattr(module, "CHUNK_BYTES", chunk)
             patch.setattr(module, "BLOCK_ROWS", block_rows)
         try:
-            found = rows_in(array)
+            result = rows_in(array)
         except DataError:
             assert not ascii_only  # a lone surrogate is no UTF-8
         else:
-            assert found == list(enumerate(rows))
+            assert result == list(enumerate(rows))
         assert [row for _, row in rows_in(jsonl)] == rows
         # Every second row is followed by a blank line, and rows are numbered by their lines.
         assert [number for number, _ in rows_in(jsonl)] == [i + i // 2 for i in range(len(rows))]
@@ -69,11 +69,11 @@ def test_any_cut_gives_the_rows_of_json(
 def test_a_broken_line_costs_that_row_only(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": 1}\n{"text": \n\n[1]\n{"text": 4}\n')
-    found = rows_in(path)
-    assert [number for number, _ in found] == [0, 1, 3, 4]
-    assert found[0][1] == {"text": 1}
-    assert found[3][1] == {"text": 4}
-    broken, no_object = found[1][1], found[2][1]
+    result = rows_in(path)
+    assert [number for number, _ in result] == [0, 1, 3, 4]
+    assert result[0][1] == {"text": 1}
+    assert result[3][1] == {"text": 4}
+    broken, no_object = result[1][1], result[2][1]
     assert isinstance(broken, Dropped)
     assert (broken.row, broken.reason) == (1, "invalid_json")
     assert isinstance(no_object, Dropped)
@@ -87,7 +87,7 @@ def test_lines_that_are_called_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ('[{"a": 1}, {"a": }]', "row 1"),
         ('[{"a": 1} {"a": 2}]', "row 1"),
@@ -96,16 +96,16 @@ def test_lines_that_are_called_json(tmp_path: Path) -> None:
         ('"text"', "one array"),
     ],
 )
-def test_a_broken_array_names_the_place(tmp_path: Path, content: str, told: str) -> None:
+def test_a_broken_array_names_the_place(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "rows.json"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         scan(SourceSpec(str(path)))
 
 
 def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
-    for path, told in ((tmp_path / "gone.json", "no such file"), (tmp_path, "directory")):
-        with pytest.raises(DataError, match=told):
+    for path, message in ((tmp_path / "gone.json", "no such file"), (tmp_path, "directory")):
+        with pytest.raises(DataError, match=message):
             scan(SourceSpec(str(path)))
     (tmp_path / "rows.xlsx").touch()
     with pytest.raises(DataError, match=r"no kind of rows\nKnown are .json, .*, each also with .gz or .zst"):
@@ -160,16 +160,16 @@ def test_a_small_file_is_opened_once_to_be_scanned_and_once_to_be_read(
     opens: list[str] = []
     real = storage.open_read
     monkeypatch.setattr(storage, "open_read", lambda path, *given: opens.append(path) or real(path, *given))
-    found = scan(SourceSpec(str(tmp_path / f"rows.{kind}")))
-    assert found.source.form == "text"
+    result = scan(SourceSpec(str(tmp_path / f"rows.{kind}")))
+    assert result.source.form == "text"
     assert len(opens) == 1
     opens.clear()
-    assert [row["text"] for _, row in rows_of(found)] == ["<image> a", "b"]
+    assert [row["text"] for _, row in rows_of(result)] == ["<image> a", "b"]
     assert len(opens) == 1
     for path in tmp_path.iterdir():
         path.write_text(path.read_text() + " \n")
     with pytest.raises(DataError, match="has changed since it was scanned"):
-        rows_of(found)
+        rows_of(result)
 
 
 def test_files_that_are_alike_are_told_apart_by_name(tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ def test_files_of_one_argument_are_sampled_together(tmp_path: Path) -> None:
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text("a\n" * 100)
         specs.append(SourceSpec(str(tmp_path / f"{i}.txt"), group=i // 3, num_sampled=50 if i < 3 else None))
-    told: list[ScannedSource] = []
-    counts = [found.num_rows for found in scan_sources(specs, 42, told.append)]
+    message: list[ScannedSource] = []
+    counts = [result.num_rows for result in scan_sources(specs, 42, message.append)]
     assert sum(counts[:3]) == 50
     assert counts[3] == 100
     assert all(0 < count < 50 for count in counts[:3])
-    assert [(found.source.path, found.num_rows) for found in told] == [(spec.path, 100) for spec in specs]
+    assert [(result.source.path, result.num_rows) for result in message] == [(spec.path, 100) for spec in specs]

@@ -109,7 +109,7 @@ def test_rows_for_the_val_split(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("{}/gone.jsonl", "--dataset .*/gone.jsonl: there is no such file"),
         ("{}/*.xml", "no file of rows fits\nKnown are .json, "),
@@ -119,13 +119,13 @@ def test_rows_for_the_val_split(folder: Path) -> None:
         ("{}/dict", "holds the splits a, b, and no train"),
     ],
 )
-def test_what_is_not_there(folder: Path, name: str, told: str) -> None:
+def test_what_is_not_there(folder: Path, name: str, message: str) -> None:
     for inner in ("pictures/p.png", "pictures/q.png", "cache/packtool.json"):
         (folder / inner).parent.mkdir(exist_ok=True)
         (folder / inner).touch()
     (folder / "dict").mkdir()
     (folder / "dict" / "dataset_dict.json").write_text('{"splits": ["a", "b"]}')
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         scan_sources(specs_of(name.format(folder)), 42)
 
 
@@ -135,10 +135,10 @@ def test_saved_datasets(tmp_path: Path) -> None:
     datasets.DatasetDict(train=data, test=data.select(range(5))).save_to_disk(str(tmp_path / "many"))
     datasets.DatasetDict(test=data.select(range(5))).save_to_disk(str(tmp_path / "test"))
     for name, count in (("one", 90), ("many", 90), ("many/test", 5), ("test", 5)):
-        found = scan_sources(specs_of(tmp_path / name), 42)
-        rows = [row for source in found for _, row in rows_of(source)]
+        result = scan_sources(specs_of(tmp_path / name), 42)
+        rows = [row for source in result for _, row in rows_of(source)]
         assert rows == [{"question": f"q{i}", "answer": "a"} for i in range(count)]
-        assert found[0].source.form == "query"
+        assert result[0].source.form == "query"
     (tmp_path / "one" / "more.jsonl").write_text('{"text": "a"}')
     assert len(specs_of(tmp_path)) == 6  # what datasets wrote about the rows is no row
 
@@ -156,9 +156,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hub")
 def test_sets_of_the_hub() -> None:
     for name, rows in (("hf::owner/set", 3), ("hf::owner/set:default", 3), ("hf::owner/set:default:test#1", 1)):
-        found = scan_sources(specs_of(name), 42)
-        assert sum(source.num_rows for source in found) == rows
-        assert found[0].source.form == "query"
+        result = scan_sources(specs_of(name), 42)
+        assert sum(source.num_rows for source in result) == rows
+        assert result[0].source.form == "query"
     with pytest.raises(DataError, match=r"split dev\) cannot be loaded: ValueError: Unknown split"):
         specs_of("hf::owner/set::dev")
 
@@ -212,8 +212,8 @@ def test_named_sets(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hub")
 def test_named_sets_of_the_hub(tmp_path: Path) -> None:
     info = info_file(tmp_path, far={"hf_hub_url": "owner/set", "split": "test"})
-    (found,) = scan_sources(specs_of("far", dataset_info=info), 42)
-    assert found.num_rows == 2
+    (result,) = scan_sources(specs_of("far", dataset_info=info), 42)
+    assert result.num_rows == 2
 
 
 @pytest.mark.usefixtures("hub")
@@ -224,8 +224,8 @@ def test_a_folder_is_the_part_of_a_set_that_is_read(tmp_path: Path) -> None:
     (inside / "train.jsonl").write_text('{"query": "p", "response": "a"}\n' * 5)
 
     def rows(**entry: Any) -> int:
-        found = scan_sources(specs_of("far", dataset_info=info_file(tmp_path, far=entry)), 42)
-        return sum(source.num_rows for source in found)
+        result = scan_sources(specs_of("far", dataset_info=info_file(tmp_path, far=entry)), 42)
+        return sum(source.num_rows for source in result)
 
     far = {"hf_hub_url": "owner/set"}
     assert (rows(**far, folder="python"), rows(**far)) == (5, 8)
@@ -255,13 +255,13 @@ def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     both = {"hf_hub_url": "nobody/nothing", "ms_hub_url": "team/set", "split": "test"}
     for entry, use_hf in (({"ms_hub_url": "team/set", "split": "test"}, None), (both, False)):
         info = info_file(tmp_path, far=entry)
-        (found,) = scan_sources(specs_of("far", dataset_info=info, use_hf=use_hf), 42)
-        assert found.num_rows == 2
+        (result,) = scan_sources(specs_of("far", dataset_info=info, use_hf=use_hf), 42)
+        assert result.num_rows == 2
     assert names == ["team/set"] * 2
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         ({"file_nam": "a"}, r"key 'file_nam'; did you mean 'file_name'\?\n.*none of file_name, cloud"),
         ({"file_name": "a", "columns": {"promt": "x"}}, "'s', columns: unknown key 'promt'; did you mean 'prompt'"),
@@ -282,8 +282,8 @@ def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("a.json", "'s' is a str, not an object"),
     ],
 )  # fmt: skip
-def test_named_sets_that_cannot_be_understood(tmp_path: Path, entry: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_named_sets_that_cannot_be_understood(tmp_path: Path, entry: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         specs_of("s", dataset_info=info_file(tmp_path, s=entry))
 
 
@@ -320,9 +320,9 @@ def test_a_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_columns(tmp_path: Path, columns: tuple[str, ...]) -> None:
     (tmp_path / "rows.csv").write_text("title,body,text\nq,a,t\n")
     (spec,) = specs_of(tmp_path / "rows.csv", columns=columns, system="s", media_root="/media")
-    found = scan(spec)
-    ((_, row),) = rows_of(found)
-    sample = to_sample(row, found.source, 0)
+    result = scan(spec)
+    ((_, row),) = rows_of(result)
+    sample = to_sample(row, result.source, 0)
     assert [turn.content for turn in sample.turns] == ["s", "q", "a"]
     assert set(json.loads(spec.settings)) == {"columns", "system", "media_root"}
 

@@ -127,7 +127,7 @@ def test_replaced_files_are_noticed(bucket: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told", "remedy"),
+    ("fault", "expected_message", "remedy"),
     [
         ("403 AccessDenied", "access denied", "bucket-"),
         ("403 SignatureDoesNotMatch", "does not accept the credentials", "AWS_SECRET_ACCESS_KEY"),
@@ -139,11 +139,11 @@ def test_replaced_files_are_noticed(bucket: str) -> None:
     ],
 )
 def test_what_the_server_refuses_is_told_with_its_remedy(
-    bucket: str, through_proxy: Through, fault: str, told: str, remedy: str
+    bucket: str, through_proxy: Through, fault: str, expected_message: str, remedy: str
 ) -> None:
     proxy = through_proxy(share=1.0, faults=(fault,))
     for act in (storage.read_bytes, lambda path: storage.publish(path, b"y")):
-        with pytest.raises(StorageError, match=told) as caught:
+        with pytest.raises(StorageError, match=expected_message) as caught:
             act(f"{bucket}/x")
         assert remedy in str(caught.value.remedy)
         assert caught.value.__suppress_context__  # what libraries say may hold secrets

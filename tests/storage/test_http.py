@@ -64,8 +64,8 @@ def test_signatures_are_not_told(signed: str, through_proxy: Callable[..., Proxy
     proxy = through_proxy(retries=0, share=1.0, faults=("403 AccessDenied", "500 InternalError", "drop answer"))
     address = urlsplit(signed)
     path = f"{proxy.url}{address.path}?{address.query}"
-    for told in ("the server refuses", "given up after 1 try", "given up after 1 try"):
-        with pytest.raises(StorageError, match=told) as caught:
+    for message in ("the server refuses", "given up after 1 try", "given up after 1 try"):
+        with pytest.raises(StorageError, match=message) as caught:
             storage.read_bytes(path)
         assert f"{proxy.url}{address.path}?***" in str(caught.value)
         assert "Signature" not in str(caught.value)

@@ -36,7 +36,7 @@ def test_paths_are_mended(given: str, mended: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("gs://bucket/x", "gs:// is none of the places"),
         ("hdfs:/x", "hdfs:// is none of the places"),
@@ -45,9 +45,9 @@ def test_paths_are_mended(given: str, mended: str) -> None:
         ("gs://user:pw@bucket/x", r"gs://\*\*\*@bucket/x"),
     ],
 )
-def test_places_out_of_reach_are_refused(given: str, told: str) -> None:
+def test_places_out_of_reach_are_refused(given: str, message: str) -> None:
     for function in (storage.normalize, storage.exists, storage.read_bytes, storage.AtomicFile):
-        with pytest.raises(StorageError, match=told):
+        with pytest.raises(StorageError, match=message):
             function(given)
 
 

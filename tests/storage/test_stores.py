@@ -63,18 +63,18 @@ def test_what_changes_looks_changed(base: str) -> None:
 def test_patterns(base: str) -> None:
     _fill(base)
 
-    def found(pattern: str) -> list[str]:
+    def result(pattern: str) -> list[str]:
         return [path[len(base) + 1 :] for path in storage.glob(storage.join(base, pattern))]
 
-    assert found("*.json") == ["a.json"]
-    assert found("*.json*") == ["a.json", "b.jsonl"]
-    assert found("*/*.json") == ["sub/c.json"]
-    assert found("**/*.json") == ["a.json", "sub/c.json", "sub/deep/d.json"]
-    assert found("s?b") == ["sub"]
-    assert found(".h*/*") == [".hidden/e.json"]
-    assert found("[ab].json*") == ["a.json", "b.jsonl"]
-    assert found("a.json") == ["a.json"]
-    assert found("gone*/x") == found("gone.json") == []
+    assert result("*.json") == ["a.json"]
+    assert result("*.json*") == ["a.json", "b.jsonl"]
+    assert result("*/*.json") == ["sub/c.json"]
+    assert result("**/*.json") == ["a.json", "sub/c.json", "sub/deep/d.json"]
+    assert result("s?b") == ["sub"]
+    assert result(".h*/*") == [".hidden/e.json"]
+    assert result("[ab].json*") == ["a.json", "b.jsonl"]
+    assert result("a.json") == ["a.json"]
+    assert result("gone*/x") == result("gone.json") == []
 
 
 def test_missing_files_are_told(base: str) -> None:
