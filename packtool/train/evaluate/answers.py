@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
-from packtool.encode.encoded import EncodedSample
 from packtool.planning.packing import pack
 from packtool.progress import Progress, SilentProgress
 from packtool.train.evaluate.per_sample import evaluating
@@ -63,13 +60,9 @@ def exact_match(
             _, correct = scorer(batch)
             is_exact = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
             for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
-                exact_turns[position] = _exact_turns(sample, is_exact[start : start + sample.length])
+                own = is_exact[start : start + sample.length]  # of token i + 1 at position i
+                spans = sample.turns.reshape(-1, 2).tolist()
+                exact_turns[position] = [bool(own[max(begin - 1, 0) : end - 1].all()) for begin, end in spans]
             progress.advance(1)
     progress.finish()
     return [(number, turn, exact) for number, turns in sorted(exact_turns.items()) for turn, exact in enumerate(turns)]
-
-
-def _exact_turns(sample: EncodedSample, is_exact: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return whether all targets of each turn are predicted; token i is predicted at position i - 1."""
-    spans = sample.turns.reshape(-1, 2).tolist()
-    return [bool(is_exact[max(start - 1, 0) : end - 1].all()) for start, end in spans]

@@ -296,7 +296,8 @@ def evaluate(
     """
     world, progress = world or World(), progress or SilentProgress()
     assert plan.num_ranks == world.data.size, "planned for another number of ranks"
-    bare = unwrapped(model)
+    # DistributedDataParallel's own forward would wait for the other ranks.
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
     packed = is_packed(bare) or can_be_packed(spec.config)
     if not packed:
         progress.note(f"samples of a {spec.config.model_type} model cannot be kept apart: evaluated one by one")
@@ -446,13 +447,6 @@ def can_be_packed(config: PreTrainedConfig) -> bool:
     except UnsupportedModelError:
         return False
     return True
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, whose forward would wait for the other ranks."""
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
 
 
 def is_packed(model: nn.Module) -> bool:

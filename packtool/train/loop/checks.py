@@ -25,8 +25,7 @@ from packtool.train.loop.loader import input_spec
 from packtool.train.model.compiled import check_backend, refuse_without_liger
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
-from packtool.train.model.precision import checkpoint_dtype, precision_lines
-from packtool.train.model.quantize import quantization_config, quantization_line
+from packtool.train.model.precision import checkpoint_dtype, precision_lines, quantization_config, quantization_line
 from packtool.train.model.router import RouterBalance
 from packtool.train.model.sharding import check_experts, zero_stage
 from packtool.train.prepare.checkpoint import RunState

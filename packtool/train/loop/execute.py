@@ -26,7 +26,7 @@ from packtool.train.loop.loader import StepLoader
 from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import StepWatch, StopSignals
 from packtool.train.model.load import build_model, quiet_transformers, resolve_dtype
-from packtool.train.model.quantize import count_parameters
+from packtool.train.model.precision import count_parameters
 from packtool.train.model.sharding import configure_fsdp, connect_deepspeed_on_cpus, shard_on_cpus
 from packtool.train.prepare.checkpoint import PREFIX
 from packtool.train.prepare.place import make_place

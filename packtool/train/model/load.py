@@ -36,13 +36,16 @@ from packtool.train.model.compiled import compile_layers
 from packtool.train.model.precision import (
     SavedPrecision,
     checkpoint_dtype,
+    full_size,
+    keep_backward_pass,
     keeps_masters,
     load_masters,
     loaded_dtype,
     precision_lines,
+    quantization_config,
+    quantization_line,
     raise_to_masters,
 )
-from packtool.train.model.quantize import full_size, keep_backward_pass, quantization_config, quantization_line
 from packtool.train.model.sharding import expert_sharding, experts_transposed_correctly
 from packtool.train.model.towers import towers_of
 from packtool.train.model.unloaded import unloaded_line, unloaded_tensors
@@ -199,11 +202,7 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
 
 def enable_checkpointing(model: Any) -> None:
     """Recompute activations; the reentrant form would need gradients on inputs, which frozen embeddings lack."""
-    settings = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.23
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:

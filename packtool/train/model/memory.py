@@ -33,7 +33,7 @@ from packtool.simulate.cost import Constants
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.run import read_hardware
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
-from packtool.train.model.quantize import full_size, quantized_layers, saved_bytes
+from packtool.train.model.precision import full_size, quantized_layers, saved_bytes
 from packtool.train.model.sharding import expert_weights, zero_stage
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing

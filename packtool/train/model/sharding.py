@@ -16,7 +16,6 @@ DeepSpeed and FSDP2 are driven by accelerate.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -31,7 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.core_model_loading import Transpose
+from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.utils import gather_full_state_dict
 
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
@@ -40,7 +41,6 @@ from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import ONLY_MODEL
 
 OPTIMIZER_FOLDER = "optimizer_shards"
-_NEEDED_FIELDS = frozenset(("ep_size", "fsdp_size", "ep_implementation"))
 _PATTERNS = ("source_patterns", "target_patterns")
 _LEAVE_OUT = "Leave out --expert-parallel-size; --fsdp full_shard shards all weights."
 
@@ -93,18 +93,12 @@ def check_experts(model: nn.Module, config: TrainConfig) -> None:
     """Raise if a model's experts cannot be divided by ``--expert-parallel-size``.
 
     Raises:
-        ConfigError: if the number of experts is not divisible, or this transformers has no expert parallelism.
+        ConfigError: if the number of experts is not divisible.
         UnsupportedModelError: for a model without experts, or without a plan for them in transformers.
     """
     if not config.shares_experts:
         return
     option = f"--expert-parallel-size {config.expert_parallel_size}"
-    if lacking := _NEEDED_FIELDS - {field.name for field in dataclasses.fields(DistributedConfig)}:
-        raise ConfigError(
-            f"{option}: transformers {transformers.__version__} has no {', '.join(sorted(lacking))} in its "
-            "DistributedConfig",
-            "Install transformers 5.23 or newer.",
-        )
     weights = expert_weights(model)
     if not weights:
         raise UnsupportedModelError(
@@ -135,8 +129,6 @@ def _layer_pattern(name: str) -> str:
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return all full weights, of any shape, on the first rank's host; nothing on the others. All ranks call this."""
-    from transformers.distributed.utils import gather_full_state_dict  # not in all supported versions
-
     weights: dict[str, Tensor] = gather_full_state_dict(model)
     return weights
 
@@ -152,8 +144,6 @@ def copy_weight(parameter: Tensor, weight: Tensor) -> None:
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str) -> None:
     """Write this rank's part of the optimizer's states; every rank calls this."""
-    from transformers.distributed.checkpoint import save_optimizer_distributed  # as above
-
     save_optimizer_distributed(model, optimizer, os.path.join(checkpoint, OPTIMIZER_FOLDER))
 
 
@@ -166,8 +156,6 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
     folder = os.path.join(checkpoint, OPTIMIZER_FOLDER)
     if not os.path.isdir(folder):
         raise MismatchError(f"{checkpoint} has no {OPTIMIZER_FOLDER}, as a run with spread experts has", ONLY_MODEL)
-    from transformers.distributed.checkpoint import load_optimizer_distributed  # as above
-
     load_optimizer_distributed(model, optimizer, folder)
 
 

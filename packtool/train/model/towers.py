@@ -41,9 +41,8 @@ def _unused_modules(model: nn.Module, towers: Towers) -> Iterator[str]:
     # MiniCPM's merger, where the settings keep four times as many tokens.
     if getattr(model.config, "downsample_mode", None) == "4x":
         yield from (name for name, _ in model.named_modules() if name.endswith(".vit_merger"))
-    # Vision layers after the one whose output becomes the features, as in LLaVA; VipLLaVA's setting had another name
-    # before transformers 5.23.
-    setting = getattr(model.config, "vision_feature_layer", getattr(model.config, "vision_feature_layers", None))
+    # Vision layers after the one whose output becomes the features, as in LLaVA.
+    setting = getattr(model.config, "vision_feature_layer", None)
     if setting is None or not towers.vision:
         return
     feature_layers = [setting] if isinstance(setting, int) else list(setting)

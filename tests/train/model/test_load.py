@@ -24,8 +24,7 @@ from packtool.train.model.load import (
     make_trainable,
     resolve_dtype,
 )
-from packtool.train.model.precision import checkpoint_dtype, loaded_dtype
-from packtool.train.model.quantize import count_parameters
+from packtool.train.model.precision import checkpoint_dtype, count_parameters, loaded_dtype
 from packtool.train.model.towers import towers_of
 from tests.batch.reduced import VISION_MODELS, reduced_config, reduced_model
 
