@@ -160,7 +160,7 @@ class PackTrainer(Trainer):
         model_settings = vars(model.config)
         use_cache = model_settings.get("use_cache")
         only_model = args.save_only_model
-        # The Trainer cannot save the optimizer of a model that was sharded while it was loaded; _save_optimizer_and_scheduler can.
+        # The Trainer cannot save the optimizer of a model that was sharded while it was loaded; this class can.
         args.save_only_model = only_model or config.shares_experts
         super().__init__(model=model, args=args)
         args.save_only_model = only_model
