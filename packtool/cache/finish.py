@@ -35,7 +35,7 @@ from packtool.cache.shard import (
     with_added_columns,
     write_arrow_file,
 )
-from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, dropped_path, index_path, prefixes_path
+from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, task_file
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME, VERSION
 from packtool.errors import DataError, MismatchError, PacktoolError, StorageError
 from packtool.rows.sample import all_dropped
@@ -189,7 +189,7 @@ def _index_batches(
     codes = {name: code for code, name in enumerate(channels)}
     for result in results:
         if split in result.splits:
-            part = _read_part(index_path(directory, result.number, split), result.splits[split].index_sha256)
+            part = _read_part(task_file(directory, result.number, f"{split}.arrow"), result.splits[split].index_sha256)
             for batch in pa.ipc.open_stream(part):
                 yield _with_common_codes(with_added_columns(batch), result.channels, codes)
 
@@ -198,7 +198,7 @@ def _prefix_batches(directory: str, split: str, results: Sequence[TaskResult]) -
     """Yield the tasks' parts of ``prefixes.arrow``."""
     for result in results:
         if split in result.splits:
-            path = prefixes_path(directory, result.number, split)
+            path = task_file(directory, result.number, f"{split}.prefixes.arrow")
             for batch in pa.ipc.open_stream(_read_part(path, result.splits[split].prefixes_sha256)):
                 yield with_fields(batch, PREFIX)
 
@@ -210,11 +210,13 @@ def has_parts(directory: str, result: TaskResult) -> bool:
     """
     if storage.is_remote(directory):
         return True
-    parts = [(dropped_path(directory, result.number), result.dropped_sha256)] if result.dropped_sha256 else []
+    parts = (
+        [(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256)] if result.dropped_sha256 else []
+    )
     for split, counts in result.splits.items():
-        parts.append((index_path(directory, result.number, split), counts.index_sha256))
+        parts.append((task_file(directory, result.number, f"{split}.arrow"), counts.index_sha256))
         if counts.prefixes_sha256:
-            parts.append((prefixes_path(directory, result.number, split), counts.prefixes_sha256))
+            parts.append((task_file(directory, result.number, f"{split}.prefixes.arrow"), counts.prefixes_sha256))
     return all(storage.exists(path) and sha256_of(path) == sha256 for path, sha256 in parts)
 
 
@@ -247,7 +249,7 @@ def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
     with atomic_file(storage.join(directory, DROPPED_NAME)) as file:
         for result in results:
             if result.dropped_sha256:
-                file.write(_read_part(dropped_path(directory, result.number), result.dropped_sha256))
+                file.write(_read_part(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256))
 
 
 def empty_export_error(manifest: Manifest, results: Sequence[TaskResult], where: str) -> DataError:

@@ -295,13 +295,9 @@ class LocalCopies:
             fingerprint: of its cache.
         """
         place = os.path.join(self.directory, fingerprint, info.sha256 + _SHARD)
-        copy = self._copy(path, place, info.bytes, info.sha256)
-        try:
-            return copy, self.check(copy, fingerprint, info.sha256)
-        except MismatchError:  # damaged here since it was fetched
-            _remove(copy)
-            self._copy(path, place, info.bytes, info.sha256)
-            return copy, self.check(copy, fingerprint, info.sha256)
+        return self._read_copy(
+            path, place, info.bytes, info.sha256, lambda copy: (copy, self.check(copy, fingerprint, info.sha256))
+        )
 
     def index(
         self, directory: str, split: str, fingerprint: str, read: Callable[[str], T], name: str = INDEX_NAME
@@ -311,11 +307,15 @@ class LocalCopies:
         state = storage.stat(path)
         tag = hashlib.sha256(f"{state.size} {state.modified} {path}".encode()).hexdigest()[:16]
         place = os.path.join(self.directory, fingerprint, f"{split}-{tag}{_INDEX}")
+        return self._read_copy(path, place, state.size, None, read)
+
+    def _read_copy(self, path: str, place: str, size: int, sha256: str | None, read: Callable[[str], T]) -> T:
+        """Return ``read(place)`` of a copy; a damaged one is fetched again, once."""
         try:
-            return read(self._copy(path, place, state.size, None))
+            return read(self._copy(path, place, size, sha256))
         except MismatchError:
             _remove(place)
-            return read(self._copy(path, place, state.size, None))
+            return read(self._copy(path, place, size, sha256))
 
     def _copy(self, path: str, place: str, size: int, sha256: str | None) -> str:
         try:

@@ -19,12 +19,14 @@ from packtool import storage
 from packtool.cache.index import MappedPrefixes, SplitPrefixes, read_index, read_prefixes, with_estimates
 from packtool.cache.local import LocalCopies, MappedBlocks
 from packtool.cache.manifest import Manifest
+from packtool.cache.shard import MEDIA_COLUMNS
 from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, files_of
 from packtool.errors import MismatchError, PacktoolError
 from packtool.rows.sample import RowPart
 
 T = TypeVar("T")
+Medium = TypeVar("Medium", EncodedImage, EncodedVideo, EncodedAudio)
 
 # Each mapped shard holds a file descriptor.
 _MAX_OPEN_SHARDS = 128
@@ -343,9 +345,9 @@ class ShardFile:
             labels=_values(batch.column("labels"), i),
             turns=_values(batch.column("turns"), i),
             loss_scale=_values(batch.column("loss_scale"), i),
-            images=tuple(_image(raw) for raw in batch.column("images")[i].as_py() or ()),
-            videos=tuple(_video(raw) for raw in batch.column("videos")[i].as_py() or ()),
-            audios=tuple(_audio(raw) for raw in batch.column("audios")[i].as_py() or ()),
+            images=_media(EncodedImage, batch.column("images")[i]),
+            videos=_media(EncodedVideo, batch.column("videos")[i]),
+            audios=_media(EncodedAudio, batch.column("audios")[i]),
             channel=batch.column("channel")[i].as_py(),
             source=batch.column("source")[i].as_py(),
             row=batch.column("row")[i].as_py(),
@@ -397,29 +399,19 @@ def _values(column: pa.ListArray, i: int) -> Any:
     return column.values.to_numpy(zero_copy_only=True)[start:end]
 
 
-def _image(raw: dict[str, Any]) -> EncodedImage:
-    return EncodedImage(raw["path"], raw["bytes"], raw["height"], raw["width"], tuple(raw["grid"]), raw["tokens"])
+def _media(kind: type[Medium], rows: pa.ListScalar) -> tuple[Medium, ...]:
+    return tuple(_medium(kind, row) for row in rows.as_py() or ())
 
 
-def _audio(raw: dict[str, Any]) -> EncodedAudio:
-    return EncodedAudio(raw.get("path"), raw.get("bytes"), raw["samples"], raw["features"], raw["tokens"])
-
-
-def _video(raw: dict[str, Any]) -> EncodedVideo:
-    return EncodedVideo(
-        path=raw["path"],
-        data=raw["bytes"],
-        frames=tuple((frame["path"], frame["bytes"]) for frame in raw["frames"]),
-        height=raw["height"],
-        width=raw["width"],
-        num_frames=raw["num_frames"],
-        fps=raw["fps"],
-        indices=tuple(raw["indices"]),
-        grid=tuple(raw["grid"]),
-        seconds_per_grid=raw["seconds_per_grid"],
-        num_tokens=raw["tokens"],
-        audio=_audio(raw["audio"]) if raw["audio"] is not None else None,
-    )
+def _medium(kind: type[Medium], row: dict[str, Any]) -> Medium:
+    """Return a medium from a row of its column."""
+    names = [field.name for field in fields(kind)]
+    values: dict[str, Any] = {name: row.get(MEDIA_COLUMNS.get(name, name)) for name in names}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    if kind is EncodedVideo:
+        values["frames"] = tuple((frame["path"], frame["bytes"]) for frame in row["frames"])
+        values["audio"] = None if row["audio"] is None else _medium(EncodedAudio, row["audio"])
+    return kind(**values)
 
 
 def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:

@@ -258,43 +258,17 @@ def _ints(arrays: Sequence[IntArray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, pa.int32()))
 
 
-def _image(image: EncodedImage) -> dict[str, object]:
-    return {
-        "path": image.path,
-        "bytes": image.data,
-        "height": image.height,
-        "width": image.width,
-        "grid": list(image.grid),
-        "tokens": image.num_tokens,
-    }
+MEDIA_COLUMNS = {"data": "bytes", "num_samples": "samples", "num_features": "features", "num_tokens": "tokens"}
+"""Columns of media whose fields have other names."""
 
 
-def _audio(audio: EncodedAudio) -> dict[str, object]:
-    sound = {"samples": audio.num_samples, "features": audio.num_features, "tokens": audio.num_tokens}
-    return {"path": audio.path, "bytes": audio.data, **sound}
-
-
-def _video(video: EncodedVideo) -> dict[str, object]:
-    return {
-        "path": video.path,
-        "bytes": video.data,
-        "frames": [{"path": path, "bytes": data} for path, data in video.frames],
-        "height": video.height,
-        "width": video.width,
-        "num_frames": video.num_frames,
-        "fps": video.fps,
-        "indices": list(video.indices),
-        "grid": list(video.grid),
-        "seconds_per_grid": video.seconds_per_grid,
-        "tokens": video.num_tokens,
-        "audio": _audio(video.audio) if video.audio is not None else None,
-    }
-
-
-def media_columns(media: Mapping[str, Sequence[Any]]) -> dict[str, list[dict[str, object]]]:
-    """Return media in the form of the columns ``images``, ``videos`` and ``audios``, by these names."""
-    makers: dict[str, Callable[[Any], dict[str, object]]] = {"images": _image, "videos": _video, "audios": _audio}
-    return {kind: list(map(makers[kind], items)) for kind, items in media.items()}
+def media_row(medium: EncodedImage | EncodedVideo | EncodedAudio) -> dict[str, Any]:
+    """Return a medium as a row of its column."""
+    row = {MEDIA_COLUMNS.get(name, name): value for name, value in vars(medium).items()}
+    if isinstance(medium, EncodedVideo):
+        row["frames"] = [{"path": path, "bytes": data} for path, data in medium.frames]
+        row["audio"] = None if medium.audio is None else media_row(medium.audio)
+    return row
 
 
 def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatch:
@@ -304,9 +278,9 @@ def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatc
         "length": [sample.length for sample in samples],
         "turns": _ints([sample.turns for sample in samples]),
         "loss_scale": [sample.loss_scale for sample in samples],
-        "images": [list(map(_image, sample.images)) for sample in samples],
-        "videos": [list(map(_video, sample.videos)) for sample in samples],
-        "audios": [list(map(_audio, sample.audios)) for sample in samples],
+        "images": [list(map(media_row, sample.images)) for sample in samples],
+        "videos": [list(map(media_row, sample.videos)) for sample in samples],
+        "audios": [list(map(media_row, sample.audios)) for sample in samples],
         "channel": [sample.channel for sample in samples],
         "source": [sample.source for sample in samples],
         "row": [sample.row for sample in samples],

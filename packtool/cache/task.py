@@ -154,24 +154,13 @@ class TaskResult:
         return cls(counts=InputCounts(**raw.pop("counts")), splits=splits, **raw)
 
 
-def marker_path(directory: str, number: int) -> str:
-    """Return the path of a task's marker."""
-    return storage.join(directory, TASKS_DIR, f"{number:05d}.json")
+def task_file(directory: str, number: int, suffix: str) -> str:
+    """Return the path of a file that a task writes for the end of the export.
 
-
-def index_path(directory: str, number: int, split: str) -> str:
-    """Return the path of a task's part of a split's index until the export is finished."""
-    return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.arrow")
-
-
-def prefixes_path(directory: str, number: int, split: str) -> str:
-    """Return the path of a task's part of a split's prefixes until the export is finished."""
-    return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.prefixes.arrow")
-
-
-def dropped_path(directory: str, number: int) -> str:
-    """Return the path of a task's part of ``dropped.jsonl`` until the export is finished."""
-    return storage.join(directory, TASKS_DIR, f"{number:05d}.dropped.jsonl")
+    Args:
+        suffix: ``json`` of the marker, ``SPLIT.arrow`` of the index, ``SPLIT.prefixes.arrow``, or ``dropped.jsonl``.
+    """
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.{suffix}")
 
 
 Report = Callable[[int, int, int], None]
@@ -274,15 +263,15 @@ class _Outputs:
             columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
             index = _stream_of([] if columns is None else [index_batch(columns)], INDEX)
             result.index_sha256 = hashlib.sha256(index).hexdigest()
-            storage.publish(index_path(self._directory, number, split), index, durable=False)
+            storage.publish(task_file(self._directory, number, f"{split}.arrow"), index, durable=False)
             prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
             result.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
-            storage.publish(prefixes_path(self._directory, number, split), prefixes, durable=False)
+            storage.publish(task_file(self._directory, number, f"{split}.prefixes.arrow"), prefixes, durable=False)
         if self._drops:
             drops = "".join(self._drops).encode()
             self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
-            storage.publish(dropped_path(self._directory, number), drops, durable=False)
-        storage.publish(marker_path(self._directory, number), self.result.to_json(), durable=False)
+            storage.publish(task_file(self._directory, number, "dropped.jsonl"), drops, durable=False)
+        storage.publish(task_file(self._directory, number, "json"), self.result.to_json(), durable=False)
         return self.result
 
     def discard(self) -> None:

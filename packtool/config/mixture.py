@@ -204,7 +204,7 @@ class SourceRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The composition of an epoch.
+    """The composition of an epoch, or the stages of a curriculum.
 
     Args:
         unit: of weights, and of the even distribution over steps.
@@ -212,8 +212,11 @@ class Recipe:
         stop: the source that ends an epoch, if there are weights.
         resample: draw new samples in every epoch.
         place: option and file, for messages.
-        stages: of a curriculum, at least two, each with a recipe over the sources of all. The other fields of this
-            recipe except ``sources`` and ``place`` are then unused.
+        stages: at least two, each with the sources of all. Of the recipe that has them, only ``sources`` and ``place``
+            are used.
+        until: of a stage, optimizer step of the run at which it ends; None if a share or nothing is given.
+        until_share: of a stage, the same as a share of the run, 0 to 1.
+        packing_length, sequence_parallel_size: of a stage; None for those of the options.
     """
 
     sources: tuple[SourceRecipe, ...]
@@ -222,7 +225,11 @@ class Recipe:
     stop: Literal["first", "all"] = "first"
     resample: bool = True
     place: str = "--mix"
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Recipe, ...] = ()
+    until: int | None = None
+    until_share: float | None = None
+    packing_length: int | None = None
+    sequence_parallel_size: int | None = None
 
     @property
     def has_weights(self) -> bool:
@@ -234,27 +241,9 @@ class Recipe:
         """Whether a source selects its trained tokens."""
         return any(source.loss_scale is not None for source in self.sources)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A stage of a curriculum.
-
-    Args:
-        recipe: of its epochs.
-        until: optimizer step of the run at which it ends; None if a share or nothing is given.
-        until_share: the same as a share of the run, 0 to 1.
-        packing_length, sequence_parallel_size: None for those of the options.
-    """
-
-    recipe: Recipe
-    until: int | None = None
-    until_share: float | None = None
-    packing_length: int | None = None
-    sequence_parallel_size: int | None = None
-
     @property
     def end(self) -> str:
-        """The end as the recipe gives it, for messages."""
+        """The end of a stage as the file gives it, for messages."""
         if self.until is not None:
             return f"{self.until:,} steps"
         return "" if self.until_share is None else f"{100 * self.until_share:g}%"
@@ -266,7 +255,7 @@ def with_joined_sources(recipe: Recipe) -> Recipe:
     Raises:
         ConfigError: if a source has two names, two loss scales, ...
     """
-    keyed = [_by_path(stage.recipe.sources) for stage in recipe.stages]
+    keyed = [_by_path(stage.sources) for stage in recipe.stages]
     union: dict[tuple[str, int], SourceRecipe] = {}
     problems = []
     for sources in keyed:
@@ -282,7 +271,7 @@ def with_joined_sources(recipe: Recipe) -> Recipe:
     if problems:
         raise ConfigError.from_problems(problems)
     stages = [
-        replace(stage, recipe=replace(stage.recipe, sources=tuple((union | sources)[key] for key in union)))
+        replace(stage, sources=tuple((union | sources)[key] for key in union))
         for stage, sources in zip(recipe.stages, keyed, strict=True)
     ]
     return replace(recipe, sources=tuple(union.values()), stages=tuple(stages))
@@ -350,11 +339,11 @@ class _RecipeParser:
                 if key in stages[0]:
                     remedy = "leave it out" if key == "until" else f"give {flag(key)}"
                     self.report(f"stages[0].{key}", f"the only stage is the whole run: {remedy}")
-            return parsed[0].recipe if parsed[0] is not None else None
+            return parsed[0]
         complete = tuple(stage for stage in parsed if stage is not None)
         return Recipe(sources=(), stages=complete, place=self.place) if len(complete) == len(stages) else None
 
-    def stage(self, value: Mapping[str, Any], common: Mapping[str, Any], key: str) -> Stage | None:
+    def stage(self, value: Mapping[str, Any], common: Mapping[str, Any], key: str) -> Recipe | None:
         """Parse one stage; ``common`` has the keys of the file, which those of the stage replace."""
         self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
         own = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
@@ -366,8 +355,9 @@ class _RecipeParser:
         length = self.length(value, "packing_length", key)
         if recipe is None:
             return None
-        return Stage(
-            recipe=replace(recipe, place=f"{self.place}, {key}"),
+        return replace(
+            recipe,
+            place=f"{self.place}, {key}",
             until=until,
             until_share=share,
             packing_length=length,
@@ -386,7 +376,7 @@ class _RecipeParser:
         self.report(key, f"{value!r} is no number of steps (2000), and no share of the run between 0% and 100% (30%)")
         return None, None
 
-    def check_ends(self, stages: Sequence[Stage | None]) -> None:
+    def check_ends(self, stages: Sequence[Recipe | None]) -> None:
         """Report ends that do not rise, and a last stage that does not end with the run."""
         ends = [None if stage is None else stage.until or stage.until_share for stage in stages]
         if len(stages) > 1 and ends[-1] is not None:

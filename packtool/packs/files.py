@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from packtool.batch.positions import sample_positions
 from packtool.batch.spec import InputSpec
-from packtool.cache.shard import SAMPLES, HashingSink, media_columns
+from packtool.cache.shard import SAMPLES, HashingSink, media_row
 from packtool.config.plan import PacksFormat
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample, IntArray
@@ -143,7 +143,7 @@ def line_of(pack: Pack) -> dict[str, Any]:
         "loss_scale": pack.loss_scale,
         "position_ids": list(pack.position_ids),
         "cu_seqlens": pack.cu_seqlens,
-        **media_columns(dict(pack.media())),
+        **{kind: list(map(media_row, media)) for kind, media in pack.media()},
         "sample": pack.positions_in_cache,
         "source": [sample.source for sample in pack.samples],
         "row": [sample.row for sample in pack.samples],

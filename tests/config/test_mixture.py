@@ -107,9 +107,9 @@ def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
     common = "temperature: 2, sources: [a, b#9]"
     recipe = parse_recipe(f"{{{common}, stages: [{{until: 4}}, {{sources: [c], temperature: 1}}]}}", "m", MixOptions())
     first, second = recipe.stages
-    assert [source.path for source in first.recipe.sources] == ["a", "b#9"]
-    assert (first.until, first.recipe.temperature, second.end, second.recipe.temperature) == (4, 2.0, "", 1.0)
-    assert not first.recipe.stages
+    assert [source.path for source in first.sources] == ["a", "b#9"]
+    assert (first.until, first.temperature, second.end, second.temperature) == (4, 2.0, "", 1.0)
+    assert not first.stages
     alone = parse_recipe(f"{{stages: [{{{common}}}]}}", "m", MixOptions())
     assert replace(alone, place="--mix m") == parse_recipe(f"{{{common}}}", "m", MixOptions())
     with pytest.raises(ConfigError, match=r"the only stage is the whole run: give --packing-length"):
@@ -118,7 +118,7 @@ def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
         parse_recipe("{temperature: 2, stages: [{sources: [a]}, {sources: [b]}]}", "m", MixOptions())
     joined = with_joined_sources(recipe)
     assert [source.path for source in joined.sources] == ["a", "b#9", "c"]
-    assert [[source.is_taken for source in stage.recipe.sources] for stage in joined.stages] == [
+    assert [[source.is_taken for source in stage.sources] for stage in joined.stages] == [
         [True, True, False],
         [False, False, True],
     ]
@@ -137,10 +137,7 @@ def test_what_a_source_has_in_all_stages(told: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         with_joined_sources(parse_recipe(text % (told, "a"), "m", MixOptions()))
     joined = with_joined_sources(parse_recipe(text % (told, f"c, {{path: a, {told}}}"), "m", MixOptions()))
-    (first, *others) = (
-        next(each for each in part.sources if each.path == "a")
-        for part in (joined, *(stage.recipe for stage in joined.stages))
-    )
+    (first, *others) = (next(each for each in part.sources if each.path == "a") for part in (joined, *joined.stages))
     assert [replace(each, is_taken=False) for each in others] == [first, first]
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.cache.views import MixedSamples, RelabeledReader, SampleReader
-from packtool.config.mixture import Recipe, Stage
+from packtool.config.mixture import Recipe
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
@@ -155,7 +155,7 @@ class Inputs:
             room = stage.packing_length or self.options.packing_length
             options = dataclasses.replace(self.options, packing_length=room, max_length=min(max_length, room))
             size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
-            mixture = self._mixture_of(stage.recipe, options.max_length)
+            mixture = self._mixture_of(stage, options.max_length)
             stages.append(
                 dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
             )
@@ -435,7 +435,7 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
     return problems
 
 
-def _step_problems(key: str, stage: Stage, before: int, max_steps: int, *, is_last: bool) -> Iterator[str]:
+def _step_problems(key: str, stage: Recipe, before: int, max_steps: int, *, is_last: bool) -> Iterator[str]:
     """Conflicts of a stage with ``--max-steps``."""
     end = stage.until or max(round((stage.until_share or 0) * max_steps), 1)
     if is_last:

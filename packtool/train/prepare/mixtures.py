@@ -35,9 +35,7 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
         if not storage.exists(options.mix):
             raise ConfigError(f"--mix {options.mix}: there is no such file", "Give a YAML file with sources.")
         recipe = parse_recipe(storage.read_bytes(options.mix).decode(errors="replace"), options.mix, options)
-        stages = tuple(
-            dataclasses.replace(stage, recipe=_with_amounts(stage.recipe, problems)) for stage in recipe.stages
-        )
+        stages = tuple(_with_amounts(stage, problems) for stage in recipe.stages)
         recipe = dataclasses.replace(_with_amounts(recipe, problems), stages=stages)
         recipe = with_joined_sources(recipe) if stages and not problems else recipe
         sources = recipe.sources

@@ -134,7 +134,7 @@ def named(stages: list[dict[str, Any]]) -> Recipe:
     """A recipe with the sources of all stages, also of caches that were never written."""
     found = parse_recipe(json.dumps({"stages": stages}), "mix.yaml", MixOptions())
     problems: list[str] = []
-    parts = [replace(stage, recipe=_with_amounts(stage.recipe, problems)) for stage in found.stages]
+    parts = [_with_amounts(stage, problems) for stage in found.stages]
     assert not problems
     # All caches have a place, whether a stage takes them or not.
     return with_joined_sources(replace(found, stages=tuple(parts)))
@@ -233,12 +233,7 @@ def test_the_data_change_in_any_stage(
     more = replace(
         recipe,
         stages=tuple(
-            replace(
-                stage,
-                recipe=replace(
-                    stage.recipe, sources=tuple(replace(s, weight=s.weight and 2.0) for s in stage.recipe.sources)
-                ),
-            )
+            replace(stage, sources=tuple(replace(s, weight=s.weight and 2.0) for s in stage.sources))
             for stage in recipe.stages
         ),
     )
