@@ -1,9 +1,9 @@
-"""Launchers of several machines: they wait for each other, say what they wait for, and notice when one has ended.
+"""Launchers of several machines: they wait for each other, print the reason, and notice when one has ended.
 
 Node 0 serves a TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun and the ranks use, too. Every second each launcher
-writes a record of itself, and node 0 publishes what it has read:
+writes a record of itself, and node 0 publishes all records:
 
-    packtool/node/R   by node R: host, process, id, NNODES and NPROC_PER_NODE, a counter, and in the end how it ended
+    packtool/node/R   by node R: host, process, id, NNODES and NPROC_PER_NODE, a counter, and finally its exit code
     packtool/nodes    by node 0: all records with the seconds since the counter last changed, and the ids that have met
 """
 
@@ -33,7 +33,7 @@ _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
 _STORE_SECONDS = 3.0
 _FIRST_LINE_SECONDS, _MAX_LINE_SECONDS = 5.0, 60.0
-_GRACE_SECONDS = 30.0  # that ranks have to notice that another node has ended
+_GRACE_SECONDS = 30.0  # for ranks to notice that another node has ended
 _LEAVE_SECONDS = 10.0
 _OPTION = "--ddp-timeout"
 
@@ -88,11 +88,7 @@ class Nodes:
         return f"packtool: node {self.rank} of {self.num_nodes}"
 
     def meet(self) -> None:
-        """Wait until the launchers of all machines are there.
-
-        Raises:
-            ConfigError: after the limit, or if their settings contradict each other.
-        """
+        """Wait for the launchers of all machines; ConfigError after the limit, or if the port is in use."""
         self._thread.start()
         while not self._met.wait(0.1):
             if self._fatal:
@@ -102,15 +98,15 @@ class Nodes:
         show(f"{self.title}: {_ranks(self.rank, self._record)}, master {self.place}", error=True)
 
     def failure(self, reason: str = "") -> ConfigError:
-        """The error of a launcher that cannot go on, with what it waits for, or else the reason, and likely causes."""
+        """Return the error of a launcher that gives up, with the awaited event or else ``reason``, and likely causes."""
         return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._line() or reason}", self._causes())
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Tell the others how this machine ended, and the user which machine ended first, where it was another.
+        """Publish the exit code of this machine, and print which other machine failed first.
 
         Args:
             code: exit code.
-            reason: what ended this machine, where that is known; it is then not looked for elsewhere.
+            reason: why this machine ended, if that is known; other machines are then not the cause.
         """
         self._leaves.set()
         self._thread.join()
@@ -122,8 +118,9 @@ class Nodes:
         while time.monotonic() < until:
             self._exchange()
             lost = self._lost()
-            # The store ends with node 0, so that the others must have read it.
-            is_read = self.rank > 0 or len(lost) + len(self._done()) == self.num_nodes - 1
+            done = [rank for rank, record in self._others() if record["end"] and not record["end"]["code"]]
+            # The store ends with node 0, so the others must read it before.
+            is_read = self.rank > 0 or len(lost) + len(done) == self.num_nodes - 1
             if (lost or not asks) and is_read:
                 break
             time.sleep(_BEAT_SECONDS / 2)
@@ -141,7 +138,7 @@ class Nodes:
                 self._give_up()
 
     def _exchange(self) -> None:
-        """Write this machine's record and read the others'; connect to the store where that is to be done first."""
+        """Write this machine's record and read the others', after connecting to the store if necessary."""
         try:
             store = self._store or self._connect()
             self._record["beat"] += 1
@@ -163,7 +160,7 @@ class Nodes:
             self._store, self._trouble = None, "another run is there now"
 
     def _connect(self) -> TCPStore:
-        """Connect to the store, which node 0 serves; first in Python, where torch prints no stack if that fails."""
+        """Connect to the store of node 0; first by a plain socket, because torch prints a stack on errors."""
         with contextlib.ExitStack() as sockets:
             if self.rank == 0 and not self._serves:
                 try:
@@ -187,7 +184,7 @@ class Nodes:
         )
 
     def _gather(self, store: TCPStore) -> None:
-        """Read all records on node 0; once all are there and fresh, their ids have met."""
+        """Read all records on node 0; once all are fresh, their ids have met."""
         nodes, now = {}, time.monotonic()
         for rank in map(str, range(self.num_nodes)):
             if not store.check([_NODE + rank]):
@@ -202,13 +199,13 @@ class Nodes:
             self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
 
     def _missing(self) -> list[int]:
-        """Machines without a launcher."""
+        """Return the machines without a live launcher."""
         nodes = self._state["nodes"]
         fresh = {rank for rank, record in nodes.items() if record["silent"] < _SILENT_SECONDS and not record["end"]}
         return [rank for rank in range(self.num_nodes) if str(rank) not in fresh]
 
     def _different(self) -> str:
-        """Which machine was started with another number of machines or processes."""
+        """Describe a machine that was started with another number of machines or processes; empty for none."""
         nodes = self._state["nodes"]
         for rank, record in nodes.items():
             first = nodes.get("0", record)
@@ -218,32 +215,28 @@ class Nodes:
         return ""
 
     def _others(self) -> list[tuple[str, dict[str, Any]]]:
-        """The records of the other machines of this run."""
+        """Return the records of the other machines of this run."""
         met = self._state["met"] or {}
         return [(rank, each) for rank, each in self._state["nodes"].items() if int(rank) != self.rank and rank in met]
 
-    def _done(self) -> list[str]:
-        """The other machines that ended well."""
-        return [rank for rank, record in self._others() if record["end"] and not record["end"]["code"]]
-
     def _lost(self) -> dict[str, str]:
-        """The other machines that failed or do not answer, and what is known of each."""
+        """Return descriptions of the other machines that failed or do not answer."""
         if self._store is None:
             return {} if self.rank == 0 else {"0": f"node 0 at {self.place} has ended: {self._trouble}"}
-        found = {}
+        lost = {}
         for rank, record in self._others():
             who = f"node {rank} ({record['host']}, {_ranks(int(rank), record)})"
             if record["id"] != self._state["met"][rank]:
-                found[rank] = f"{who} was started again"
+                lost[rank] = f"{who} was started again"
             elif record["end"] and record["end"]["code"]:
-                found[rank] = f"{who} failed with exit code {record['end']['code']}"
-                found[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
+                lost[rank] = f"{who} failed with exit code {record['end']['code']}"
+                lost[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
             elif not record["end"] and record["silent"] >= _SILENT_SECONDS:
-                found[rank] = f"{who} has not answered for {record['silent']:.0f} s: killed, or cut off"
-        return found
+                lost[rank] = f"{who} has not answered for {record['silent']:.0f} s: killed, or cut off"
+        return lost
 
     def _line(self) -> str:
-        """Description of the event this launcher waits for; empty for none."""
+        """Describe the event that this launcher waits for; empty for none."""
         met = self._state["met"]
         if self._met.is_set():
             return "; ".join(self._lost().values())
@@ -276,7 +269,7 @@ class Nodes:
         return f"{causes}{_OPTION} sets the limit, now {self.limit:g} s."
 
     def _print_line(self) -> None:
-        """Say what is waited for: after a few seconds, then less and less often, at least once a minute."""
+        """Print what this launcher waits for: after a few seconds, then less and less often, at least once a minute."""
         line, now = self._line(), time.monotonic()
         if not line:
             self._waits_since = None
@@ -292,7 +285,7 @@ class Nodes:
             self._next_line = now + self._line_gap
 
     def _give_up(self) -> None:
-        """End ranks that wait for a machine which has ended, where they do not notice it themselves."""
+        """End ranks that wait for a machine which has ended and do not notice it themselves."""
         lost, now = self._lost(), time.monotonic()
         has_ranks = self._signal_ranks(0)
         self._had_ranks |= has_ranks

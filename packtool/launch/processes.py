@@ -1,14 +1,8 @@
-"""Several processes from one command: the environment's ``NPROC_PER_NODE`` and its like become a torchrun command line.
+"""Start of train, eval and verify: the environment's ``NPROC_PER_NODE`` and the like become a torchrun command line.
 
 NPROC_PER_NODE=8 packtool train ...                      8 processes on this machine
 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ...
                                                          the first of two machines with 8 each
-
-How train, eval and verify begin: each finds its place among the processes of a run, or starts them.
-
-What several processes of a run would say alike is said by one of them.
-
-Imports of libraries of many thousand modules.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from packtool.launch.world import World, is_launched
 
 _LAUNCHER = "PACKTOOL_LAUNCHER"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_SECONDS_BETWEEN_LOOKS = 1.0
+_POLL_SECONDS = 1.0
 _DEFAULT_PORT = 29500
 _MAX_PORT = 65535
 _THIS_MACHINE = "127.0.0.1"
@@ -42,13 +36,13 @@ _DEFAULT_WAIT_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes, and where they meet.
+    """Number of processes and their rendezvous.
 
     Args:
-        per_node: on each machine.
+        per_node: processes on each machine.
         num_nodes: machines.
-        node_rank: 0-based number of this one.
-        address, port: of the first machine, or None where the environment does not say.
+        node_rank: 0-based number of this machine.
+        address, port: of the first machine, or None if the environment does not name them.
     """
 
     per_node: int = 1
@@ -59,7 +53,7 @@ class Processes:
 
     @property
     def total(self) -> int:
-        """Processes on all machines."""
+        """Number of processes on all machines."""
         return self.per_node * self.num_nodes
 
     @classmethod
@@ -67,7 +61,7 @@ class Processes:
         """Read ``NPROC_PER_NODE``, ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
         Raises:
-            ConfigError: listing every variable whose value is wrong or missing.
+            ConfigError: listing every variable with a wrong or missing value.
         """
         problems: list[str] = []
         per_node = _number(environ, "NPROC_PER_NODE", 1, 1, None, problems)
@@ -87,7 +81,7 @@ class Processes:
 
 
 def environment_of_one_process() -> dict[str, str]:
-    """This process's environment for a command that is to start no others, whatever the surroundings ask for."""
+    """Return this process's environment without the variables that start several processes."""
     return {name: value for name, value in os.environ.items() if name not in ("NPROC_PER_NODE", "NNODES")}
 
 
@@ -99,16 +93,19 @@ def launch_command(
     even_one: bool = False,
     max_wait: int | None = None,
 ) -> list[str] | None:
-    """The command that runs ``packtool ARGUMENTS`` in all processes of this machine; None if this process is enough.
+    """Return the torchrun command that runs ``packtool ARGUMENTS`` in all processes of this machine.
 
-    Without ``MASTER_PORT`` on a single machine a free port is found, so two jobs do not meet by accident. Processes of
-    a single machine meet at 127.0.0.1: the machine's own name may not resolve.
+    On a single machine, the processes meet at 127.0.0.1, because the machine's own name may not resolve, and at a free
+    port without ``MASTER_PORT``, so that two jobs do not meet by accident.
 
     Args:
         arguments: of packtool, from the subcommand on.
-        environ: the environment; inside torchrun the answer is None.
+        environ: the environment.
         even_one: a single process needs torchrun's environment, too.
         max_wait: seconds to wait for other machines; by default 1800.
+
+    Returns:
+        None inside torchrun, and if one process is enough.
     """
     if is_launched(environ):
         return None
@@ -130,26 +127,25 @@ def launch_command(
 
 
 def launch_environment(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
-    """The environment of the launched processes: the cores are shared out, unless the user has done so."""
+    """Return the environment of the launched processes; the cores are divided unless ``OMP_NUM_THREADS`` is set."""
     per_node = Processes.from_environment(environ).per_node
     return {"OMP_NUM_THREADS": str(max(1, num_cores // per_node)), **environ}
 
 
 def share_cores_politely() -> None:
-    """Let waiting threads sleep instead of spin; to be called before torch is imported.
+    """Let waiting OpenMP threads sleep instead of spin; called before torch is imported.
 
-    On a machine that others use too, OpenMP's spinning made CPU training ten times slower, and on an idle one sleeping
-    costs nothing that can be measured. ``OMP_WAIT_POLICY`` in the environment overrides it.
+    On a shared machine, spinning made CPU training ten times slower; on an idle one, sleeping has no measurable cost.
+    ``OMP_WAIT_POLICY`` in the environment overrides it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def end_with_launcher() -> None:
-    """Let this process end when the one that started it does, however that ends; only inside torchrun.
+    """End this process when its launcher ends, even if that is killed; only inside torchrun.
 
-    A launcher that is killed (out of memory, or by a scheduler) can stop nobody, and its processes would go on training
-    on GPUs that somebody else is given. What it can hear it hands on itself: ``packtool.launch.torchrun``.
-    On Linux the kernel kills them at once; elsewhere a thread looks every second.
+    A killed launcher cannot stop its processes, which would keep training on GPUs of the next job. Other signals are
+    forwarded by ``packtool.launch.torchrun``. On Linux the kernel kills the process at once; elsewhere a thread polls.
     """
     if not is_launched():
         return
@@ -159,40 +155,32 @@ def end_with_launcher() -> None:
     else:
         threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
     known = os.environ.get(_LAUNCHER, "")
-    # It may have ended before the kernel was asked.
-    if os.getppid() != launcher or (known.isdecimal() and not _is_there(int(known))):
+    # The launcher may have ended before the call.
+    if os.getppid() != launcher or (known.isdecimal() and not _exists(int(known))):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_without(launcher: int) -> None:
     while os.getppid() == launcher:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _is_there(process: int) -> bool:
+def _exists(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except (ProcessLookupError, PermissionError) as error:
+        return isinstance(error, PermissionError)
     return True
 
 
 def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False, max_wait: int | None = None) -> None:
-    """Become torchrun if the environment asks for more than this process; else return.
-
-    Args:
-        arguments: of packtool, from the subcommand on.
-        even_one: a single process needs torchrun's environment, too.
-        max_wait: seconds to wait for other machines; by default 1800.
-    """
+    """Become torchrun if ``launch_command``, which has the same arguments, returns a command; else return."""
     command = launch_command(arguments, os.environ, even_one=even_one, max_wait=max_wait)
     if command is None:
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Becoming torchrun, this process keeps its number.
+    # exec keeps the process id.
     environ = launch_environment(os.environ, num_cores) | {_LAUNCHER: str(os.getpid())}
     sys.stdout.flush()
     sys.stderr.flush()
@@ -226,16 +214,13 @@ def find_place(
     starts_none: bool = False,
     max_wait: int | None = None,
 ) -> World:
-    """This process's place in the run; where the environment asks for several, they are started and nothing returns.
+    """Return this process's place in the run; become torchrun if the environment asks for several processes.
 
     Args:
-        arguments: of packtool, from the subcommand on, to be called again in every process.
+        arguments, even_one, max_wait: as for ``launch_command``.
         sequence_parallel_size: processes that share each sequence.
-        prepare: called before any process is started, with the place of the first, so that what does not fit is told
-            once and at once.
-        even_one: a single process needs torchrun's environment, too.
-        starts_none: this process stands for all: the run is only looked at, or one process does all of its work.
-        max_wait: seconds to wait for other machines; by default 1800.
+        prepare: called with the place of the first process before any is started, to report problems once.
+        starts_none: start no processes, because the run is only previewed or one process does all its work.
     """
     share_cores_politely()
     world = World.from_environment()
@@ -248,17 +233,17 @@ def find_place(
     return world
 
 
-_SECONDS = 2.0
+_STORE_SECONDS = 2.0
 
 
 def is_said_elsewhere(message: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether another process of this run has said the same message already; if none has, this one is noted for it.
+    """Return whether another process of this run has printed a message; if not, note that this one prints it.
 
-    The processes ask the store where torchrun lets them meet, which is there before they have met and after one has
-    failed. Without torchrun, or if the store does not answer, every process speaks for itself.
+    The processes share torchrun's store, which exists before they have met and after one has failed. Without torchrun,
+    or if the store does not answer, every process prints its messages.
 
     Args:
-        environ: the environment, with what torchrun adds; by default that of this process.
+        environ: the environment with the variables of torchrun; by default that of this process.
     """
     environ = os.environ if environ is None else environ
     if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -270,25 +255,21 @@ def is_said_elsewhere(message: str, environ: Mapping[str, str] | None = None) ->
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
         place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        with socket.create_connection(place, _SECONDS):  # where it fails, torch would print a stack
+        with socket.create_connection(place, _STORE_SECONDS):  # if it fails, torch would print a stack
             pass
-        store = TCPStore(
-            *place,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_SECONDS),
-        )
+        timeout = timedelta(seconds=_STORE_SECONDS)
+        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
         return bool(store.compare_set(key, "", rank) != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):
-        return False  # rather twice than not at all
+        return False  # better printed twice than never
 
 
 @contextlib.contextmanager
 def imported_at_once() -> Iterator[None]:
-    """Look for no garbage while torch and transformers are imported, and later not in what they hold.
+    """Disable garbage collection while torch and transformers are imported, and exclude their objects from later ones.
 
-    All of it stays. Python would look through it again with every quarter more of it, which takes a third of the time
-    of importing, and whenever a training asks for a collection. Where they have been imported already, nothing is done.
+    Their objects stay alive. Traversing them takes a third of the time of importing. If the modules are imported
+    already, nothing changes.
     """
     if "transformers" in sys.modules or not gc.isenabled():
         yield
@@ -299,4 +280,4 @@ def imported_at_once() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # libraries that count what is left of them in the end would complain
+        atexit.register(gc.unfreeze)  # libraries that count their objects at exit would complain

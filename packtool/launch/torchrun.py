@@ -1,6 +1,6 @@
-"""torchrun, ending with the exit code of the process that failed first, and without a traceback of its own.
+"""torchrun with the exit code of the process that failed first, and without its own traceback.
 
-``python -m packtool.launch.torchrun`` takes what ``python -m torch.distributed.run`` takes.
+``python -m packtool.launch.torchrun`` takes the arguments of ``python -m torch.distributed.run``.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from packtool.terminal import show
 _SIGNAL_BASE = 128
 # The terminal sends one Ctrl-C to a whole group of processes; a person is slower.
 _SAME_KEY_SECONDS = 0.5
-_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STUCK_SECONDS = 1.0
 _MAX_SIGNALS = 64  # read at once
 
 
-class PassOn:
-    """Hands SIGTERM, SIGUSR1 and Ctrl-C on to the ranks, which save a checkpoint and end by themselves.
+class SignalForwarder:
+    """Forwards SIGTERM, SIGUSR1 and Ctrl-C to the ranks, which save a checkpoint and end.
 
-    torchrun would kill them after 30 seconds, in the middle of a checkpoint. A second Ctrl-C ends all at once, and so
-    does any of them before there are ranks. What no process can hand on, SIGKILL, is seen to by the ranks themselves:
-    ``packtool.launch.processes.end_with_launcher``.
+    torchrun would kill them after 30 seconds, in the middle of a checkpoint. A second Ctrl-C ends all processes at
+    once, and so does any of these signals before there are ranks. After SIGKILL, which cannot be forwarded, the ranks
+    end by ``packtool.launch.processes.end_with_launcher``.
 
     Attributes:
         received: number of the first signal, 0 for none.
@@ -50,22 +50,22 @@ class PassOn:
         self.received = 0
         self._at = self._handled_at = 0.0
         self._process = os.getpid()
-        for number in _PASSED_ON:
+        for number in _FORWARDED:
             signal.signal(number, self._note)
-        wakeup, self._told = socket.socketpair()
-        self._told.setblocking(False)
-        signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        wakeup, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._end_if_stuck, args=(wakeup,), daemon=True).start()
 
     def _end_if_stuck(self, wakeup: socket.socket) -> None:
-        """End by a signal that comes while the main thread is inside torch's store, where ``_note`` cannot run."""
+        """End after a signal that arrives while the main thread is inside torch's store, where ``_note`` cannot run."""
         while numbers := wakeup.recv(_MAX_SIGNALS):
-            heard_at = time.monotonic()
+            received_at = time.monotonic()
             time.sleep(_STUCK_SECONDS)
-            asked = [number for number in numbers if number in _PASSED_ON]
-            if asked and self._handled_at < heard_at - _STUCK_SECONDS and not any(_ranks()):
-                show(f"packtool: ended by {signal.Signals(asked[0]).name}", error=True)
-                os._exit(_SIGNAL_BASE + asked[0])
+            signals = [number for number in numbers if number in _FORWARDED]
+            if signals and self._handled_at < received_at - _STUCK_SECONDS and not any(_ranks()):
+                show(f"packtool: ended by {signal.Signals(signals[0]).name}", error=True)
+                os._exit(_SIGNAL_BASE + signals[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # between fork and exec of a rank
@@ -83,7 +83,7 @@ class PassOn:
 
 
 def _ranks() -> Iterator[psutil.Process]:
-    """Children in sessions of their own, which the terminal's Ctrl-C does not reach."""
+    """Yield the children in other sessions, which the terminal's Ctrl-C does not reach."""
     for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(child.pid) != os.getsid(0):
@@ -91,7 +91,7 @@ def _ranks() -> Iterator[psutil.Process]:
 
 
 def _signal_ranks(number: int) -> bool:
-    """Send a signal to all ranks of this machine; False if there are none."""
+    """Send a signal to all ranks of this machine; return whether there are any."""
     ranks = list(_ranks())
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -105,9 +105,9 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     Returns:
         0, the code of the first process that failed (128 + n for one that signal n ended), or 128 + n if signal n came.
     """
-    # The failed process has said what was wrong; torchrun would add a table and a stack of its own.
+    # The failed process has printed the problem; torchrun would add a table and a stack.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    passed, nodes = PassOn(), _nodes(arguments)
+    passed, nodes = SignalForwarder(), _nodes(arguments)
     try:
         if nodes is not None:
             nodes.meet()
@@ -127,7 +127,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
 
 
 def _nodes(arguments: Sequence[str]) -> Nodes | None:
-    """The launchers that torchrun's arguments speak of; None for those of a single machine."""
+    """Return the launchers of all machines that torchrun's arguments name; None for a single machine."""
     options = get_args_parser().parse_args(arguments)
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
     if num_nodes == 1:
@@ -143,13 +143,13 @@ def _nodes(arguments: Sequence[str]) -> Nodes | None:
     )
 
 
-def _run(arguments: Sequence[str], passed: PassOn) -> tuple[int, str]:
-    """Run torchrun and return the exit code, with the reason where a rank could not give it itself."""
+def _run(arguments: Sequence[str], passed: SignalForwarder) -> tuple[int, str]:
+    """Run torchrun; return the exit code, and the reason if the rank could not print it."""
     try:
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # The others fail for want of one that was killed, perhaps before anybody notices that it is gone.
+        # The other ranks fail because one was killed, perhaps before torchrun notices that one.
         for other, each in error.failures.items():
             if each.exitcode < 0 and each.exitcode != -signal.SIGTERM:
                 rank, failure = other, each
@@ -158,7 +158,7 @@ def _run(arguments: Sequence[str], passed: PassOn) -> tuple[int, str]:
             return _SIGNAL_BASE + passed.received, signal.Signals(passed.received).name  # as asked for
         if code >= 0:
             return code or EXIT_UNEXPECTED, ""
-        # It had no time to say anything.
+        # The killed rank could not print anything.
         name = signal.Signals(-code).name
         reason = f"rank {rank} (process {failure.pid}) was ended by {name}"
         reason += " (out of memory?)" if name == "SIGKILL" else ""
@@ -172,7 +172,7 @@ def _run(arguments: Sequence[str], passed: PassOn) -> tuple[int, str]:
 
 
 def run_launcher(arguments: Sequence[str]) -> int:
-    """Run torchrun, print what it refuses, and return the exit code."""
+    """Run torchrun, print configuration errors, and return the exit code."""
     try:
         return run_torchrun(arguments)
     except ConfigError as refused:

@@ -1,8 +1,8 @@
 """Worker processes: signals, and the pool that runs jobs of exports, streams and packing.
 
-Signals to all processes of a job are for the parent. Workers communicate through one pipe each, and nothing outlives
-them: the standard library's queues, and so its process pools, use named semaphores, which stay in ``/dev/shm`` when a
-process group is killed.
+The parent handles signals to all processes of a job. Workers communicate through one pipe each, which leaves nothing
+behind: the standard library's queues and process pools use named semaphores, which stay in ``/dev/shm`` when a process
+group is killed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Around the start of a worker, which runs none of the program's own module then.
+    """Hide the main module while a worker starts, so that the worker does not run it again.
 
-    Spawned processes run it again for what it may define; workers run packtool's functions only, and would import the
-    whole command line for nothing, or a script of a user's that calls packtool.
+    Workers run functions of packtool only, and would otherwise import the whole command line or a user's script.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -51,7 +50,7 @@ def _without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """Around the start of a worker, which inherits that signals wait until ``begin_worker`` has run in it."""
+    """Block signals while a worker starts, which inherits this until ``begin_worker`` has run in it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     try:
         yield
@@ -60,29 +59,26 @@ def signals_wait() -> Iterator[None]:
 
 
 def begin_worker(number: int = 0) -> None:
-    """Leave signals that go to all processes of a job to the parent; called in each worker, by DataLoader too.
+    """Ignore signals that go to all processes of a job; called in each worker, by DataLoader too with its number.
 
-    A scheduler that ends a job sends SIGTERM to every process of it. Workers that ended at once would take the
-    checkpoint with them that is still to be saved. SIGTERM of the parent is how it clears away.
-
-    Args:
-        number: of the worker.
+    A scheduler that ends a job sends SIGTERM to every process of it. Without its workers, the parent could not save a
+    checkpoint. Only SIGTERM from the parent ends a worker.
     """
     for ignored in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    if hasattr(signal, "sigwaitinfo") and parent is not None:  # the first is not there on macOS
-        # Blocked and waited for: a handler would learn nothing of the sender, and wait while a picture is decoded.
+    if hasattr(signal, "sigwaitinfo") and parent is not None:  # macOS lacks the first
+        # A handler would not know the sender, and would not run while a picture is decoded.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        threading.Thread(target=_end_when_told, args=(parent.pid,), daemon=True).start()
+        threading.Thread(target=_end_at_sigterm, args=(parent.pid,), daemon=True).start()
 
 
 def tokenize_in_one_thread() -> None:
-    """Let the tokenizers library start no threads in this process, of which there are as many as cores."""
+    """Keep the tokenizers library from starting threads in this process, one of as many as there are cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _end_when_told(parent: int | None) -> None:
+def _end_at_sigterm(parent: int | None) -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
         pass
     os._exit(0)
@@ -228,7 +224,7 @@ def _work(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object,
 
 
 def end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next task for ever."""
+    """End this worker when its parent was killed, instead of waiting for a task for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
@@ -236,7 +232,7 @@ def end_with_parent() -> None:
 
 
 def portable(error: Exception) -> Exception:
-    """The error as another process can have it; ``--debug`` shows where it was raised."""
+    """Return an error that can be sent to another process, with its traceback for ``--debug``."""
     error.add_note("".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))

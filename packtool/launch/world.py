@@ -1,9 +1,4 @@
-"""Which of how many processes this is, as torchrun says.
-
-The GPUs of this machine by the names that their driver tells, without loading torch or the driver's libraries.
-
-What processes tell each other that is no tensor.
-"""
+"""The processes of a run: ranks, GPUs of this machine, and exchange of Python objects."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ _INSIDE = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process was started by torchrun; ``environ`` stands for its environment."""
+    """Return whether this process was started by torchrun; ``environ`` replaces its environment."""
     values = os.environ if environ is None else environ
     return any(values.get(name) for name in _INSIDE)
 
@@ -32,9 +27,9 @@ class World:
     """The processes of a run.
 
     Args:
-        rank: 0-based number of this one.
-        size: how many there are.
-        sequence_parallel_size: those that share each sequence; they are next to each other.
+        rank: 0-based rank of this process.
+        size: number of processes.
+        sequence_parallel_size: number of neighbouring processes that share each sequence.
     """
 
     rank: int = 0
@@ -43,10 +38,10 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """The world that ``RANK`` and ``WORLD_SIZE`` tell, which torchrun sets; one process without them.
+        """Read ``RANK`` and ``WORLD_SIZE``, which torchrun sets; one process without them.
 
         Raises:
-            ConfigError: if they are not numbers that fit each other.
+            ConfigError: if they are no numbers, or the rank is too large.
         """
         values = os.environ if environ is None else environ
         rank, size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
@@ -58,11 +53,7 @@ class World:
         return cls(int(rank), int(size))
 
     def shared_by(self, sequence_parallel_size: int) -> World:
-        """The same processes, so many of which share each sequence.
-
-        Raises:
-            ConfigError: if they cannot be divided so.
-        """
+        """Return the same processes in groups that share each sequence; ConfigError if the number is no multiple."""
         if self.size % sequence_parallel_size:
             raise ConfigError(
                 f"--sequence-parallel-size {sequence_parallel_size}: {self._counted} cannot be divided into groups of "
@@ -72,11 +63,7 @@ class World:
         return dataclasses.replace(self, sequence_parallel_size=sequence_parallel_size)
 
     def check_shards(self, config: TrainConfig) -> None:
-        """Raise for a run whose weights cannot be spread over the processes that there are.
-
-        Raises:
-            ConfigError: with what starts more.
-        """
+        """Raise a ConfigError if the weights cannot be sharded over this number of processes."""
         if config.fsdp and self.size == 1:
             raise ConfigError(
                 f"--fsdp {' '.join(config.fsdp)} spreads weights over processes, and there is one",
@@ -95,50 +82,50 @@ class World:
 
     @property
     def data(self) -> World:
-        """The data-parallel ranks: one for each group of processes that share sequences."""
+        """The data-parallel world: one rank for each group of processes that share sequences."""
         return World(self.rank // self.sequence_parallel_size, self.size // self.sequence_parallel_size)
 
     @property
     def share_rank(self) -> int:
-        """0-based number of this process among those that it shares sequences with."""
+        """0-based rank of this process in its group that shares sequences."""
         return self.rank % self.sequence_parallel_size
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and reports."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
 
 def processes_of_machine(otherwise: int = 1) -> int:
-    """Processes of the run on this machine: what torchrun says, or will be told; else ``otherwise``."""
+    """Return the number of processes of the run on this machine; ``otherwise`` if the environment does not name it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NPROC_PER_NODE") or otherwise)
 
 
-_PLACES = "/proc/driver/nvidia/gpus/*/information"
+_GPU_FILES = "/proc/driver/nvidia/gpus/*/information"
 
 
-def gpu_names(places: str = _PLACES) -> tuple[str, ...]:
-    """The names of the GPUs, as in ``("NVIDIA H100 80GB HBM3",)``; nothing where the driver's files cannot be read.
+def gpu_names(pattern: str = _GPU_FILES) -> tuple[str, ...]:
+    """Return the names of the GPUs, as in ``("NVIDIA H100 80GB HBM3",)``, without loading torch.
 
     Args:
-        places: of the files that describe a GPU each.
+        pattern: of the driver's files that describe a GPU each; unreadable ones are skipped.
     """
-    found = []
-    for place in sorted(glob.glob(places)):
+    names = []
+    for path in sorted(glob.glob(pattern)):
         try:
-            with open(place, encoding="utf-8", errors="replace") as file:
+            with open(path, encoding="utf-8", errors="replace") as file:
                 text = file.read()
         except OSError:
             continue
         if match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE):
-            found.append(match.group(1))
-    return tuple(found)
+            names.append(match.group(1))
+    return tuple(names)
 
 
 T = TypeVar("T")
 
 LOST_PEER = "another process has ended, and this one with it; what that one says is what went wrong"
-# What gloo, NCCL and torch's store say when a process that they talk to is gone.
+# Messages of gloo, NCCL and torch's store about a process that has ended.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
@@ -148,17 +135,16 @@ def is_lost_peer(error: Exception) -> bool:
 
 
 def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T]:
-    """What every process has, in the order of their ranks; each of them must call this.
+    """Return the picklable objects of all processes of a group in the order of their ranks; all must call this.
 
     Args:
-        mine: of this process; anything that can be pickled.
-        num_processes: of the group; a single one needs no process group.
-        group: of processes; by default all of them.
+        num_processes: of the group; one needs no process group.
+        group: by default all processes.
     """
     if num_processes == 1:
         return [mine]
     import torch.distributed as dist  # here, because a single process may do without torch
 
-    found: list[Any] = [None] * num_processes
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    objects: list[Any] = [None] * num_processes
+    dist.all_gather_object(objects, mine, group=group)
+    return objects

@@ -144,7 +144,7 @@ def test_a_launcher_without_ranks_ends_when_it_is_told_to(monkeypatch: pytest.Mo
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         for number in SIGNALS:
-            torchrun.PassOn()
+            torchrun.SignalForwarder()
             with pytest.raises(SignalException) as caught:
                 os.kill(os.getpid(), number)
             assert caught.value.sigval == number
