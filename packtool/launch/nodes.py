@@ -98,7 +98,7 @@ class Nodes:
         show(f"{self.title}: {_ranks(self.rank, self._record)}, master {self.place}", error=True)
 
     def failure(self, reason: str = "") -> ConfigError:
-        """Return the error of a launcher that gives up, with the awaited event or else ``reason``, and likely causes."""
+        """Return the error of a launcher that gives up: the awaited event or ``reason``, and likely causes."""
         return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._line() or reason}", self._causes())
 
     def leave(self, code: int, reason: str = "") -> None:
