@@ -6,7 +6,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
 
@@ -25,7 +24,7 @@ from packtool.cache.finish import (
 )
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
-from packtool.cache.manifest import Identity, InputCounts, Manifest, SampleCounts, SourceInfo
+from packtool.cache.manifest import InputCounts, Manifest, SampleCounts, SourceInfo
 from packtool.cache.repair import damaged_files, repair
 from packtool.cache.restart import (
     begin,
@@ -81,57 +80,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     spec, num_proc = config.encode_spec, config.dataset_num_proc
     ray = RayExecutor(spec, num_proc, config.ray_address) if config.executor == "ray" else None
     with ray or Executor(spec, num_proc, start_at_rows) as executor, delayed_gc() as collect:
-        return _export(config, progress, executor, collect)
-
-
-def _export(config: ExportConfig, progress: Progress, executor: Executor, collect: Callable[[], None]) -> ExportSummary:
-    started = time.perf_counter()
-    files = ModelFiles.load(config.model, config.chat_template)
-    specs = sources_of(config)
-    directory = None if config.dry_run else storage.normalize(config.output_dir)
-    if directory is None or not storage.exists(storage.join(directory, MANIFEST_NAME)):
-        executor.expect(len(specs))  # most files hold a row or more
-    media = media_encoding(files, config)
-    identity = identity_of(config, files, media.limits)
-    if directory is not None:
-        if config.overwrite or config.repair:
-            check_is_cache(directory)
-        elif (manifest := find_finished(directory, identity, specs)) is not None:
-            return _finished(directory, manifest)
-        else:
-            check_is_ours(directory)
-        refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
-    encoder = cache(partial(Encoder, config.encode_spec, files, media))
-    if not executor.has_started:
-        encoder()  # refuses unsupported models before anything is read, as workers do
-    for remark in remarks_on(config.encode_spec, files, media):
-        progress.note(remark)
-    scanned = _scanned(specs, config.seed, progress, executor)
-    sources = tuple(
-        SourceInfo(
-            storage.absolute(s.source.label), s.source.size, s.source.modified, s.digest, s.num_rows, s.spec.settings
-        )
-        for s in scanned
-    )
-    for note in (*splits_left_out(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
-        progress.note(note)
-    check_template(config.model, files, ((found.source, found.blocks) for found in scanned))
-    tasks = make_tasks(scanned, config)
-    if not tasks:
-        raise DataError(f"no rows in {', '.join(config.dataset)}")
-    _note_refusals(scanned, progress)
-    collect()
-    executor.wait()
-    job = _Job(config, identity, sources, tasks, encoder, executor, progress)
-    if directory is None:
-        return job.count(started)
-    with DirectoryLock(directory, _part_name(config)) as lock:
-        if config.repair:
-            return job.repair(directory, lock, find_same(directory, identity, specs))
-        # Another export may have finished while the sources were read.
-        if not config.overwrite and (manifest := find_finished(directory, identity, specs)) is not None:
-            return _finished(directory, manifest)
-        return job.write(directory, lock, started)
+        return _Export(config, progress, executor).run(collect)
 
 
 def _note_refusals(scanned: Sequence[ScannedSource], progress: Progress) -> None:
@@ -180,17 +129,71 @@ def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executo
     return scanned
 
 
-@dataclass(frozen=True)
-class _Job:
-    """An export whose rows have been found."""
+class _Export:
+    """An export: scans the sources, runs the tasks and publishes the cache."""
 
-    config: ExportConfig
-    identity: Identity
-    sources: tuple[SourceInfo, ...]
-    tasks: Sequence[Task]
-    encoder: Callable[[], Encoder]
-    executor: Executor
-    progress: Progress
+    def __init__(self, config: ExportConfig, progress: Progress, executor: Executor) -> None:
+        self.config, self.progress, self.executor = config, progress, executor
+        self.started = time.perf_counter()
+        self.files = ModelFiles.load(config.model, config.chat_template)
+        self.specs = sources_of(config)
+        self.directory = None if config.dry_run else storage.normalize(config.output_dir)
+        if self.directory is None or not storage.exists(storage.join(self.directory, MANIFEST_NAME)):
+            executor.expect(len(self.specs))  # most files hold a row or more
+        self.media = media_encoding(self.files, config)
+        self.identity = identity_of(config, self.files, self.media.limits)
+        self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))
+
+    def run(self, collect: Callable[[], None]) -> ExportSummary:
+        """Run the export; ``collect`` ends the delay of garbage collection once all sources are scanned."""
+        config, directory = self.config, self.directory
+        if directory is not None:
+            if config.overwrite or config.repair:
+                check_is_cache(directory)
+            elif (manifest := find_finished(directory, self.identity, self.specs)) is not None:
+                return _finished(directory, manifest)
+            else:
+                check_is_ours(directory)
+            refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
+        if not self.executor.has_started:
+            self.encoder()  # refuses unsupported models before anything is read, as workers do
+        for warning in remarks_on(config.encode_spec, self.files, self.media):
+            self.progress.note(warning)
+        self._make_tasks()
+        collect()
+        self.executor.wait()
+        if directory is None:
+            return self._count()
+        with DirectoryLock(directory, _part_name(config)) as lock:
+            if config.repair:
+                return self._repair(directory, lock, find_same(directory, self.identity, self.specs))
+            # Another export may have finished while the sources were read.
+            if not config.overwrite and (manifest := find_finished(directory, self.identity, self.specs)) is not None:
+                return _finished(directory, manifest)
+            return self._write(directory, lock)
+
+    def _make_tasks(self) -> None:
+        """Scan the sources and divide their rows into tasks."""
+        config, progress = self.config, self.progress
+        scanned = _scanned(self.specs, config.seed, progress, self.executor)
+        self.sources = tuple(
+            SourceInfo(
+                storage.absolute(each.source.label),
+                each.source.size,
+                each.source.modified,
+                each.digest,
+                each.num_rows,
+                each.spec.settings,
+            )
+            for each in scanned
+        )
+        for note in (*splits_left_out(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
+            progress.note(note)
+        check_template(config.model, self.files, ((each.source, each.blocks) for each in scanned))
+        self.tasks = make_tasks(scanned, config)
+        if not self.tasks:
+            raise DataError(f"no rows in {', '.join(config.dataset)}")
+        _note_refusals(scanned, progress)
 
     @property
     def has_parts(self) -> bool:
@@ -198,9 +201,10 @@ class _Job:
         columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
         return "expand_turns" in self.identity.spec or "responses" in columns
 
-    def count(self, started: float) -> ExportSummary:
+    def _count(self) -> ExportSummary:
         """Encode all rows and write nothing."""
-        results = self._run({}, Work(self.config.encode_spec, None, self.config.strict, self.has_parts), lambda: None)
+        work = Work(self.config.encode_spec, None, self.config.strict, self.has_parts)
+        results = self._run(self.tasks, {}, work, lambda: None)
         ordered = [results[task.number] for task in self.tasks]
         manifest = build_manifest(self.identity, self.sources, ordered)
         if not _num_kept(manifest):
@@ -208,9 +212,9 @@ class _Job:
                 manifest, ordered, "Without --dry-run each row's reason is kept in the output directory."
             )
         self._note_unforeseen(manifest, f"{DROPPED_NAME} of a run without --dry-run")
-        return self._summary(manifest, ordered, started, {})
+        return self._summary(manifest, ordered, {})
 
-    def write(self, directory: str, lock: DirectoryLock, started: float) -> ExportSummary:
+    def _write(self, directory: str, lock: DirectoryLock) -> ExportSummary:
         """Write the cache, or this part of it."""
         config = self.config
         if config.overwrite:
@@ -219,13 +223,13 @@ class _Job:
         splits = {split for task in self.tasks for split in task.shards}
         done = begin(directory, state, splits, is_part=config.is_part)
         work = Work(config.encode_spec, directory, config.strict, self.has_parts, export_id(state), lock.is_held)
-        results = self._run(done, work, lock.check_last_renewal)
+        results = self._run(self.tasks, done, work, lock.check_last_renewal)
         if config.is_part:
             results = finished_tasks(directory, export_id(state))
         if missing := [task.number for task in self.tasks if task.number not in results]:
             if config.is_part and (manifest := published(directory, self.identity, self.sources)) is not None:
                 return _finished(directory, manifest)  # by another part, which has cleared the tasks away
-            return _part(config, self.tasks, results, missing, time.perf_counter() - started)
+            return _part(config, self.tasks, results, missing, time.perf_counter() - self.started)
         ordered = [results[task.number] for task in self.tasks]
         manifest = build_manifest(self.identity, self.sources, ordered)
         if not _num_kept(manifest):
@@ -236,14 +240,10 @@ class _Job:
             )
         self._publish(directory, manifest, ordered, lock)
         self._note_unforeseen(manifest, storage.join(directory, DROPPED_NAME))
-        return self._summary(manifest, ordered, started, done)
+        return self._summary(manifest, ordered, done)
 
-    def repair(self, directory: str, lock: DirectoryLock, manifest: Manifest | None) -> ExportSummary:
-        """Make again what is damaged of the finished cache.
-
-        Raises:
-            ConfigError: if there is none.
-        """
+    def _repair(self, directory: str, lock: DirectoryLock, manifest: Manifest | None) -> ExportSummary:
+        """Recreate the damaged files of the finished cache."""
         if manifest is None:
             raise ConfigError(
                 f"--repair: {directory} holds no finished cache", "Leave --repair out: the export goes on or begins."
@@ -254,7 +254,7 @@ class _Job:
 
         def run(tasks: Sequence[Task], scratch: str) -> Mapping[int, TaskResult]:
             work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, is_locked=lock.is_held)
-            return replace(self, tasks=tasks)._run({}, work, lock.check_last_renewal)
+            return self._run(tasks, {}, work, lock.check_last_renewal)
 
         if damaged:
             repair(directory, manifest, damaged, self.tasks, self.encoder().media_tokens, run)
@@ -273,28 +273,30 @@ class _Job:
                 raise
 
     def _summary(
-        self, manifest: Manifest, results: Sequence[TaskResult], started: float, done: Mapping[int, TaskResult]
+        self, manifest: Manifest, results: Sequence[TaskResult], done: Mapping[int, TaskResult]
     ) -> ExportSummary:
         return ExportSummary.of_manifest(
             manifest,
             length=percentiles(length_counts(results)),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - self.started,
             output_dir=self.config.output_dir,
             num_reused=len(done),
             rows_made=sum(result.counts.rows for result in results if result.number not in done),
         )
 
-    def _run(self, done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]) -> dict[int, TaskResult]:
+    def _run(
+        self, tasks: Sequence[Task], done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]
+    ) -> dict[int, TaskResult]:
         """Run the unfinished tasks; return the results of all finished ones by task number.
 
         Args:
             check: raises if another run has taken the directory over.
         """
         config, progress = self.config, self.progress
-        mine = [task for task in self.tasks if _is_mine(task.number, config)]
+        mine = [task for task in tasks if _is_mine(task.number, config)]
         waiting = [] if config.finalize else [task for task in mine if task.number not in done]
         if done:
-            progress.note(f"{len(done)} of {len(self.tasks)} shards were finished by an earlier run")
+            progress.note(f"{len(done)} of {len(tasks)} shards were finished by an earlier run")
         progress.start("export", sum(task.num_rows for task in waiting))
         begin_time, totals = time.perf_counter(), [0, 0]
 
