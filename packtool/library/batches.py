@@ -41,13 +41,13 @@ OPTIONS = frozenset(
         *(field.name for field in (*fields(AccessOptions), *fields(MediaCacheOptions))),
     }
 )
-"""Options of ``packtool train`` that decide what batches hold, and that a plan does not know."""
+"""Options of ``packtool train`` that determine the content of batches and are no options of a plan."""
 
 _ELSEWHERE = {
     "on_bad_media": "a sample that is skipped changes what its whole step is divided by when gradients are there "
     "already, which packtool train --on-bad-media skip mends; export again without such rows",
 }
-"""Options of ``packtool train`` that need its loop, and what there is instead."""
+"""Options of ``packtool train`` that need its training loop, with the reason."""
 
 
 class Batches(Dataset[dict[str, Any]]):
@@ -108,14 +108,14 @@ class Batches(Dataset[dict[str, Any]]):
             )
 
     def _prepare(self, before: RunState | None) -> None:
-        """Go through the plan, or through what a run with that state has left of it."""
+        """Prepare the micro-batches of the plan, or of what remains of it after a run with that state."""
         self._before = before
         world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
         self._run = Run.of(self._config, world, ResumePoint(before=before), planned)
         self._source, self._timeline = self._run.caches, self._run.caches.timeline
         self._tensors = make_dataset(self._run, input_spec(self._run))
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
-        # The first step that was assigned to as many ranks as there are; numbers count from there.
+        # The first step that was assigned to this number of ranks; micro-batches are numbered from there.
         self._base = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
         self._first_epoch = self._timeline.locate(self._base)[0]
         self._ends, self._starts, self.micro_batches_per_step = self._count()
@@ -142,10 +142,10 @@ class Batches(Dataset[dict[str, Any]]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"micro-batch {number} of {len(self)}")
         number %= len(self)
-        found = self._tensors[self._planned(number)]
-        if isinstance(found, PacktoolError):
-            raise found
-        return self._inputs(number, found)
+        batch = self._tensors[self._planned(number)]
+        if isinstance(batch, PacktoolError):
+            raise batch
+        return self._inputs(number, batch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The micro-batches from where ``load_state_dict`` says, else from the first."""
@@ -167,13 +167,13 @@ class Batches(Dataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """How far the last iteration has come, and what it goes through; plain numbers and text, alike on all ranks."""
-        step, is_whole = self._base, True
+        step, ends_step = self._base, True
         if self._place:
             epoch, in_epoch, _, place = self._locate(self._place - 1)
-            is_whole = place + 1 == self._num_micro_batches(epoch, in_epoch)
-            step = self._starts[epoch - self._first_epoch] + in_epoch + is_whole
+            ends_step = place + 1 == self._num_micro_batches(epoch, in_epoch)
+            step = self._starts[epoch - self._first_epoch] + in_epoch + ends_step
         run = asdict(replace(self._run.state, step=step))
-        return {"micro_batch": self._place, "of_all_ranks": self.rank == "all", "ends_step": is_whole, "run": run}
+        return {"micro_batch": self._place, "of_all_ranks": self.rank == "all", "ends_step": ends_step, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on behind the micro-batch that was given last before ``state_dict``.
@@ -186,32 +186,36 @@ class Batches(Dataset[dict[str, Any]]):
             values = dict(state["run"])
             values["assignments"] = tuple(map(tuple, values["assignments"]))
             before, micro_batch = RunState(**values), int(state["micro_batch"])
-            of_all_ranks, is_whole = bool(state["of_all_ranks"]), bool(state["ends_step"])
+            of_all_ranks, ends_step = bool(state["of_all_ranks"]), bool(state["ends_step"])
         except (KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"this is no state of packtool.Batches: {error!r}") from error
         mine = replace(self._run.state, assignments=())
-        is_anew = mine.is_assigned_anew_after(before)
+        is_reassigned = mine.is_assigned_anew_after(before)
         try:
             mine.check_continues("this state", before)
         except MismatchError as error:
             raise MismatchError(error.message, "Make plan and batches with the options that they had.") from None
-        if of_all_ranks != (self.rank == "all") and not is_anew:
+        if of_all_ranks != (self.rank == "all") and not is_reassigned:
             raise MismatchError('this state counts the batches of all ranks (rank="all"), or these do, and not both.')
-        if is_anew and not is_whole:
+        if is_reassigned and not ends_step:
             raise MismatchError(
                 f"this state is from within step {before.step}, whose other packs cannot be assigned to another number "
                 f"of ranks: {before.world_size} there, {mine.world_size} now",
                 'Take states where batch["targets"].ends_step.',
             )
-        if is_anew or before.assignments != self._run.state.assignments:
+        if is_reassigned or before.assignments != self._run.state.assignments:
             self._prepare(before)
-        self._begin = self._place = 0 if is_anew else micro_batch
+        self._begin = self._place = 0 if is_reassigned else micro_batch
 
     def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
-        """Micro-batches of a rank before each epoch and in all, (E + 1,); each one's first step; most of a step."""
-        timeline, ends, starts, most = self._timeline, [0], [self._base], 1
+        """Count the micro-batches of a rank.
+
+        Returns:
+            micro-batches before each epoch and in total, (E + 1,); first step of each epoch; maximum of a step.
+        """
+        timeline, ends, starts, maximum = self._timeline, [0], [self._base], 1
         for epoch in count(self._first_epoch):
-            # Other epochs have as many as the first, but for micro-batches that are filled by tokens, a rest, stages.
+            # Epochs have equal counts, unless tokens fill micro-batches, the epoch is partial, or there are stages.
             is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches
             is_like_first = is_like_first and not timeline.inputs.stages
             steps = (timeline.first if is_like_first else timeline.plan_of(epoch)).steps
@@ -219,24 +223,24 @@ class Batches(Dataset[dict[str, Any]]):
             offsets = steps.step_offsets[: trained + 1] // steps.world_size
             ends.append(ends[-1] + int(offsets[-1]))
             starts.append(starts[-1] + trained)
-            most = max(most, int(np.diff(offsets).max(initial=1)))
+            maximum = max(maximum, int(np.diff(offsets).max(initial=1)))
             if starts[-1] == self.num_steps:
                 break
-        return np.array(ends, np.int64), starts, most
+        return np.array(ends, np.int64), starts, maximum
 
     def _num_micro_batches(self, epoch: int, step: int) -> int:
-        """Micro-batches of a rank in a step of an epoch."""
+        """Return the number of micro-batches of a rank in a step of an epoch."""
         if self.rank == "all":
             return self.micro_batches_per_step
         return self._epoch(epoch)[0].plan.steps.num_micro_batches(step)
 
     def _epoch_of(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
-        """The micro-batches of an epoch, and what the loss of each of its steps is divided by, (S,)."""
+        """Return the micro-batches of an epoch, and the divisor of the loss in each of its steps, (S,)."""
         plan = self._timeline.plan_of(epoch)
         return self._source.planned_epoch(plan, epoch), units_per_step(plan, self._source.figures)
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Epoch, step of the epoch, rank and number in the step of a micro-batch."""
+        """Return epoch, step of the epoch, rank and position in the step of a micro-batch."""
         if self.rank == "all":
             number, rank = divmod(number, self.plan.world_size)
             step, place = divmod(number, self.micro_batches_per_step)
@@ -249,14 +253,14 @@ class Batches(Dataset[dict[str, Any]]):
         return epoch, step, self.rank, number - int(offsets[step])
 
     def _planned(self, number: int) -> MicroBatch:
-        """A micro-batch before anything of it is read."""
+        """Return a micro-batch by its samples, which are not read yet."""
         epoch, step, rank, place = self._locate(number)
         planned, _ = self._epoch(epoch)
-        is_there = place < planned.plan.steps.num_micro_batches(step)
-        return planned.micro_batch(step, rank, place) if is_there else MicroBatch([])
+        exists = place < planned.plan.steps.num_micro_batches(step)
+        return planned.micro_batch(step, rank, place) if exists else MicroBatch([])
 
     def _inputs(self, number: int, batch: Batch) -> dict[str, Any]:
-        """A micro-batch as the model's keyword arguments, with what its loss is made of."""
+        """Return a micro-batch as the model's keyword arguments, with the targets of its loss."""
         epoch, step, _, place = self._locate(number)
         _, units = self._epoch(epoch)
         targets = Targets(
@@ -272,18 +276,18 @@ class Batches(Dataset[dict[str, Any]]):
         return {
             **batch.model_inputs(),
             "logits_to_keep": targets.positions,
-            # The last position predicts nothing, so nothing comes round.
+            # The label of the last position is -100, so rolling moves no target to the front.
             "labels": batch.labels.roll(1, dims=1),
             "shift_labels": batch.labels,
             "targets": targets,
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process makes them anew from plan and options."""
-        return _made, (self.plan, self.rank, self.model, self.device, self.options, self._before)
+        """Rebuild them in another process from plan and options."""
+        return _rebuild, (self.plan, self.rank, self.model, self.device, self.options, self._before)
 
 
-def _made(
+def _rebuild(
     plan: Plan, rank: Any, model: str | None, device: Any, options: Mapping[str, Any], before: RunState | None
 ) -> Batches:
     batches = Batches(plan, rank, model=model, device=device, **options)
@@ -292,10 +296,10 @@ def _made(
     return batches
 
 
-def _rank(given: int | str | None, world_size: int) -> int | Literal["all"]:
-    if given == "all":
+def _rank(rank: int | str | None, world_size: int) -> int | Literal["all"]:
+    if rank == "all":
         return "all"
-    if given is None:
+    if rank is None:
         world = World.from_environment()
         if world.size != world_size:
             raise ConfigError(
@@ -303,25 +307,25 @@ def _rank(given: int | str | None, world_size: int) -> int | Literal["all"]:
                 f"Plan with world_size={world.size}, or say which rank's batches these are.",
             )
         return world.rank
-    if not isinstance(given, int) or not 0 <= given < world_size:
-        raise ConfigError(f'rank {given}: the plan has ranks 0 to {world_size - 1}, or "all"')
-    return given
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ConfigError(f'rank {rank}: the plan has ranks 0 to {world_size - 1}, or "all"')
+    return rank
 
 
 def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
-    """The training run that has these batches."""
-    asked, reader = plan.config, plan.preview.inputs.reader
+    """Return the settings of the training run that has these batches."""
+    config, reader = plan.config, plan.preview.inputs.reader
     if reader is None:
         raise ConfigError("a plan of lengths has no samples to make batches of", "Plan for caches.")
-    if asked.sequence_parallel_ranks > 1:
+    if config.sequence_parallel_ranks > 1:
         raise ConfigError(
-            f"batches are whole packs, and this plan has {asked.sequence_parallel_ranks} processes share each",
+            f"batches are whole packs, and this plan has {config.sequence_parallel_ranks} processes share each",
             "Leave out --sequence-parallel-size, or train with packtool train, which divides them.",
         )
     if problems := [f"{name} is no option here: {why}" for name, why in _ELSEWHERE.items() if name in options]:
         raise ConfigError.from_problems(problems)
     refuse_others(options, OPTIONS)
-    if plan.preview.inputs.stages and options.get("max_steps", asked.max_steps) != asked.max_steps:
+    if plan.preview.inputs.stages and options.get("max_steps", config.max_steps) != config.max_steps:
         raise ConfigError(
             f"max_steps={options['max_steps']}: the plan has stages, and how long these are depends on it",
             "Give it to packtool.plan, too.",
@@ -329,9 +333,9 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
     known = {field.name for field in fields(TrainConfig)}
     given = {
         field.name: value
-        for field in fields(asked)
-        if field.name in known and (value := getattr(asked, field.name)) != field.default
+        for field in fields(config)
+        if field.name in known and (value := getattr(config, field.name)) != field.default
     }
-    made_for = model or asked.model or str(reader.manifests[0].identity.spec["model"])
+    made_for = model or config.model or str(reader.manifests[0].identity.spec["model"])
     fixed = {"model": made_for, "output_dir": "", "eval_strategy": "no"}
     return settings_of(TrainConfig, {**given, **fixed, **options})

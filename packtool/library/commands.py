@@ -1,7 +1,4 @@
-"""What the commands of the same names do, as functions.
-
-Options of the library's functions: the command line's, by the same names, read and checked by the same code.
-"""
+"""Functions for the commands export, verify and eval, with the same options, checked by the same code."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ T = TypeVar("T")
 
 
 def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
-    """The settings of a command from keyword arguments, and as there from the environment (``MAX_PIXELS``, ...).
+    """Return the settings of a command from keyword arguments and, as on the command line, from the environment.
 
     Args:
         cls: the command's settings.
-        options: by name; None is not given, and where a path is taken, a ``Cache`` stands for its directory.
+        options: by name; None means not given, and a ``Cache`` stands for its directory.
 
     Raises:
         ConfigError: naming every option that is wrong, or not known.
@@ -41,13 +38,13 @@ def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
 
 
 def refuse_others(options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise a ConfigError for options that mean nothing here, though a command may have them."""
-    if others := [name for name in options if name not in known]:
-        raise ConfigError.from_problems([f"{name} is no option here{did_you_mean(name, known)}" for name in others])
+    """Raise a ConfigError for options that are unknown here, though a command may have them."""
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError.from_problems([f"{name} is no option here{did_you_mean(name, known)}" for name in unknown])
 
 
 def _as_text(value: Any) -> Any:
-    """A value with paths, and caches among them, as the texts that settings have."""
+    """Return a value with paths and caches as texts."""
     if isinstance(value, (list, tuple)):
         return [_as_text(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "fit": "packtool plan --fit searches among several",
     "resume": "packtool plan --resume shows how a run would go on",
 }
-"""Options of the command that a single plan is not made with, and what there is instead."""
+"""Options of the command that a single plan does not have, with the alternative."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PlannedStep:
 
 
 class PlannedSteps(Sequence[PlannedStep]):
-    """The optimizer steps of an epoch; each is looked up when it is asked for."""
+    """The optimizer steps of an epoch, each built on access."""
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
@@ -73,11 +73,13 @@ class PlannedSteps(Sequence[PlannedStep]):
             return [self[each] for each in range(*number.indices(len(self)))]
         steps, step = self._plan.steps, number + len(self) if number < 0 else number
         ranks, micro_batches = range(steps.world_size), range(steps.num_micro_batches(step))
-        found = tuple(tuple(self._packs(step, rank, micro) for micro in micro_batches) for rank in ranks)
-        return PlannedStep(step, steps.target_tokens(step), found)
-
-    def _packs(self, *place: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(pack.tolist()) for pack in self._plan.samples(*place))
+        packs = tuple(
+            tuple(
+                tuple(tuple(pack.tolist()) for pack in self._plan.samples(step, rank, micro)) for micro in micro_batches
+            )
+            for rank in ranks
+        )
+        return PlannedStep(step, steps.target_tokens(step), packs)
 
 
 class Plan:
@@ -164,7 +166,7 @@ class Plan:
         return framed(self._page(), self._title)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process makes it anew from its options: the same plan."""
+        """Rebuild the same plan in another process from its options."""
         return Plan, (self.config,)
 
 

@@ -1,4 +1,4 @@
-"""What a training loop of one's own needs besides batches: a model whose packed samples are apart, and the loss."""
+"""For custom training loops: a model that keeps packed samples apart, and the loss."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto
     if packing:
         refuse_unsupported(model.config)
     route_attention(model, packing=packing, attn_impl=attn_impl)
-    whole = cast(Any, model)
-    # Some classes say that they do not, and the Trainer would not tell them what to divide by.
-    whole.accepts_loss_kwargs = True
-    if getattr(whole.loss_function, "func", None) is not _model_loss:
-        whole.loss_function = partial(_model_loss, whole.loss_function)
+    untyped = cast(Any, model)
+    # Some classes set it to False, and the Trainer would not pass num_items_in_batch.
+    untyped.accepts_loss_kwargs = True
+    if getattr(untyped.loss_function, "func", None) is not _model_loss:
+        untyped.loss_function = partial(_model_loss, untyped.loss_function)
     return model
 
 
@@ -122,9 +122,9 @@ def _model_loss(
     num_items_in_batch: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The loss inside a prepared model: ``own`` for other inputs, None where the loop calls ``packtool.loss``.
+    """Return the loss inside a prepared model: ``own`` for other inputs, None if the loop calls ``packtool.loss``.
 
-    transformers' convention: who says what to divide by multiplies by the number of ranks, too.
+    By transformers' convention, a caller that passes ``num_items_in_batch`` also multiplies by the number of ranks.
     """
     if targets is None:
         return own(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
@@ -132,7 +132,7 @@ def _model_loss(
 
 
 def _mean(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
-    """A micro-batch's part of the mean over its step, times ``world_size``, from logits at all positions or at some."""
+    """Return the part of the mean over its step, times ``world_size``, from logits at all or at some positions."""
     labels, weights = targets.labels, targets.weights
     if logits.shape[:2] != labels.shape:
         labels, weights = labels[:, targets.positions], None if weights is None else weights[:, targets.positions]
