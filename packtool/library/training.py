@@ -1,4 +1,4 @@
-"""For custom training loops: a model that keeps packed samples apart, and the loss."""
+"""Functions for custom training loops: a model that keeps packed samples apart, and the loss."""
 
 from __future__ import annotations
 
