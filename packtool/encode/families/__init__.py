@@ -13,7 +13,6 @@ from packtool.config.data import MediaOptions
 from packtool.encode.families import by_processor, glm4v, qwen
 from packtool.encode.families.by_processor import OTHER, REFUSED
 from packtool.encode.families.record import (
-    AudioLimits,
     Family,
     ImageLimits,
     MediaEncoding,
@@ -22,7 +21,6 @@ from packtool.encode.families.record import (
     Medium,
     Part,
     Towers,
-    VideoLimits,
     default_max_length,
     pad_ids_of,
     text_config_of,
@@ -35,7 +33,6 @@ __all__ = [
     "OTHER",
     "REFUSED",
     "TEXT",
-    "AudioLimits",
     "Family",
     "ImageLimits",
     "MediaEncoding",
@@ -44,7 +41,6 @@ __all__ = [
     "Medium",
     "Part",
     "Towers",
-    "VideoLimits",
     "default_max_length",
     "family_of",
     "is_multimodal",

@@ -28,16 +28,7 @@ _VIDEO_MARKS = "<|begin_of_video|>", "<|end_of_video|>"
 
 
 class Glm4v(QwenVL):
-    """Media of the GLM-V families.
-
-    Args:
-        files: the model's settings.
-        options: the user's limits; all must be unset, for they would mean other pixels than elsewhere.
-        family: unused.
-
-    Raises:
-        ConfigError: without settings of the processor, or if a limit is set.
-    """
+    """Media of the GLM-V families; all limits must be unset, for they would mean other pixels than elsewhere."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)

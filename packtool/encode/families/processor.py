@@ -286,16 +286,7 @@ _NUM_PROBES = 12
 
 
 class ProcessorFamily(MediaEncoding):
-    """Media of a family that packtool does not know by itself.
-
-    Args:
-        files: the model's settings; its directory must hold a processor.
-        options: the user's limits; all must be unset, for this processor takes none of them.
-        family: its ``no_videos`` is the reason to refuse videos.
-
-    Raises:
-        ConfigError: if the processor cannot be loaded or does not take pictures, or a limit is set.
-    """
+    """Media of a family through the processor in the model's directory, which takes none of the user's limits."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)

@@ -36,16 +36,7 @@ _TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "
 
 
 class QwenOmni(QwenVL):
-    """Media of the Omni families.
-
-    Args:
-        files: the model's settings.
-        options: the user's limits.
-        family: its ``is_qwen3`` decides how sounds are counted and woven into videos.
-
-    Raises:
-        ConfigError: if the tokenizer does not name the tokens of the media.
-    """
+    """Media of the Omni families; ``is_qwen3`` decides how sounds are counted and woven into videos."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         self._is_qwen3 = family.is_qwen3

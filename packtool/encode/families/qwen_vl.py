@@ -97,13 +97,7 @@ def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, 
 
 
 class QwenVL(MediaEncoding):
-    """Media of the Qwen vision-language families.
-
-    Args:
-        files: the model's settings.
-        options: the user's limits.
-        family: its ``is_qwen3`` decides how videos are sampled and their times written.
-    """
+    """Media of the Qwen-VL families; ``is_qwen3`` decides how videos are sampled and their times written."""
 
     missing_video = "the tokenizer has no token for videos"
 

@@ -136,6 +136,9 @@ class MediaLimits:
 class MediaEncoding:
     """Measures media and gives their tokens, at the limits of one export; this base class is for models of text alone.
 
+    Subclasses are constructed from the model's files, the user's limits on media and the family's record. They raise a
+    ConfigError if these do not fit the family.
+
     Attributes:
         limits: resolved from processor settings, environment and options.
         control_tokens: tokens that mark media.
