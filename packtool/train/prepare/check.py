@@ -1,4 +1,4 @@
-"""Whether caches and a run fit each other: the manifest is asked, and an option may only agree with it."""
+"""Checks that caches and a run fit each other: an option may only repeat what the manifest says."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, 
 
 
 def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> None:
-    """Limits on media that a recipe names for a source are those that its cache was exported with.
+    """Check that a recipe's limits on media are those of the caches' export.
 
     Args:
         recipe: whose sources are the caches, in their order.
 
     Raises:
-        MismatchError: naming both values, and the export that has the recipe's.
+        MismatchError: naming both values, and the export with those of the recipe.
     """
     for directory, manifest, source in zip(reader.directories, reader.manifests, recipe.sources, strict=True):
         limits = MediaOptions(**source.media_limits)
@@ -70,19 +70,19 @@ def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> Non
 
 
 def with_template_of(reader: CacheReader, files: ModelFiles) -> ModelFiles:
-    """The files of a model with the chat template that caches were exported with, if that was given and is there."""
+    """The files of a model with the chat template file of the caches' export, if there was one and it still exists."""
     identity = reader.manifests[0].identity
     path = identity.spec.get("chat_template")
     if not path or not os.path.isfile(path):
         return files
-    found = dataclasses.replace(files, chat_template=given_template(path), template_file=path)
-    return found if found.template_hash == identity.template_hash else files
+    with_template = dataclasses.replace(files, chat_template=given_template(path), template_file=path)
+    return with_template if with_template.template_hash == identity.template_hash else files
 
 
 def check_model(
     directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig | EvalConfig | VerifyConfig
 ) -> None:
-    """The tokens were made with this model's tokenizer and template, for a model of its type."""
+    """Check that a cache was exported with this model's type, tokenizer and template."""
     there = manifest.identity
     pairs = {
         "model type": (there.model_type, files.model_type),
@@ -101,7 +101,7 @@ def check_model(
 
 
 def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> None:
-    """Limits on pictures that are given again, as options or by the environment, agree with the export's."""
+    """Check that limits on images, as options or from the environment, are the export's."""
     limits = manifest.identity.media_limits.image
     if limits is None:
         return
@@ -120,7 +120,7 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
 
 
 def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
-    """Limits on videos and sounds that are given again agree with the export's, in whatever words."""
+    """Check that limits on videos and sounds have the same effect as the export's."""
     spec = manifest.identity.spec
     names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
     given = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}
@@ -129,16 +129,18 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptio
     merged = MediaOptions(**{name: value for name, value in {**spec, **given}.items() if name in _MEDIA_NAMES})
     if media_encoding(files, merged).limits == manifest.identity.media_limits:
         return
-    told = ", ".join(f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in given.items())
+    shown = ", ".join(
+        f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in given.items()
+    )
     raise MismatchError(
-        f"{directory} was exported with other limits on videos or sounds: {told}",
+        f"{directory} was exported with other limits on videos or sounds: {', '.join(shown)}",
         "Leave that setting out, for the cache's is taken, or export into another directory:\n"
         f"  {export_command(directory, manifest, **given)}",
     )
 
 
 def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> None:
-    """A larger ``--max-length`` than the export's makes sense only if the export lost nothing to its own."""
+    """Refuse a larger ``--max-length`` than that of an export which shortened or dropped rows by it."""
     if config.max_length is None or config.max_length <= manifest.max_length or not manifest.num_shortened:
         return
     raise MismatchError(
@@ -150,7 +152,7 @@ def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> Non
 
 
 def check_policies(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
-    """What became of long rows and of turns was decided at export; given again, it must be the same."""
+    """Check that options which the export applied to rows, such as truncation, are the same."""
     there_and_here = {
         name: (manifest.identity.spec.get(name), getattr(config, name))
         for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
@@ -168,16 +170,12 @@ def check_policies(directory: str, manifest: Manifest, config: TrainConfig, file
 
 
 def packs_of(saved: SavedPlan) -> PackPlan:
-    """A saved plan as the planner has it."""
+    """The packs of a saved plan."""
     return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.capacity, saved.shared)
 
 
 def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
-    """A saved plan is whole, and belongs to these caches and options.
-
-    Raises:
-        MismatchError: naming both sides.
-    """
+    """Raise a MismatchError unless a saved plan is intact and belongs to these caches and options."""
     path = config.plan
     if packs_of(saved).fingerprint != saved.plan:
         raise MismatchError(f"--plan {path} is damaged: its packs are not those it was saved with", "Save it again.")
@@ -217,10 +215,7 @@ def repair_command(directory: str, manifest: Manifest) -> str:
 
 
 def export_command(directory: str, manifest: Manifest, **changes: object) -> str:
-    """The command that exports the rows of a cache with some settings changed, from any folder.
-
-    It writes into a directory that does not exist yet: the cache may be of use to others.
-    """
+    """The command that exports the rows of a cache with changed settings into a new directory, from any folder."""
     return shlex.join([*_export_words(manifest, changes), "--output-dir", _unused(storage.absolute(directory))])
 
 
@@ -249,19 +244,21 @@ def _unused(path: str) -> str:
 
 
 def _dataset_words(manifest: Manifest) -> list[str]:
-    """The options that name the rows and say how they were read."""
-    asked = [(source.path, load_json(source.settings or "{}")) for source in manifest.sources]
+    """The options that name the rows and how they were read."""
+    sources = [(source.path, load_json(source.settings or "{}")) for source in manifest.sources]
     words = []
     for option, is_val in (("--dataset", False), ("--val-dataset", True)):
         paths = [
-            path + _amount_words(settings) for path, settings in asked if (settings.get("split") == VAL_SPLIT) == is_val
+            path + _amount_words(settings)
+            for path, settings in sources
+            if (settings.get("split") == VAL_SPLIT) == is_val
         ]
         words += [option, *paths] if paths else []
-    _, first = asked[0]
+    _, first = sources[0]
     if first.get("columns"):
         words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in first["columns"])]
     if root := first.get("media_root"):
-        # As it was typed, in a folder that nobody knows: where it is not found from here, the user must say.
+        # A relative path of an unknown folder, which the user must correct if it does not exist here.
         words += ["--media-root", storage.absolute(root) if storage.exists(root) else root]
     for name in ("system", "media_access", "max_media_bytes"):
         if first.get(name):
@@ -270,7 +267,7 @@ def _dataset_words(manifest: Manifest) -> list[str]:
 
 
 def _amount_words(settings: dict[str, Any]) -> str:
-    """What stood behind a source's name."""
+    """The amount after the name of a source."""
     if times := settings.get("times_sampled"):
         return f"#{times:g}x"
     return f"#{settings['num_sampled']}" if settings.get("num_sampled") else ""

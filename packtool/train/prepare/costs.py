@@ -1,15 +1,14 @@
-"""FLOPs of a run's samples, and the time of its planned steps, by the models of ``plan.cost`` and ``simulate``.
+"""FLOPs of a run's samples, and the time of its planned steps, by the models of ``planning.cost`` and ``simulate``.
 
 A micro-batch of packs on P ranks that share it takes
 
-    max(launches, language model / P + towers of the rank with most to look at
+    max(launches, language model / P + towers of the rank with the most media
         + exchanges that its attention does not hide, collectives of sharded weights)
 
-for pictures are looked at, and sounds heard, whole, and ranks wait for each other behind their towers
-(``plan.towers``); a rank's neighbours' weights are gathered, and its gradients sent, while layers compute. A step
-takes what its slowest rank takes for its micro-batches. Gradients that are exchanged once a step travel behind the
-backward pass of the last micro-batch, and what is longer than that is waited for; 16-bit weights that come back from
-ZeRO-1 and ZeRO-2 travel in the open.
+because towers process each picture or sound on one rank, and ranks wait for each other after them
+(``planning.towers``); weights are gathered, and gradients sent, while layers compute. A step takes as long as its
+slowest rank. Gradients that are exchanged once a step overlap with the backward pass of the last micro-batch; the rest
+of that exchange is waited for, as are 16-bit weights that ZeRO-1 and ZeRO-2 send back.
 
 Left out: the optimizer's own time, loading, evaluation and stragglers.
 """
@@ -44,14 +43,14 @@ from packtool.simulate.hardware import Hardware
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 MOST_PARAMETERS = 100_000_000
-"""Models up to here are for trying things out: what they keep of a step fits anywhere."""
+"""Models up to this size keep their activations: these fit anywhere."""
 
 
 def with_recomputing(config: TrainConfig) -> TrainConfig:
-    """The settings with ``--gradient-checkpointing`` decided.
+    """Decide ``--gradient-checkpointing`` by the size of the model.
 
-    Recomputing costs about a third more time and saves nearly all of the activations, without which a model of billions
-    of parameters does not fit: running out of memory in the middle of a run is the worse of the two surprises.
+    Recomputing takes about a third more time and saves nearly all activations, which a model of billions of parameters
+    has no memory for.
     """
     if config.gradient_checkpointing is not None:
         return config
@@ -62,9 +61,9 @@ def with_recomputing(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, gradient_checkpointing=num_parameters > MOST_PARAMETERS)
 
 
-def recomputing_lines(asked: TrainConfig, decided: TrainConfig) -> list[str]:
-    """What is to be said where it was decided for the user."""
-    if asked.gradient_checkpointing is not None or not decided.gradient_checkpointing:
+def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
+    """The message that recomputing was chosen for the user; empty if it was not."""
+    if config.gradient_checkpointing is not None or not decided.gradient_checkpointing:
         return []
     return [
         "activations are computed again in the backward pass, which saves memory and takes about a third more time: "
@@ -74,19 +73,14 @@ def recomputing_lines(asked: TrainConfig, decided: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class RunCosts:
-    """FLOPs of a run.
-
-    Args:
-        model: that its model needs: what MFU counts.
-        hardware: with activations that are computed again: what HFU counts.
-    """
+    """FLOPs of a run: of its model (for MFU), and of the hardware, with recomputed activations (for HFU)."""
 
     model: CostModel
     hardware: CostModel
 
     @classmethod
     def of(cls, config: TrainConfig, model: Mapping[str, Any]) -> RunCosts:
-        """The FLOPs of a model by what a run trains and computes again."""
+        """The FLOPs of a model with the trainable weights and the recomputing of a run."""
         recomputes, in_towers = bool(config.gradient_checkpointing), config.vit_gradient_checkpointing
         vocabulary = text_config_of(model).get("vocab_size") or 0
         again = cost_of(
@@ -94,18 +88,18 @@ class RunCosts:
             config,
             recomputes_language=recomputes,
             recomputes_towers=recomputes if in_towers is None else in_towers,
-            # A pack of few targets may have a single chunk, which is not made again, and hardly costs anything.
+            # A pack of few targets may have a single chunk, which is not recomputed, and costs next to nothing.
             recomputes_head=config.packing_length is None or config.packing_length * vocabulary > CHUNK_LOGITS,
         )
         return cls(cost_of(model, config), again)
 
 
 def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: bool) -> CostModel:
-    """FLOPs of a model; of one of 8 billion weights where its ``config.json`` does not tell the sizes.
+    """FLOPs of a model, or of one with 8 billion weights if its ``config.json`` does not give the sizes.
 
     Args:
         model: its ``config.json``.
-        learning: which weights learn.
+        learning: which weights are trained.
         recomputes: as for ``CostModel.of_config``.
     """
     try:
@@ -115,26 +109,23 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: b
 
 
 def _of_adapter(options: LearningOptions) -> LearningOptions:
-    """The options of a run; where it goes on from an adapter, with the modules that this one is on.
-
-    One that cannot be read is refused where it is loaded.
-    """
+    """The options with the target modules of the adapter that a run continues; unreadable ones are refused later."""
     if not isinstance(options, AdapterOptions) or not options.adapters:
         return options
     try:
         with open(os.path.join(options.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
-            told = load_json(file.read())
-        targets = told["target_modules"]
+            adapter = load_json(file.read())
+        targets = adapter["target_modules"]
         if not isinstance(targets, str):
             targets = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
-        saved, rank, bias = tuple(told.get("modules_to_save") or ()), int(told["r"]), told.get("bias", "none")
+        saved, rank, bias = tuple(adapter.get("modules_to_save") or ()), int(adapter["r"]), adapter.get("bias", "none")
     except (OSError, ValueError, KeyError, TypeError):
         return options
     return dataclasses.replace(options, target_regex=targets, modules_to_save=saved, lora_rank=rank, lora_bias=bias)
 
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
-    """What the media of a cache's samples cost."""
+    """The cost of the media of each sample of a cache."""
     flops = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
     return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos + index.num_audios)
 
@@ -151,14 +142,13 @@ def with_model(
     hardware: Hardware,
     way: SequenceParallelType = "auto",
 ) -> PlanOptions:
-    """The options with a model's FLOPs, and for Skrull the speed of devices and links, for that model.
+    """Add a model's FLOPs to the options, and for Skrull the speed of devices and links.
 
     Args:
         model: its ``config.json``.
-        learning: which weights learn.
-        hardware: that is planned for.
-        way: how processes share sequences; what ``auto`` is here depends on model and hardware alone, so that every
-            machine plans alike (``simulate.cost.exchanges_of``).
+        learning: which weights are trained.
+        way: how ranks share sequences; ``auto`` depends on model and hardware alone, so that every machine plans alike
+            (``simulate.cost.exchanges_of``).
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
@@ -172,35 +162,18 @@ def with_model(
 
 Seconds = npt.NDArray[np.float64]
 _BACKWARD = 2 / 3
-"""The share of a micro-batch that its backward pass is, about."""
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """Seconds that ranks take to exchange weights and gradients.
-
-    Args:
-        each: beside every micro-batch.
-        last: beside the backward pass of a step's last micro-batch.
-        open: of a step, with nothing to hide behind.
-    """
-
-    each: float = 0.0
-    last: float = 0.0
-    open: float = 0.0
+"""The approximate share of a micro-batch's time in its backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedTime:
-    """A model on devices, as it is trained.
+    """The time of steps of a model on ``world_size`` ranks.
 
     Args:
         model: its ``config.json``.
-        hardware: of each rank.
-        world_size: ranks.
         weight_bytes: of all weights in the precision of the computation.
         gradient_bytes: of the gradients as they are exchanged.
-        trained_bytes: of the weights that are trained, in the precision of the computation.
+        trained_bytes: of the trained weights, in the precision of the computation.
     """
 
     model: Mapping[str, Any]
@@ -214,33 +187,35 @@ class ExpectedTime:
         """Seconds of each step of an epoch, (S,).
 
         Args:
-            config: of the run.
-            plan: its packs, assigned.
-            index: of the caches that it is made for.
-            shares: who looks at which of their pictures.
+            index: of the caches.
+            shares: the rank that processes each medium.
         """
         steps = plan.steps
         cells = self._cells(config, plan, index, shares)
         ranks = steps.rank_sums(cells)
-        told = self.collectives(config)
+        _, last, exposed = self.collectives(config)
         hidden = _BACKWARD * ranks.min(axis=1) / np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)
-        return np.asarray(ranks.max(axis=1) + np.maximum(told.last - hidden, 0.0) + told.open)
+        return np.asarray(ranks.max(axis=1) + np.maximum(last - hidden, 0.0) + exposed)
 
-    def collectives(self, config: TrainConfig) -> Collectives:
-        """What the way of sharding exchanges, and when."""
+    def collectives(self, config: TrainConfig) -> tuple[float, float, float]:
+        """Seconds of exchanges of weights and gradients, by the sharding of a run.
+
+        Returns:
+            beside every micro-batch; beside the backward pass of a step's last micro-batch; and of a step, exposed.
+        """
         if self.world_size == 1:
-            return Collectives()
+            return 0.0, 0.0, 0.0
         gathered, reduced = self._seconds(self.weight_bytes), self._seconds(self.gradient_bytes)
         if config.fsdp:
             passes = 1 if "shard_grad_op" in config.fsdp else 2
-            return Collectives(each=passes * gathered + reduced)
+            return passes * gathered + reduced, 0.0, 0.0
         stage = config.deepspeed[4:5] if config.deepspeed is not None else ""
         if stage == "3":
-            return Collectives(each=2 * gathered + reduced)
+            return 2 * gathered + reduced, 0.0, 0.0
         if stage in ("1", "2"):
-            sends = {"each" if stage == "2" else "last": reduced}
-            return Collectives(**sends, open=self._seconds(self.trained_bytes))
-        return Collectives(last=2 * reduced)
+            exposed = self._seconds(self.trained_bytes)
+            return (reduced, 0.0, exposed) if stage == "2" else (0.0, reduced, exposed)
+        return 0.0, 2 * reduced, 0.0
 
     def _seconds(self, num_bytes: int) -> float:
         """Seconds of a collective over all ranks, layer by layer."""
@@ -258,7 +233,7 @@ class ExpectedTime:
             recompute=bool(config.gradient_checkpointing),
             way=config.sequence_parallel_type,
         )
-        # The costs of this run have its recomputation in them, and what is frozen.
+        # The costs of this run include its recomputing and its frozen weights.
         own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
         again = machine.step_time(sequence_parallel_size)
         times = dataclasses.replace(
@@ -281,4 +256,4 @@ class ExpectedTime:
             (flops - looked) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
         ) / speed
         busy += times.waited(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
-        return np.maximum(busy, max(times.launch_seconds, self.collectives(config).each))
+        return np.maximum(busy, max(times.launch_seconds, self.collectives(config)[0]))

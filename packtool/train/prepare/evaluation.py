@@ -1,4 +1,4 @@
-"""Everything of an evaluation that is decided before torch is imported: the same on every rank."""
+"""Evaluations as far as they are decided before torch is imported: the same on every rank."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
 def shared_of_evaluation(
     config: SharingOptions, files: ModelFiles, reader: CacheReader, plan: EvaluationPlan
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """The prefixes that the samples of an evaluation share within its micro-batches; see ``find_shared``."""
+    """The prefixes that samples share within the micro-batches of an evaluation; as ``find_shared``."""
     return find_shared(config, files.config, reader, capacity=plan.max_tokens, limit=len(plan.lengths))
 
 
@@ -151,12 +151,7 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
 
 
 def _check_writable(output: str) -> None:
-    """Find out now, not after hours of work.
-
-    Raises:
-        ConfigError: if there is a directory of that name.
-        StorageError: if no file can be written there.
-    """
+    """Raise a ConfigError or StorageError now, and not after the evaluation, if the file cannot be written."""
     if storage.is_directory(output):
         raise ConfigError(f"--output {output} is a directory", "Give the name of a file in it.")
     storage.make_directory(storage.parent(storage.normalize(output)) or ".")
@@ -172,7 +167,7 @@ def plan_of_samples(
     limit: int | None = None,
     alignment: int = 1,
 ) -> EvaluationPlan:
-    """Share out the samples of caches.
+    """Plan the micro-batches of an evaluation.
 
     Args:
         max_tokens: of a micro-batch, a hard limit; see ``plan_evaluation``.

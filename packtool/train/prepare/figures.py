@@ -1,7 +1,4 @@
-"""What a step holds, over all ranks: the denominators of everything that is logged.
-
-What decides how much memory a micro-batch needs: its tokens, by what is done with them.
-"""
+"""Figures of steps over all ranks, and of a rank's micro-batch, which decide its memory."""
 
 from __future__ import annotations
 
@@ -26,18 +23,17 @@ from packtool.train.prepare.result import TrainResult
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one optimizer step, or of several added up.
+    """Figures of one optimizer step over all ranks, or the sum of several.
 
     Args:
-        target_tokens: labels that carry loss.
-        units: what the loss is divided by: target tokens, or samples with ``--loss-reduction sample``.
+        units: denominator of the loss: target tokens, or samples with ``--loss-reduction sample``.
         tokens: of all samples.
-        computed_tokens: that the model runs over, or that the packs would hold: ``tokens`` over this is the fill.
+        computed_tokens: of the packs, padding included: ``tokens`` over this is the fill.
         attended: sum of len^2 over samples.
         attended_dense: the same if every pack were one text.
-        flops: forward and backward, by the model's sizes; 0 if they are not known.
-        hardware_flops: the same with activations that are computed again.
-        sources: of a mixture, what each source has of it.
+        flops: forward and backward, by the model's sizes; 0 if they are unknown.
+        hardware_flops: the same with recomputed activations.
+        sources: counts of each source of a mixture.
     """
 
     target_tokens: int = 0
@@ -55,14 +51,14 @@ class StepFigures:
         return StepFigures(**sums, sources=added([self.sources, other.sources]))
 
     def logged(self) -> dict[str, float]:
-        """The figures under the names of a log line."""
-        found: dict[str, float] = {"target_tokens": self.target_tokens, "tokens": self.tokens}
-        found["fill"] = self.tokens / max(self.computed_tokens, 1)
-        found["efficient_attn_ratio"] = self.attended / max(self.attended_dense, 1)
+        """The figures, by their names in a log line."""
+        logged: dict[str, float] = {"target_tokens": self.target_tokens, "tokens": self.tokens}
+        logged["fill"] = self.tokens / max(self.computed_tokens, 1)
+        logged["efficient_attn_ratio"] = self.attended / max(self.attended_dense, 1)
         for source, figures in share_figures(self.sources).items():
-            told = ("share_of_samples", "share_of_tokens", "share_of_target_tokens", "epochs")
-            found |= {f"{name}_{source}": figures[name] for name in told}
-        return found
+            names = ("share_of_samples", "share_of_tokens", "share_of_target_tokens", "epochs")
+            logged |= {f"{name}_{source}": figures[name] for name in names}
+        return logged
 
 
 _SUMMED = tuple(each.name for each in dataclasses.fields(StepFigures) if each.name != "sources")
@@ -70,17 +66,15 @@ _SUMMED = tuple(each.name for each in dataclasses.fields(StepFigures) if each.na
 
 @dataclass(frozen=True, eq=False)
 class SampleFigures:
-    """What is known of the samples of a cache beforehand; arrays by cache position.
+    """Figures of each sample of the caches, (N,) by position.
 
     Args:
-        media_tokens: placeholder tokens of each sample's media.
-        audio_tokens: those of them that stand for sounds.
-        units: what each sample adds to the loss's denominator.
-        flops: float (N,), of each; None if nobody knows.
-        hardware_flops: the same with activations that are computed again.
-        is_seen: whether a sample has pictures or videos; None for perhaps.
-        is_heard: whether it has sounds, or videos with one; None for perhaps.
-        mixture: whose sources steps tell the shares of; None without one.
+        media_tokens, audio_tokens: placeholder tokens of all media, and of sounds.
+        units: of each sample in the loss's denominator.
+        flops: None if unknown.
+        hardware_flops: the same with recomputed activations.
+        is_seen, is_heard: whether a sample has images or videos, and sounds or videos with sound; None if unknown.
+        mixture: whose sources are counted; None without one.
     """
 
     media_tokens: npt.NDArray[np.integer[Any]]
@@ -163,7 +157,7 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
 
 
 def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:
-    """What the loss of each step is divided by, over all ranks, (S,)."""
+    """The denominator of the loss of each step, over all ranks, (S,)."""
     packs = plan.packs
     found: npt.NDArray[np.int64] = plan.steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples]))
     return found
@@ -192,8 +186,8 @@ class RankTokens:
 
     Args:
         computed: by the language model.
-        vision: of them, those that stand for pictures and videos.
-        audio: of them, those that stand for sounds.
+        vision: of them, placeholders of images and videos.
+        audio: of them, placeholders of sounds.
         num_local_vision_tokens: of pictures and videos that this rank encodes, where ranks share a sequence; None:
             ``vision``.
         num_local_audio_tokens: of sounds that it encodes; None: ``audio``.
@@ -218,7 +212,7 @@ class RankTokens:
         return self.audio if self.num_local_audio_tokens is None else self.num_local_audio_tokens
 
     def within(self, computed: int) -> RankTokens:
-        """A micro-batch of ``computed`` tokens with as many of each kind, but for one at least that is text."""
+        """A micro-batch of ``computed`` tokens with as many of each kind, at least one of them text."""
         audio = min(self.audio, computed - 1)
         return dataclasses.replace(self, computed=computed, audio=audio, vision=min(self.vision, computed - 1 - audio))
 
@@ -229,6 +223,6 @@ class RankTokens:
         return RankTokens(**{name: math.ceil(share * value) for name, value in values.items()} | {"computed": computed})
 
     def holds_at_most(self, other: RankTokens) -> bool:
-        """Whether another one has no fewer of any kind."""
+        """Whether ``other`` has at least as many of every kind."""
         mine, theirs = ((t.computed, t.vision, t.audio, t.local_vision, t.local_audio, t.keys) for t in (self, other))
         return all(a <= b for a, b in zip(mine, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Rows given to ``packtool train``: what they are encoded as, and the cache that is made of them once.
+"""Rows of ``packtool train``: the cache that is made of them once.
 
 CACHE_DIR/exports/<fingerprint of rows, model and options>/       a cache like any other
 """
@@ -36,12 +36,12 @@ def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
 
 
 def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainConfig], None]) -> TrainConfig:
-    """A run on rows as a run on their cache, which is made if it is not there yet; other runs are what they were.
+    """Turn a run on rows into one on their cache, which is made if it does not exist; other runs are unchanged.
 
-    One process of the machine makes it while the others wait, and a run that was broken off is gone on with.
+    One process of the machine makes it while the others wait; an interrupted export is resumed.
 
     Args:
-        check: called before rows are read; raises for what training would refuse whatever they are.
+        check: called before rows are read; raises for mistakes that do not depend on them.
 
     Raises:
         ConfigError, DataError, RowError, StorageError: as ``cache.export.export``.
@@ -49,10 +49,10 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
     if not config.dataset or config.streaming:
         return config
     files = ModelFiles.load(config.model, config.chat_template)
-    asked = config.export_config("", length_of_rows(config, files))
+    export_config = config.export_config("", length_of_rows(config, files))
     # What is mixed by shares is a cache each: samples know their cache, and not their rows' file.
     sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
-    exports = [dataclasses.replace(asked, dataset=own) for own in sets]
+    exports = [dataclasses.replace(export_config, dataset=own) for own in sets]
     places = [_place_of(config, each, files) for each in exports]
     if not all(os.path.exists(os.path.join(place, MANIFEST_NAME)) for place in places):
         check(config)
@@ -65,18 +65,18 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
     return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=tuple(places))
 
 
-def _place_of(config: TrainConfig, asked: ExportConfig, files: ModelFiles) -> str:
-    """The directory of the cache of some rows."""
+def _place_of(config: TrainConfig, export_config: ExportConfig, files: ModelFiles) -> str:
+    """The directory of the cache of these rows."""
     root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
-    return os.path.join(root, rows_fingerprint(asked, files, sources_of(asked)))
+    return os.path.join(root, rows_fingerprint(export_config, files, sources_of(export_config)))
 
 
-def _make_cache(asked: ExportConfig, progress: Progress) -> None:
-    """Make the cache of some rows if it is not there yet."""
-    directory = asked.output_dir
+def _make_cache(export_config: ExportConfig, progress: Progress) -> None:
+    """Make the cache of these rows if it does not exist."""
+    directory = export_config.output_dir
     os.makedirs(os.path.dirname(directory), exist_ok=True)
     with locked(directory + ".lock"):
-        summary = export(asked, progress)
+        summary = export(export_config, progress)
     for note in drop_notes(summary.dropped, summary.num_rows):
         progress.note(note)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items(), key=_commonest))
@@ -92,15 +92,14 @@ def _commonest(item: tuple[str, int]) -> int:
 
 
 def rows_fingerprint(
-    asked: ExportConfig, files: ModelFiles, specs: Sequence[SourceSpec], *, with_times: bool = True
+    export_config: ExportConfig, files: ModelFiles, specs: Sequence[SourceSpec], *, with_times: bool = True
 ) -> str:
-    """Names rows and what becomes of them: options, model, and each file's path, size and tag.
+    """Fingerprint of an export: its options, the model, and each file's path, size and time.
 
     Args:
-        asked: ``output_dir`` and the number of processes say nothing.
-        with_times: of the last change to files of this machine; other machines have other clocks.
+        with_times: include the times of the last change of local files; other machines have other clocks.
     """
-    identity = identity_of(asked, files, media_encoding(files, asked).limits).as_dict()
+    identity = identity_of(export_config, files, media_encoding(files, export_config).limits).as_dict()
     identity["spec"] = {name: value for name, value in identity["spec"].items() if name not in PATH_SETTINGS}
     states = [(spec, storage.stat(spec.path)) for spec in specs]
     plain = [

@@ -46,23 +46,23 @@ _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
 _TOTALS = ("num_samples", "tokens", "target_tokens")
 _Arrays = dict[str, npt.NDArray[Any]]
-# Where and how a run goes on says nothing about what its steps hold.
+# How a run resumes does not change its steps.
 _NOT_KEPT = ("resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run")
 _PATHS = ("model", "plan", "hardware", "mix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The steps from one start of a run to the next.
+    """The steps of a run from one start, or resumption, to the next.
 
     Args:
-        first: step that it begins after: 0 for a new run.
+        first: its first step, 0-based.
         began: seconds since 1970.
-        num_steps: of the whole run, as it was planned then.
-        config: options that are not their defaults; paths are absolute, that of ``--mix`` is the history's copy.
+        num_steps: of the run as planned then.
+        config: options other than defaults, with absolute paths; that of ``--mix`` is the history's copy.
         caches: directory, fingerprint and number of samples of each.
         assignments: as ``RunState`` has them, at least one.
-        changed_at: step after which the data last changed; None where they never did.
+        changed_at: step after which the data last changed; None if they never did.
         plan, steps: fingerprints of the first epoch with these data.
         version: of packtool.
     """
@@ -80,11 +80,7 @@ class Segment:
 
     @property
     def train_config(self) -> TrainConfig:
-        """The options of the run.
-
-        Raises:
-            MismatchError: if another packtool had other ones.
-        """
+        """The options of the run; MismatchError if this version of packtool has other ones."""
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in self.config.items()}
         try:
             return TrainConfig(**values)
@@ -96,7 +92,7 @@ class Segment:
 
 
 def options_kept(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run that are not their defaults, as JSON has them."""
+    """The options of a run that a history or a checkpoint records: those other than defaults, as JSON has them."""
     kept: dict[str, Any] = {}
     for name, value in options_given(config).items():
         if name in _NOT_KEPT:
@@ -140,11 +136,7 @@ def read_history(output_dir: str) -> list[Segment]:
 
 
 def begin_segment(output_dir: str, segment: Segment, checkpoint: str | None) -> None:
-    """Write down that a run begins, or goes on from a checkpoint; segments of steps that it trains anew are dropped.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
+    """Add a segment to the history, without those whose steps a run that resumes from a checkpoint trains again."""
     folder = os.path.join(output_dir, HISTORY)
     storage.make_directory(folder)
     before: list[Segment] = []
@@ -163,7 +155,7 @@ def begin_segment(output_dir: str, segment: Segment, checkpoint: str | None) -> 
 
 
 def has_history(output_dir: str) -> bool:
-    """Whether a directory is that of a run which keeps a history."""
+    """Whether an output directory has a history."""
     return os.path.exists(os.path.join(output_dir, HISTORY, _RUN))
 
 
@@ -195,11 +187,7 @@ def keep_origins(reader: CacheReader, history: str) -> None:
 
 
 def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
-    """Write a ledger into a checkpoint, or another directory.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
+    """Write a ledger into a checkpoint, or another directory."""
     arrays: _Arrays = {}
     header = {
         "step": ledger.step,
@@ -222,11 +210,7 @@ def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> Non
 
 
 def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
-    """The ledger of a checkpoint; None if it has none.
-
-    Raises:
-        MismatchError: if it is damaged.
-    """
+    """Read the ledger of a checkpoint, None without one; MismatchError if it is damaged."""
     path = os.path.join(directory, name)
     if not os.path.exists(path):
         return None

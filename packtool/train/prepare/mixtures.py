@@ -67,7 +67,7 @@ def recipe_of_anywhere(path: str) -> bytes:
 
 
 def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:
-    """What an epoch has of each source, for the log of a run.
+    """Describe the samples of each source in an epoch, for the log.
 
     Args:
         first: the plan of the first epoch.
@@ -78,7 +78,7 @@ def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:
 
 
 def source_lines(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each source, of what ``share_figures`` tells."""
+    """A line for each source, from the figures of ``share_figures``."""
     width = max(map(len, figures))
     for name, each in figures.items():
         yield (
@@ -89,12 +89,12 @@ def source_lines(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def counts_in(plan: EpochPlan, mixture: Mixture) -> dict[str, SourceCounts]:
-    """What an epoch has of each source."""
+    """Counts of each source in an epoch."""
     return by_name(counts_of_steps(plan.packs, plan.steps, mixture).sum(axis=0), mixture)
 
 
 def _with_amounts(recipe: Recipe, problems: list[str]) -> Recipe:
-    """A recipe whose paths have lost the amounts behind their #."""
+    """A recipe with the amounts after the # of its paths parsed."""
     sources = tuple(_with_amount(source, recipe.place, problems) for source in recipe.sources)
     if recipe.has_weights:
         problems += [
@@ -111,7 +111,7 @@ def _with_amounts(recipe: Recipe, problems: list[str]) -> Recipe:
 
 
 def _with_amount(source: SourceRecipe, place: str, problems: list[str]) -> SourceRecipe:
-    """A source whose path has lost the amount behind its #, unless there is a directory of that very name."""
+    """A source with the amount after the # of its path parsed, unless a directory has that name."""
     text = amount_behind(source.path)
     if not text or storage.exists(source.path):
         return source

@@ -21,13 +21,13 @@ Skipped = Sequence[tuple[int, int]]
 
 
 class RunRecord:
-    """Keeps the ledger of a run up to date; on the first rank.
+    """Keeps history and ledger of a run up to date; on the first rank.
 
     Args:
-        ledger: at the beginning.
+        ledger: of what was trained before.
         timeline: of the run.
         segment: of the history.
-        checkpoint: that it goes on from.
+        checkpoint: that the run resumes from.
     """
 
     def __init__(
@@ -41,25 +41,18 @@ class RunRecord:
         self._timeline, self._segment = timeline, segment
 
     def begin(self, output_dir: str) -> None:
-        """The first step is next.
-
-        Raises:
-            StorageError: if it cannot be written.
-        """
+        """Write the history before the first step."""
         begin_segment(output_dir, self._segment, self._checkpoint)
         change = self.ledger.change
         if change is not None:
             write_ledger(os.path.join(output_dir, HISTORY), self.ledger, ledger_name(change.step))
 
     def save(self, checkpoint: str, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()) -> None:
-        """Complete a checkpoint after so many steps.
+        """Write the ledger into a checkpoint after ``step`` steps.
 
         Args:
-            skipped: samples that were left out since the one before, of all ranks.
+            skipped: samples that all ranks skipped since the last checkpoint.
             left_out: steps since then that changed no weight.
-
-        Raises:
-            StorageError: if it cannot be written.
         """
         keep_origins(self._timeline.inputs.of_run[2], history_of(checkpoint))
         ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
@@ -91,17 +84,14 @@ def ledger_after(
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
-    """What the plan has trained after so many steps: for a checkpoint that keeps no ledger, of an older packtool.
-
-    It does not know of samples that were skipped.
-    """
+    """The ledger of a checkpoint of an older packtool, from its plan; it has no skipped samples."""
     inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
     _, _, reader = inputs.of_run
     lengths, targets = inputs.lengths, inputs.targets
     planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
 
     def taken(number: int) -> npt.NDArray[np.int64]:
-        """How often an epoch has each sample: a mixture takes some twice, and other ones in each epoch."""
+        """How often an epoch has each sample, (N,)."""
         return np.asarray(planned if inputs.mixture is None else inputs.wanted_of(number), np.int64)
 
     before, in_epoch = np.zeros((2, len(lengths)), np.int64)
@@ -130,7 +120,7 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
 
 
 def begin_ledger(reader: CacheReader) -> Ledger:
-    """The ledger of a run on some caches before its first step."""
+    """The ledger of a run before its first step."""
     found = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
     sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in found)
     return Ledger(sources=tuple(sources))

@@ -1,4 +1,4 @@
-"""The steps of a run as they were, planned anew from its history: the plan is a pure function of options and caches."""
+"""The steps of a trained run, planned again from its history: a plan is a pure function of options and caches."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from packtool.train.prepare.timeline import Timeline
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A segment of a run, planned anew.
+    """A segment of a run, planned again.
 
     Args:
         segment: of its history.
-        stop: the first step that is not of the segment any more, or was not trained yet.
+        stop: the first step after the segment, or that was not trained yet.
         timeline: its steps, numbered as in the run.
     """
 
@@ -41,7 +41,7 @@ class Replay:
         return self.timeline.inputs.of_run[2]
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Where a sample was trained: step, epoch, rank, micro-batch, and the pack in the epoch's plan."""
+        """Yield step, epoch, rank, micro-batch, and the pack in the epoch's plan, each time a sample was trained."""
         step = self.segment.first
         while step < self.stop:
             stretch = self.timeline.stretch(step)
@@ -55,14 +55,14 @@ class Replay:
 
 
 def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
-    """The segments of a run, each with the step that the next one begins after, or that is done."""
+    """The segments of a run, each with the step at which it was resumed, or at which the run is now."""
     segments = read_history(output_dir)
     stops = [*(segment.first for segment in segments[1:]), max(steps_done(output_dir), segments[-1].first)]
     return list(zip(segments, stops, strict=True))
 
 
 def steps_done(output_dir: str) -> int:
-    """Steps that a run has trained, as far as its log and its checkpoints tell."""
+    """Steps that a run has trained, from its log and its checkpoints."""
     steps = [read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)]
     path = os.path.join(output_dir, METRICS_NAME)
     if os.path.exists(path):
@@ -72,7 +72,7 @@ def steps_done(output_dir: str) -> int:
 
 
 def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
-    """Plan a segment of a run anew.
+    """Plan a segment of a run again.
 
     Args:
         model: directory of its model, if that has moved.

@@ -1,4 +1,4 @@
-"""What a run was and did, as numbers for ``packtool_train.json``, for the table and for ``--json``."""
+"""The result of a run, for ``packtool_train.json``, the table and ``--json``; lines on settings and schedule."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class TrainResult:
     Args:
         num_samples: in the plan of an epoch.
         filtered: samples of the caches that are longer than ``max_length``, or that ``--plan`` does not hold.
-        num_repeats: samples of the plan that a mixture takes again.
-        not_drawn: samples of the caches that a mixture leaves to other epochs.
+        num_repeats: samples of the plan that a mixture repeats.
+        not_drawn: samples of the caches that a mixture draws in other epochs.
         num_packs: of an epoch; padded rows without packing.
         samples_per_pack: mean.
         fill: true tokens over computed tokens, 0 to 1.
         steps, steps_without_packing: optimizer steps of the whole run.
         num_empty_micro_batches: zero-loss micro-batches of the whole run.
         num_processes: data-parallel ranks.
-        target_tokens: labels that carry loss in the steps of this run; after a resume, those that were left.
+        target_tokens: of the steps of this run, after resuming.
         seconds: between the first step and the last checkpoint.
         target_tokens_per_second: over all ranks.
         first_loss, last_loss: mean over the target tokens of the first and the last log line that has any.
         checkpoint: directory of the trained model or adapter.
-        resumed_from: checkpoint that this run went on from.
+        resumed_from: checkpoint that this run resumed from.
         num_trainable_parameters, num_parameters: of the model with its adapters.
         output_dir: as given.
-        streaming: nothing was known of the samples beforehand; their figures are of those that were trained.
-        num_shared_tokens: of a streaming run, tokens that were not computed again, for samples that share a prefix.
-        num_skipped: samples of the steps of this run that ``--on-bad-media skip`` left out.
-        dropped: rows that could not be used, by reason; of a streaming run.
-        parts_left_out: turns and responses of rows of which others were used, by reason; of a streaming run.
-        sources: of a mixture, by name: counts and shares of samples, tokens and target tokens, and epochs: of the steps
-            of this run; of a dry run, of its first epoch.
-        stages: of a run with stages, what each is and has; the figures of a plan are those of the first one then.
+        streaming: figures of samples are of those that were trained.
+        num_shared_tokens: tokens that a streaming run saved by shared prefixes.
+        num_skipped: samples that ``--on-bad-media skip`` left out of the steps of this run.
+        dropped: rows of a streaming run that could not be used, by reason.
+        parts_left_out: turns and responses of its other rows that could not be used, by reason.
+        sources: of a mixture, by name: counts and shares of samples, tokens and target tokens, and epochs, in the steps
+            of this run; in a dry run of its first epoch.
+        stages: figures of each stage; those of a plan are of the first one then.
     """
 
     num_samples: int
@@ -100,12 +100,12 @@ class TrainResult:
 
 
 def settings_lines(config: TrainConfig) -> Iterator[str]:
-    """The settings that are not their defaults, however they were given: on one line, as options."""
+    """The settings other than defaults, on one line, as options."""
     yield f"settings: {shlex.join(option_words(config))}"
 
 
 def options_given(config: TrainConfig | PlanConfig | VerifyConfig) -> dict[str, Any]:
-    """The settings that are not their defaults; caches that a recipe names are not among them."""
+    """The settings other than defaults, without caches that a recipe names."""
     given: dict[str, Any] = {}
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
@@ -116,7 +116,7 @@ def options_given(config: TrainConfig | PlanConfig | VerifyConfig) -> dict[str, 
 
 
 def option_words(config: TrainConfig | PlanConfig | VerifyConfig) -> list[str]:
-    """The settings that are not their defaults as words of a command line."""
+    """The settings other than defaults, as words of a command line."""
     words: list[str] = []
     has_flag = {setting.name: setting.metadata["flag"] for setting in dataclasses.fields(config)}
     for name, value in options_given(config).items():
@@ -133,7 +133,7 @@ def option_words(config: TrainConfig | PlanConfig | VerifyConfig) -> list[str]:
 
 
 def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
-    """What to do with what was trained."""
+    """Commands to evaluate, load and merge the trained model."""
     if result.checkpoint is None:
         return
     caches = shlex.join(named_sources(config)[0] or ("CACHE",))
@@ -212,7 +212,7 @@ def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
 
 
 def _unpacked(config: TrainConfig) -> str:
-    """What micro-batches are where samples are not packed."""
+    """A description of micro-batches that are not packed."""
     if config.dynamic_batch_tokens is not None:
         return f"batches of up to {config.dynamic_batch_tokens:,} tokens without padding (--dynamic-batch-tokens)"
     return "padded rows of one sample each (--packing false)"
@@ -230,7 +230,7 @@ def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
 
 
 def last_step_line(timeline: Timeline) -> str | None:
-    """A remark on an epoch's last step where it is smaller than the others."""
+    """A line on an epoch's last step if it is smaller than the others."""
     steps = timeline.first.steps
     packs_before = steps.cell_offsets[steps.step_offsets]
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])

@@ -45,7 +45,7 @@ def axes_of(
 
 
 def with_shares(config: TrainConfig, size: int) -> TrainConfig:
-    """The settings of steps whose sequences so many processes share, where a stage of a run says so."""
+    """The settings of the steps of a stage whose sequences ``size`` ranks share."""
     if size == config.sequence_parallel_ranks:
         return config
     kind = config.sequence_parallel_type if size > 1 else "auto"

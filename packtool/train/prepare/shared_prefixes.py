@@ -1,4 +1,4 @@
-"""Whether a run computes what its samples begin with in common once, and what each sample then adds to its pack."""
+"""Prefixes that samples share, which are computed once, and the tokens and costs that each sample adds."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from packtool.train.prepare.check import export_command
 from packtool.train.prepare.costs import tower_work
 
 WORTH_SHARING = 0.05
-"""Part of the tokens that must be saved for ``--share-prefix auto`` to share."""
+"""The fraction of tokens that ``--share-prefix auto`` must save to share prefixes."""
 _WORTH_TELLING = 0.01
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Trees of the samples of caches, and what each sample adds to its tree; arrays by cache position.
+    """Trees of samples with common prefixes; arrays are by position in the caches.
 
     Args:
         index: of the caches.
         prefixes: of their samples.
-        trees: which samples share which.
+        trees: of samples with common prefixes.
     """
 
     index: SplitIndex
@@ -54,7 +54,7 @@ class SharedPrefixes:
 
     @property
     def saved(self) -> float:
-        """What part of the tokens need not be computed, 0 to 1."""
+        """The fraction of tokens that is saved, 0 to 1."""
         return self.trees.saved(self.index.length)
 
     @property
@@ -64,17 +64,16 @@ class SharedPrefixes:
 
     @property
     def audio_tokens(self) -> Int64Array:
-        """Those of them that stand for sounds; int64 (N,)."""
+        """Audio tokens that each sample adds; int64 (N,)."""
         return self.trees.added(self.index.audio_tokens, self.prefixes.prefixes.audio_tokens)
 
     def logits(self, target_tokens: npt.NDArray[np.integer[Any]]) -> Int64Array:
-        """Targets that each sample adds: tokens of which logits are made; int64 (N,).
+        """Upper bound of the target tokens that each sample adds, for which logits are computed; int64 (N,).
 
-        Prefixes tell of the cache's own targets. Of others, and in older caches, no more than the tokens that a sample
-        adds can be new.
+        Exact for the cache's own targets; for others, and in older caches, at most the new tokens of a sample.
 
         Args:
-            target_tokens: (N,), of each whole sample.
+            target_tokens: (N,), of each full sample.
         """
         found = np.zeros(len(target_tokens), np.int64)
         of, trees = self.prefixes.prefixes.target_tokens, self.trees
@@ -87,19 +86,14 @@ class SharedPrefixes:
         return found
 
     def towers(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> TowerWork:
-        """What the media that each sample adds cost, and the targets that it adds.
-
-        Args:
-            cost: of the model.
-            target_tokens: (N,), of each whole sample.
-        """
+        """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) are of full samples."""
         whole, of = tower_work(cost, self.index), self.prefixes.prefixes
         flops = cost.towers(of.media_tokens - of.audio_tokens, of.patch_squares, of.audio_tokens)
         added = self.trees.added(whole.flops, np.rint(flops).astype(np.int64))
         return TowerWork(added, whole.num_seen, self.logits(target_tokens))
 
     def tower_work_saved(self, cost: CostModel) -> float:
-        """What part of the towers' work need not be done, 0 to 1."""
+        """The fraction of the towers' work that is saved, 0 to 1."""
         whole = int(tower_work(cost, self.index).flops[self.trees.samples].sum())
         return 1 - int(self.towers(cost, self.index.target_tokens).flops.sum()) / whole if whole else 0.0
 
@@ -113,11 +107,10 @@ class SharedPrefixes:
         return cost(whole - shared, cost.attention(whole, shared), towers.logits, towers.flops)
 
     def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
-        """What is saved, in a sentence.
+        """A sentence on what is saved.
 
         Args:
-            num_steps, num_steps_whole: of an epoch, and of one in which every sample is computed whole; 0 where nothing
-                is trained.
+            num_steps, num_steps_whole: of an epoch with and without sharing; 0 if nothing is trained.
         """
         whole, seen = self.num_whole_tokens, self.tower_work_saved(cost)
         saved = [
@@ -133,12 +126,7 @@ class SharedPrefixes:
 def shared_in_packs(
     config: TrainConfig | PlanConfig, options: PlanOptions, model: Mapping[str, Any], reader: CacheReader
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """The prefixes that a run shares in its packs, and a remark; as ``find_shared``.
-
-    Args:
-        options: of the plan.
-        model: its ``config.json``.
-    """
+    """The prefixes that a run shares in its packs, and a message; as ``find_shared``."""
     shared, remark = find_shared(
         config,
         model,

@@ -1,4 +1,4 @@
-"""Which tokens of caches a run trains, where it asks for others than the exports: ``--loss-scale``, and recipes."""
+"""Target tokens of a run that differ from those of the exports, by ``--loss-scale`` or a recipe."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.check import check_sources, export_command, with_template_of
 
 TargetChoices = tuple[TargetChoice | None, ...]
-"""One for each cache of a run; None where the targets are those of its export."""
+"""One for each cache of a run; None for the targets of its export."""
 
 _WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
-"""Which of them has more targets."""
+"""Order of the loss scales by their number of targets."""
 
 
 def choices_of_targets(
     reader: CacheReader, files: ModelFiles, loss_scale: str | None, recipe: Recipe | None
 ) -> TargetChoices:
-    """What loss scales make targets of the caches, one for each of them.
+    """The choice of target tokens of each cache, by loss scales.
 
     Args:
         files: of the model, with the caches' chat template.
@@ -38,7 +38,7 @@ def choices_of_targets(
         recipe: whose sources are the caches, in their order; None for caches as they are.
 
     Raises:
-        MismatchError: for what needs the rows again, such as rules that give parts of a text other weights.
+        MismatchError: if a choice needs the rows, as rules do that weigh parts of a text.
     """
     own = [None] * len(reader.directories) if recipe is None else [source.loss_scale for source in recipe.sources]
     found = []
@@ -50,10 +50,10 @@ def choices_of_targets(
 
 
 def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | None) -> npt.NDArray[np.integer[Any]]:
-    """Labels of each sample that carry loss, (N,), as a run with this recipe has them, which is only planned.
+    """Target tokens of each sample, (N,), of a run with this recipe that is only planned.
 
     Args:
-        model: that the run will have, for caches whose own is gone.
+        model: of the run, for caches whose own is gone.
 
     Raises:
         ConfigError: if a source needs the model's files, and they are not there.
@@ -117,7 +117,7 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, asked: str, s
 
 
 def _has_parts(manifest: Manifest, wanted: Base) -> bool:
-    """Whether the samples of a row have tokens in common of which only one may train them."""
+    """Whether samples of one row share tokens that only one of them may train."""
     spec = manifest.identity.spec
     has_responses = spec.get("truncation_strategy") != "split" and any(
         split.pieces_added for split in manifest.splits.values()

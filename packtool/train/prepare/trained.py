@@ -1,4 +1,4 @@
-"""A model as training left it: whole, or as an adapter of another one."""
+"""A trained model: full weights, or an adapter of a base model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Where the weights are.
+    """The directories of a trained model.
 
     Args:
         base: directory (or hub id) of the model; its tokenizer and processor are the adapter's too.
@@ -61,12 +61,12 @@ class TrainedModel:
 
 
 def is_adapter(directory: str) -> bool:
-    """Whether it holds one."""
+    """Whether a directory holds an adapter."""
     return os.path.exists(os.path.join(directory, ADAPTER_FILE))
 
 
 def instead_of_adapter(directory: str) -> str:
-    """What a directory is that holds none."""
+    """A description of a directory that holds no adapter, for errors."""
     last = os.path.join(directory, LAST)
     if not os.path.isdir(directory):
         return "there is no such directory"
@@ -78,6 +78,6 @@ def instead_of_adapter(directory: str) -> str:
 
 
 def _is_gone(base: str) -> bool:
-    """Whether it names a directory that is not there; ``owner/name`` may be an id of the hub."""
+    """Whether a local directory is missing; ``owner/name`` may be an id of the hub."""
     is_local = os.path.isabs(base) or base.startswith(".") or base.count("/") != 1
     return is_local and not os.path.isdir(base)

@@ -1,4 +1,4 @@
-"""How many processes load media for a rank, and what to do where the rank waits for them all the same."""
+"""The number of processes that load media for a rank, and advice if the rank waits for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = 10.0
 
 
 def choose_workers(media_tokens: float, cores: int) -> int:
-    """Processes that load ahead: one for every 2,048 media tokens of a micro-batch, as far as there are cores.
+    """Number of loading processes: one for every 2,048 media tokens of a micro-batch, limited by cores.
 
     Args:
         media_tokens: of one rank's micro-batch.
@@ -39,7 +39,7 @@ def cores_of_a_rank() -> int:
 
 
 class WaitingNote:
-    """Notices when steps wait for their data, and says once what helps.
+    """Gives advice, once, when steps wait for their data.
 
     Args:
         num_workers: processes of this rank that load ahead.
@@ -52,7 +52,7 @@ class WaitingNote:
         self._begun = self._told = False
 
     def after(self, data_wait: float, seconds: float) -> str | None:
-        """A remark for the user, or None.
+        """The advice, or None.
 
         Args:
             data_wait: share of the time since the last log line that was spent waiting.
