@@ -133,7 +133,7 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptio
         f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in given.items()
     )
     raise MismatchError(
-        f"{directory} was exported with other limits on videos or sounds: {', '.join(shown)}",
+        f"{directory} was exported with other limits on videos or sounds: {shown}",
         "Leave that setting out, for the cache's is taken, or export into another directory:\n"
         f"  {export_command(directory, manifest, **given)}",
     )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from packtool.cache.origins import Origins
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
-from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
+from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger, joined_counts
 from packtool.planning.options import PlanOptions
 from packtool.train.prepare import data_change
 from packtool.train.prepare.data_change import change_lines, with_changed_data
@@ -110,7 +110,7 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         if stop > step:
             seen += trained(caches, timeline, range(step, stop))
             ledger = ledger_after(ledger, timeline, stop)
-        counts = ledger.in_epoch()
+        counts = joined_counts([source.epoch for source in ledger.sources])
         assert counts.tolist() == [seen[sample] for sample in caches.samples]
     seen += trained(caches, timeline, range(ledger.step, ends))
     assert all(seen[sample] == 1 for sample in caches.samples)
@@ -126,7 +126,13 @@ def test_what_became_of_each_cache_is_told() -> None:
     reader: Any = before
     timeline = Timeline.of(before.inputs(), ((0, 1, 1, 1),))
     ledger = ledger_after(begin_ledger(reader), timeline, timeline.steps_per_epoch - 1)
-    seen = {sample for sample, count in zip(before.samples, ledger.in_epoch(), strict=True) if count}
+    seen = {
+        sample
+        for sample, count in zip(
+            before.samples, joined_counts([source.epoch for source in ledger.sources]), strict=True
+        )
+        if count
+    }
     changed, changes = with_changed_data(ledger, after, lambda *_: np.ones(7, np.int64), "", 10)
     first, again, new, replaced, gone = changes
     fates = [source.fate for source in changes]
