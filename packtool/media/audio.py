@@ -10,7 +10,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from packtool.media.container import check_end, first_stream, index_of, is_counted, num_hidden, open_container
+from packtool.media.container import check_end, first_stream, index_of, is_indexed, num_hidden, open_container
 from packtool.media.measure import ANY, changed_since_export, media_error
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.media_policy import MediaPolicy
@@ -82,10 +82,12 @@ def _declared_seconds(container: Any, stream: Any) -> float | None:
     """Return the duration of the header, None if it is an estimate."""
     if any(name in container.format.name.split(",") for name in _ESTIMATED_FORMATS):
         return None
-    if not stream.duration or not stream.time_base or not is_counted(container, stream):
+    num_packets = len(index_of(stream))
+    is_incomplete = is_indexed(container) and 0 < num_packets < stream.frames
+    if not stream.duration or not stream.time_base or is_incomplete:
         return None
     seconds = float(stream.duration * stream.time_base)
-    hidden = seconds * num_hidden(container, stream) / max(len(index_of(stream)), 1)
+    hidden = seconds * num_hidden(container, stream) / max(num_packets, 1)
     return seconds if hidden < _TOLERANCE_SECONDS / 2 else None  # an edit list starts later than an encoder's delay
 
 

@@ -173,11 +173,6 @@ def is_indexed(container: Any) -> bool:
     return any(name in container.format.name.split(",") for name in ("mov", "mp4"))
 
 
-def is_counted(container: Any, stream: Any) -> bool:
-    """Return whether the header is reliable about a stream's length: its table of contents is complete."""
-    return not is_indexed(container) or not index_of(stream) or len(index_of(stream)) >= stream.frames
-
-
 def index_of(stream: Any) -> Any:
     """Return a stream's table of contents: the packets that the header lists, in decoding order."""
     return getattr(stream, "index_entries", ())  # since PyAV 18

@@ -1,7 +1,8 @@
 """Media access policy: which files and addresses a row may name, because rows may come from somebody else.
 
-By default a row may name files below the folder of its file of rows or below ``--media-root`` (after resolving links),
-and addresses in the remote stores (a bucket, a web server) of these two. Bytes in the row itself are always allowed.
+By default (``Source.media_policy``) a row may name files below the folder of its file of rows or below ``--media-root``
+(after resolving links), and addresses in the remote stores (a bucket, a web server) of these two. Bytes in the row
+itself are always allowed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from packtool import storage
-from packtool.config.data import AccessOptions, MediaAccess
+from packtool.config.data import AccessOptions
 
 NOT_ALLOWED = "media_not_allowed"
 ALLOWED_BY = (
@@ -63,26 +64,6 @@ class MediaPolicy:
     def max_file_bytes(self, is_image: bool) -> int:
         """Return the size in bytes above which a file is refused."""
         return self.max_bytes or (DEFAULT_MAX_IMAGE_BYTES if is_image else DEFAULT_MAX_BYTES)
-
-
-def policy_for_rows(
-    path: str, media_root: str | None, access: MediaAccess, max_bytes: int | None, max_failures: int
-) -> MediaPolicy:
-    """Return the policy for the rows of the file ``path``."""
-    if access == "any":
-        return MediaPolicy(max_bytes=max_bytes, max_failures=max_failures)
-    named = [path] if media_root is None else [path, media_root]
-    stores = frozenset(storage.store_name(name) for name in named if storage.is_remote(name))
-    if access == "local":
-        return MediaPolicy(None, stores, max_bytes, max_failures)
-    roots: list[str] = []
-    if not storage.is_remote(path):
-        file = storage.normalize(path)
-        # A file may be a link, as in the hub's cache: both folders count.
-        roots += [os.path.realpath(os.path.dirname(file)), os.path.dirname(os.path.realpath(file))]
-    if media_root is not None and media_root != path and not storage.is_remote(media_root):
-        roots.append(os.path.realpath(storage.normalize(media_root)))
-    return MediaPolicy(tuple(roots), stores, max_bytes, max_failures)
 
 
 def policy_for_cache(options: AccessOptions) -> MediaPolicy:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 from packtool import storage
 from packtool.errors import DataError, StorageError
@@ -136,13 +136,6 @@ def digest_of(*paths: str) -> str:
     return digest.hexdigest()
 
 
-class Reader(Protocol):
-    """An open file of a source."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
 class TextReader:
     """Ranges of a text; a compressed text is decompressed once if the ranges are read in order."""
 
@@ -184,12 +177,12 @@ def read_text(source: Source, start: int, stop: int) -> bytes:
     return opened(source, TextReader).read(start, stop)
 
 
-R = TypeVar("R", bound=Reader)
+R = TypeVar("R")
 _open = threading.local()
 
 
 def opened(source: Source, open_reader: Callable[[Source], R]) -> R:
-    """Return this thread's reader of a source, opened on first use; the four most recently used stay open.
+    """Return this thread's reader of a source, opened on first use; the four most recently used are not closed.
 
     Raises:
         DataError: if the file has changed since it was scanned.
@@ -202,7 +195,8 @@ def opened(source: Source, open_reader: Callable[[Source], R]) -> R:
         while len(readers) > _MAX_OPEN_FILES:
             readers.popitem(last=False)[1].close()
     readers.move_to_end(source)
-    return cast(R, readers[source])
+    reader: R = readers[source]
+    return reader
 
 
 def close_readers() -> None:
@@ -217,11 +211,12 @@ def changed_error(source: Source, detail: str) -> DataError:
     return DataError(f"{source.label} has changed since it was scanned: {detail}", "Run the export again.")
 
 
-def _readers() -> OrderedDict[Source, Reader]:
+def _readers() -> OrderedDict[Source, Any]:
     # A forked child shares file offsets with its parent and must open its own files.
     if getattr(_open, "pid", None) != os.getpid():
         _open.pid, _open.readers = os.getpid(), OrderedDict()
-    return cast("OrderedDict[Source, Reader]", _open.readers)
+    readers: OrderedDict[Source, Any] = _open.readers
+    return readers
 
 
 def _check_unchanged(source: Source) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby, islice, repeat
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from packtool import storage
 from packtool.config.mixture import Amount, check_drawn
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from packtool.rows.tables import TableReader
     from packtool.rows.tars import TarReader
 
-    BinaryReader = MegatronReader | TarReader | TableReader
-
 
 def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
     """Yield (row number, parsed row) in order, or a ``Dropped`` for a row that cannot be parsed.
@@ -65,7 +63,7 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
     if source.kind in _PARSERS:
         rows = parse_block(source, block, block_text(source, block))
     else:
-        rows = cast("BinaryReader", opened(source, _reader_class(source.kind))).rows(block)
+        rows = opened(source, _open_reader).rows(block)
     if block.picks is None:
         yield from rows
         return
@@ -85,19 +83,19 @@ def parse_block(source: Source, block: RowBlock, data: bytes | None) -> Iterator
     return _PARSERS[source.kind](source, block, data)
 
 
-def _reader_class(kind: FileFormat) -> type[BinaryReader]:
+def _open_reader(source: Source) -> MegatronReader | TarReader | TableReader:
     # Imported here, because text needs neither pyarrow nor tarfile.
-    if kind == "megatron":
+    if source.kind == "megatron":
         from packtool.rows.megatron import MegatronReader
 
-        return MegatronReader
-    if kind == "tar":
+        return MegatronReader(source)
+    if source.kind == "tar":
         from packtool.rows.tars import TarReader
 
-        return TarReader
+        return TarReader(source)
     from packtool.rows.tables import ArrowReader, ParquetReader
 
-    return ParquetReader if kind == "parquet" else ArrowReader
+    return ParquetReader(source) if source.kind == "parquet" else ArrowReader(source)
 
 
 def _parse_array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
@@ -247,7 +245,7 @@ class _Scanner:
         self.source = source
         self._file: HashedFile | None = None
         if source.kind not in _PARSERS:
-            with closing(_reader_class(source.kind)(source)) as reader:
+            with closing(_open_reader(source)) as reader:
                 self.blocks = iter(RowBlocks.of(reader.blocks()))
                 self._digest = reader.digest()
             return

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +20,7 @@ import numpy as np
 from packtool import storage
 from packtool.config.data import MAX_ROW_BYTES, MediaAccess
 from packtool.constants import TRAIN_SPLIT
-from packtool.rows.media_policy import MediaPolicy, policy_for_rows
+from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import Dropped
 
 FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow", "megatron", "tar"]
@@ -124,9 +125,21 @@ class Source(SourceSpec):
     @cached_property
     def media_policy(self) -> MediaPolicy:
         """Media that its rows may name."""
-        return policy_for_rows(
-            self.path, self.media_root, self.media_access, self.max_media_bytes, self.max_media_failures
-        )
+        limits = (self.max_media_bytes, self.max_media_failures)
+        if self.media_access == "any":
+            return MediaPolicy(None, None, *limits)
+        named = {self.path, self.media_root or self.path}
+        stores = frozenset(storage.store_name(name) for name in named if storage.is_remote(name))
+        if self.media_access == "local":
+            return MediaPolicy(None, stores, *limits)
+        roots: list[str] = []
+        if not storage.is_remote(self.path):
+            file = storage.normalize(self.path)
+            # A file may be a link, as in the hub's cache: both folders count.
+            roots += [os.path.realpath(os.path.dirname(file)), os.path.dirname(os.path.realpath(file))]
+        if self.media_root is not None and self.media_root != self.path and not storage.is_remote(self.media_root):
+            roots.append(os.path.realpath(storage.normalize(self.media_root)))
+        return MediaPolicy(tuple(roots), stores, *limits)
 
     @cached_property
     def label(self) -> str:

@@ -290,10 +290,8 @@ class S3Store:
 
     def is_directory(self, path: str) -> bool:
         bucket, key = split(path)
-        return answer(path, "looking", self._has_children(bucket, _prefix(key)))
-
-    async def _has_children(self, bucket: str, prefix: str) -> bool:
-        page = await self.request("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
+        prefix = _prefix(key)
+        page = answer(path, "looking", self.request("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1))
         return bool(page.get("Contents")) or not prefix
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
