@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import typer
 
 from packtool.cli.invocation import Invocation
 from packtool.config.data import ExportConfig, ImportConfig
-from packtool.errors import EXIT_INTERRUPTED, ConfigError
+from packtool.errors import ConfigError
 
 
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
@@ -23,15 +21,24 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
     from packtool.rows.sources import with_local_copies
 
     config = with_local_copies(config)
+    received = int(signal.SIGINT)
+
+    def terminate(number: int, _: object) -> None:
+        """End the export as Ctrl-C does: workers end, and the directory's lock is released."""
+        nonlocal received
+        received = number
+        raise KeyboardInterrupt
+
     with TerminalProgress() as progress:
+        before = signal.signal(signal.SIGTERM, terminate)
         try:
-            with _raise_on_sigterm():
-                summary = export(config, progress)
-        except (KeyboardInterrupt, _Terminated) as end:
-            is_interrupt = isinstance(end, KeyboardInterrupt)
-            cause = "interrupted" if is_interrupt else "ended by SIGTERM"
+            summary = export(config, progress)
+        except KeyboardInterrupt:
+            cause = "ended by SIGTERM" if received == signal.SIGTERM else "interrupted"
             progress.note(f"{cause}; the same command again goes on after the finished shards")
-            raise typer.Exit(EXIT_INTERRUPTED if is_interrupt else 128 + signal.SIGTERM) from None
+            raise typer.Exit(128 + received) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if summary.num_missing_shards:
         progress.note(
             f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing_shards} shards of other "
@@ -41,24 +48,6 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
     invocation.show(export_figures(summary), table(title, export_lines(summary)))
     for note in drop_notes(summary.dropped, summary.num_rows):
         progress.note(note)
-
-
-class _Terminated(BaseException):
-    """Raised when SIGTERM interrupts an export."""
-
-
-@contextmanager
-def _raise_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM end the export as Ctrl-C does: workers end, and the directory's lock is released."""
-
-    def terminate(*_: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _title(config: ExportConfig, already_finished: bool) -> str:

@@ -89,16 +89,27 @@ class Axis:
         cover: bool = False,
         suffix: str = "",
     ) -> Axis:
-        """A linear axis with round numbers.
+        """A linear axis whose ticks are multiples of 1, 2, 2.5 or 5 times a power of ten.
 
         Args:
+            low, high: different values.
             num_ticks: approximate number of ticks.
             whole: integers only.
-            cover: end the axis with a tick, at or above ``high``.
+            cover: ticks from ``low``, which is round, to the first one at or above ``high``, where the axis ends.
             suffix: unit after every number.
         """
-        values = round_numbers(low, high, num_ticks, whole=whole, cover=cover)
-        return cls(name, low, values[-1] if cover else high, list(zip(values, labels(values, suffix), strict=True)))
+        rough = (high - low) / num_ticks
+        power = 10.0 ** math.floor(math.log10(rough))
+        steps = (factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        step = next((step for step in steps if not whole or step == int(step)), 1.0)
+        if cover:
+            values = [low + i * step for i in range(max(math.ceil((high - low) / step - 1e-9), 1) + 1)]
+        else:
+            values = [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+        spacing = values[1] - values[0] if len(values) > 1 else 1.0
+        digits = next((digits for digits in range(4) if abs(round(spacing, digits) - spacing) < 1e-9), 4)
+        ticks = [(value, _label(value, spacing, digits) + suffix) for value in values]
+        return cls(name, low, values[-1] if cover else high, ticks)
 
     @classmethod
     def logarithmic(cls, name: str, low: float, high: float) -> Axis:
@@ -124,30 +135,6 @@ class Axis:
     def places(self) -> list[tuple[float, str]]:
         """(position in units, label) of every tick."""
         return [(self.at(value), label) for value, label in self.ticks]
-
-
-def round_numbers(low: float, high: float, count: int, *, whole: bool = False, cover: bool = False) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten between two different numbers.
-
-    Args:
-        count: approximate number of results.
-        whole: integers only.
-        cover: from ``low`` itself, which is round, to the first at or above ``high``.
-    """
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    steps = (factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    step = next((step for step in steps if not whole or step == int(step)), 1.0)
-    if cover:
-        return [low + i * step for i in range(max(math.ceil((high - low) / step - 1e-9), 1) + 1)]
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def labels(values: Sequence[float], suffix: str = "") -> list[str]:
-    """Evenly spaced numbers with as many decimals as distinguish them."""
-    step = values[1] - values[0] if len(values) > 1 else 1.0
-    digits = next((digits for digits in range(4) if abs(round(step, digits) - step) < 1e-9), 4)
-    return [_label(value, step, digits) + suffix for value in values]
 
 
 def _label(value: float, step: float, digits: int) -> str:

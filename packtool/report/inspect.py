@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.local import check_all
-from packtool.cache.manifest import Identity, Manifest, SplitInfo
+from packtool.cache.manifest import Identity, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
@@ -171,6 +171,14 @@ def cache_figures(directory: str) -> dict[str, Any]:
     manifest = Manifest.read(directory)
     identity = manifest.identity
     defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
+    names = {"rows": "num_samples", "shards": "num_shards"}
+    splits = {
+        name: dataclasses.asdict(split) | {"shards": len(split.shards)} for name, split in manifest.splits.items()
+    }
+    examples: dict[str, list[dict[str, Any]]] = {}
+    for row in dropped_rows(storage.join(directory, DROPPED_NAME)):
+        if len(of_reason := examples.setdefault(row["reason"], [])) < _MAX_EXAMPLES:
+            of_reason.append(row)
     return {
         "directory": directory,
         "packtool_version": manifest.packtool_version,
@@ -189,16 +197,13 @@ def cache_figures(directory: str) -> dict[str, Any]:
         "channels": list(manifest.channels),
         "dropped": dict(manifest.dropped),
         "parts_left_out": dict(manifest.parts_left_out),
-        "dropped_examples": _dropped_examples(storage.join(directory, DROPPED_NAME)),
-        "splits": {name: _split_figures(split) for name, split in manifest.splits.items()},
+        "dropped_examples": examples,
+        "splits": {
+            split: {names.get(name, name): value for name, value in figures.items()}
+            for split, figures in splits.items()
+        },
         "max_length": manifest.max_length,
     }
-
-
-def _split_figures(split: SplitInfo) -> dict[str, Any]:
-    names = {"rows": "num_samples", "shards": "num_shards"}
-    figures = dataclasses.asdict(split) | {"shards": len(split.shards)}
-    return {names.get(name, name): value for name, value in figures.items()}
 
 
 def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -208,16 +213,6 @@ def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
             row = load_json(line)
             if "part" not in row:
                 yield row
-
-
-def _dropped_examples(path: str) -> dict[str, list[dict[str, Any]]]:
-    """The first rows dropped for each reason."""
-    examples: dict[str, list[dict[str, Any]]] = {}
-    for row in dropped_rows(path):
-        of_reason = examples.setdefault(row["reason"], [])
-        if len(of_reason) < _MAX_EXAMPLES:
-            of_reason.append(row)
-    return examples
 
 
 def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -364,7 +359,7 @@ class Decoder:
         at = 0
         while at < sample.length:
             kind = kinds[at]
-            if kind == "audio" and _has_sound(media["video"]):
+            if kind == "audio" and media["video"] and getattr(media["video"][0], "audio", None) is not None:
                 # A sound track's placeholder tokens may come before its video's.
                 following = next((each for each in kinds[at:] if each != "audio"), None)
                 kind = "video" if following == "video" else kind
@@ -416,11 +411,6 @@ def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
             f"{reader.directories[0]} was exported for {exported_for}, which cannot be read here: {error.message}",
             "Say where that model is now: --model DIR.",
         ) from error
-
-
-def _has_sound(videos: Sequence[Medium]) -> bool:
-    """Whether the first of these videos has a sound track."""
-    return bool(videos) and isinstance(videos[0], EncodedVideo) and videos[0].audio is not None
 
 
 def medium_text(medium: Medium) -> str:

@@ -247,9 +247,8 @@ def page(content: Mapping[str, Any]) -> str:
             (name, value), long hexadecimal values are fingerprints.
     """
     packs, capacity, plain, mixture = (content[name] for name in ("packs", "capacity", "plain", "mixture"))
-    prints = [
-        (f"Fingerprint of the {name}", value) for name, value in content["figures"] if _FINGERPRINT.fullmatch(value)
-    ]
+    figures = content["figures"]
+    prints = [(f"Fingerprint of the {name}", value) for name, value in figures if _FINGERPRINT.fullmatch(value)]
     shares_packs = sum(content["lengths"].counts) > sum(content["fills"].counts)
     stretches = plain_batches(packs, plain["rows"]) if plain else []
     marks = ((float(capacity), f"pack: {capacity:,}"),) if shares_packs else ()
@@ -272,11 +271,11 @@ def page(content: Mapping[str, Any]) -> str:
         padded=stretches_drawing(stretches, capacity),
         num_samples=sum(branch.num_samples == 1 for pack in packs for branch in pack),
         trees=[(name, note, tree_drawing(tree)) for name, note, tree in trees],
-        num_lines=num_lines(stretches, capacity),
+        num_lines=-(-sum(tokens for tokens, _ in stretches) // capacity),
         max_lines=_MAX_LINES,
         balance=balance_chart(*balance) if balance else None,
         is_alike=balance is None or list(balance[0]) == list(balance[1]),
-        figures=[(name, value) for name, value in content["figures"] if not _FINGERPRINT.fullmatch(value)],
+        figures=[figure for figure in figures if not _FINGERPRINT.fullmatch(figure[1])],
         commands=[*content["commands"], *prints],
     )
 
@@ -448,11 +447,6 @@ def stretches_drawing(
         shapes.append(Boxes([*gaps, (end, (num_drawn - 1) * (_LINE + _GAP), SIZE - end, _LINE)], "between"))
     kind, label = ("padded", "samples and their padding") if padded else ("packed", "samples in packs")
     return Drawing(kind, f"{label}, to scale", shapes, max(num_drawn, 1) * (_LINE + _GAP) - _GAP, in_pixels=True)
-
-
-def num_lines(stretches: Sequence[Stretch], capacity: int) -> int:
-    """Lines of ``stretches_drawing`` without a maximum."""
-    return -(-sum(tokens for tokens, _ in stretches) // capacity)
 
 
 def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Stretch]:

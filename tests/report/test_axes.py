@@ -7,18 +7,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtool.report.drawing import SIZE, Axis, labels, round_numbers
+from packtool.report.drawing import SIZE, Axis
 
 
 @given(st.floats(0.01, 1e9), st.integers(3, 6), st.booleans())
 def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool) -> None:
-    numbers = round_numbers(0, high, most, cover=cover)
+    numbers = [value for value, _ in Axis.over("", 0, high, most, cover=cover).ticks]
     assert 2 <= len(numbers) <= most + 2
     assert numbers[-1] >= high * (1 - 1e-6) if cover else numbers[-1] <= high * (1 + 1e-6)
     steps = [later - earlier for earlier, later in pairwise(numbers)]
     assert steps == pytest.approx([steps[0]] * len(steps))
     assert f"{steps[0]:e}".rstrip("0123456789").rstrip("+-e").rstrip("0") in ("1.", "2.", "2.5", "5.")
-    assert all(number == int(number) for number in round_numbers(0, max(round(high), 1), most, whole=True))
+    whole = Axis.over("", 0, max(round(high), 1), most, whole=True)
+    assert all(number == int(number) for number, _ in whole.ticks)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_labels(low: float, high: float, settings: dict[str, Any], wanted: list[
 
 
 def test_a_single_number_is_labelled() -> None:
-    assert labels([3.0]) == ["3"]
+    assert Axis.over("", 2.6, 3.4, 5, whole=True).ticks == [(3.0, "3")]
 
 
 @example(low=0.5, span=200.0)

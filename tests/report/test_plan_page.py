@@ -13,7 +13,6 @@ from packtool.report.plan_page import (
     balance_chart,
     histogram,
     length_histogram,
-    num_lines,
     packs_drawing,
     page,
     plain_batches,
@@ -105,7 +104,6 @@ def test_a_tree_is_drawn_to_scale() -> None:
 
 def test_stretches_wrap_to_scale() -> None:
     stretches = [(700, "c0"), (800, None), (600, "c1")]
-    assert num_lines(stretches, 1000) == 3
     drawing = stretches_drawing(stretches, 1000, max_lines=10)
     assert widths(drawing, "s c") == pytest.approx(1300)
     assert widths(drawing, "waste") == pytest.approx(800)
