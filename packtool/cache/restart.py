@@ -21,7 +21,7 @@ from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, VERSION
 from packtool.encode.families import MediaLimits
 from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
-from packtool.encode.model_files import ModelFiles, place_of
+from packtool.encode.model_files import ModelFiles, absolute_model
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.rows.read import scan
@@ -233,7 +233,7 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
         # The path of the model is absolute, so that it is found from any directory; the fingerprint ignores it.
         spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
         | {
-            "model": place_of(config.model),
+            "model": absolute_model(config.model),
             # Resolved, because the default depends on whether the model has hybrid thinking.
             "loss_scale": loss_scale_of(config.loss_scale, is_hybrid_thinking(files)),
         },

@@ -15,7 +15,7 @@ from packtool.encode.boxes import BoxWriter
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
-from packtool.encode.fit import Tokenized, fit, fit_all, over_long
+from packtool.encode.fit import Tokenized, drop_too_long, fit, fit_all
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.media_spans import (
     MediaLayout,
@@ -216,7 +216,7 @@ class Encoder:
         if self._media.control_tokens and sample.lone_mark:
             detail = lone_mark_detail(sample.lone_mark)
             return Dropped(sample.source, sample.row, f"{sample.lone_mark}_marks", detail)
-        if self._media.alone_only and len(sample.images) > 1:
+        if self._media.one_picture_only and len(sample.images) > 1:
             detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
@@ -237,9 +237,9 @@ class Encoder:
             return Dropped(sample.source, sample.row, "turns_not_found", detail)
         layout = lay_out(pieces, media, self._media.parts, self.spec.max_length)
         rendered = _Rendered(sample, pieces, turns, media, layout)
-        return self._hopeless(rendered) or rendered
+        return self._drop_too_long(rendered) or rendered
 
-    def _hopeless(self, item: _Rendered) -> Dropped | None:
+    def _drop_too_long(self, item: _Rendered) -> Dropped | None:
         """Drop a row whose text alone is certainly too long, before it is tokenized.
 
         Not where a part of it would be kept (``_ends``), or where its media may be too long as well (``fit``).
@@ -252,7 +252,7 @@ class Encoder:
         min_tokens = self._pieces.min_tokens(units, limit + 1)
         if min_tokens <= limit or sum(unit.times for unit in units) >= limit:
             return None
-        return over_long(item.sample, self.spec, f"at least {min_tokens}")
+        return drop_too_long(item.sample, self.spec, f"at least {min_tokens}")
 
     def _pieces_of(self, sample: Sample) -> list[Piece]:
         """Return the rendered conversation (a text for pretraining: the text itself) in pieces.

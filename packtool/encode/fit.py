@@ -57,7 +57,7 @@ class Tokenized:
             mask[span.start : span.end] = True
         return mask
 
-    def taken(self, kept: npt.NDArray[np.int64]) -> Tokenized:
+    def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
         """Return the sample with the tokens at some positions, ascending; none cuts a medium."""
         spans: list[Span] = []
         media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
@@ -96,7 +96,7 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
         return _split(item, limit)
     if len(item.ids) > limit:
         if spec.truncation_strategy == "raise":
-            over_long(sample, spec, str(len(item.ids) + item.num_removed))
+            drop_too_long(sample, spec, str(len(item.ids) + item.num_removed))
         num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
         if num_media_tokens >= limit:
             detail = f"{num_media_tokens} tokens of media leave no room for text in {limit}"
@@ -107,13 +107,13 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
             item = _without_oldest_media(item, limit)
     if len(item.ids) > limit:
         if spec.truncation_strategy == "delete":
-            return over_long(sample, spec, str(len(item.ids)))
+            return drop_too_long(sample, spec, str(len(item.ids)))
         keep = item.in_media()
         room = limit - int(keep.sum())
         assert room > 0, "the media leave room for text"
         text = np.flatnonzero(~keep)
         keep[text[:room] if spec.truncation_strategy == "right" else text[-room:]] = True
-        item = item.taken(np.flatnonzero(keep))
+        item = item.take(np.flatnonzero(keep))
     encoded = _labelled(item)
     if encoded is None:
         detail = "truncation left no target" if item.num_removed else "no assistant turn has tokens to learn"
@@ -143,7 +143,7 @@ def fit_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample]
     return kept
 
 
-def over_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
+def drop_too_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
     """Drop a row that is too long and is not cut.
 
     Args:
@@ -166,7 +166,7 @@ def _without_oldest_media(item: Tokenized, limit: int) -> Tokenized:
             break
         num_media_tokens -= span.end - span.start
         keep[span.start : span.end] = False
-    return item.taken(np.flatnonzero(keep))
+    return item.take(np.flatnonzero(keep))
 
 
 def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
@@ -180,7 +180,7 @@ def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
         )
         return Dropped(sample.source, sample.row, "cannot_be_split", detail)
     pieces = [
-        _labelled(replace(item.taken(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
+        _labelled(replace(item.take(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
         for start in range(0, len(item.ids), limit)
     ]
     # A piece of one token alone has no target.

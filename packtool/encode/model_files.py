@@ -70,7 +70,7 @@ class ModelFiles:
             )
         tokenizer = _tokenizer_json(directory)
         template = (
-            _chat_template(directory, tokenizer_config) if chat_template is None else given_template(chat_template)
+            _chat_template(directory, tokenizer_config) if chat_template is None else read_template(chat_template)
         )
         template, end_mark = ended_template(
             template, _named_tokens(tokenizer_config), partial(_stop_tokens, directory, tokenizer)
@@ -150,7 +150,7 @@ def _stop_tokens(directory: str, tokenizer_json: str) -> tuple[str, ...]:
         return ()
 
 
-def place_of(model: str) -> str:
+def absolute_model(model: str) -> str:
     """Return a model's directory as an absolute path; ids of the hub and remote stores stay."""
     return os.path.abspath(model) if os.path.isdir(model) else model
 
@@ -209,7 +209,7 @@ def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
     return template if isinstance(template, str) else ""
 
 
-def given_template(path: str) -> str:
+def read_template(path: str) -> str:
     """Read a file with a chat template.
 
     Raises:

@@ -302,7 +302,7 @@ class ProcessorFamily(MediaEncoding):
         is_alike = self._process([_PROBE_SIZE] * 2) == [probe] * 2
         numbered = [_numbered(probe, number) for number in range(_NUM_PROBES)]
         self._is_numbered = not is_alike and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
-        self.alone_only = not is_alike and not self._is_numbered
+        self.one_picture_only = not is_alike and not self._is_numbered
         self.content_as_list = _takes_lists(files)
         tokens = [image_token, *(part[0] for part in probe if not isinstance(part, str))]
         placeholders: dict[str, MediaKind] = {image_token: "image"}

@@ -147,7 +147,7 @@ class MediaEncoding:
             ``placeholders``, and ``parts`` replace these.
         placeholders: kind of medium by the control token that the template writes; empty unless ``content_as_list``.
         remarks: notes for the user, a line each.
-        alone_only: a row may have one picture only.
+        one_picture_only: a row may have one picture only.
     """
 
     limits = MediaLimits()
@@ -155,7 +155,7 @@ class MediaEncoding:
     content_as_list = False
     placeholders: Mapping[str, MediaKind] = MappingProxyType({})
     remarks: tuple[str, ...] = ()
-    alone_only = False
+    one_picture_only = False
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a medium, from its header where that is enough.

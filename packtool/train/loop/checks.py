@@ -17,7 +17,7 @@ from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
-from packtool.encode.model_files import place_of
+from packtool.encode.model_files import absolute_model
 from packtool.errors import ConfigError, MismatchError, raise_together
 from packtool.launch.world import World, all_gather_objects
 from packtool.train.loop.arguments import check_optimizer_of, training_arguments
@@ -52,7 +52,7 @@ def checks_without_rows(config: TrainConfig) -> list[Callable[[], object]]:
     Raises:
         ConfigError: for a model that cannot be trained at all, or a precision that this machine lacks.
     """
-    model = InputSpec.load(place_of(config.model), MediaLimits()).config
+    model = InputSpec.load(absolute_model(config.model), MediaLimits()).config
 
     def check_trainable() -> None:
         num_steps = config.max_steps or _MANY_STEPS  # otherwise known only once rows are counted

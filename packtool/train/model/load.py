@@ -28,7 +28,7 @@ from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.config.model import QuantizationOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
-from packtool.encode.model_files import place_of
+from packtool.encode.model_files import absolute_model
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import Progress
 from packtool.train.model.adapters import add_adapters, attach_adapter, load_adapter_weights
@@ -275,7 +275,7 @@ def build_model(
         experts = expert_sharding(empty, run.config, run.world, dtype)
     model = load_model(
         # An adapter stores the name of the model that was loaded as its base.
-        weights if weights is not None and not is_adapter else place_of(run.config.model),
+        weights if weights is not None and not is_adapter else absolute_model(run.config.model),
         spec.config,
         dtype=weight_dtype,
         packing=run.config.removes_padding,

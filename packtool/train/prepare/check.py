@@ -22,7 +22,7 @@ from packtool.config.settings import flag, load_json
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, media_encoding
-from packtool.encode.model_files import ModelFiles, given_template
+from packtool.encode.model_files import ModelFiles, read_template
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.planning.pack_plan import PackPlan
@@ -75,7 +75,7 @@ def with_template_of(reader: CacheReader, files: ModelFiles) -> ModelFiles:
     path = identity.spec.get("chat_template")
     if not path or not os.path.isfile(path):
         return files
-    with_template = dataclasses.replace(files, chat_template=given_template(path), template_file=path)
+    with_template = dataclasses.replace(files, chat_template=read_template(path), template_file=path)
     return with_template if with_template.template_hash == identity.template_hash else files
 
 
