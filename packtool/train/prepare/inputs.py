@@ -31,7 +31,7 @@ from packtool.planning.summary import PlanSummary
 from packtool.planning.towers import TowerWork
 from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs, shared_of_plan
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, load_shared_prefixes, shared_in_packs
 from packtool.train.prepare.targets import TargetChoices
 
 _KEPT_PLANS = 2
@@ -94,7 +94,7 @@ class Inputs:
         assert self.options.cost is not None, "caches are planned with costs"
         if self.saved is not None:
             packs, parts = packs_of(self.saved), self.saved.parts
-            shared, unshared = shared_of_plan(packs, parts, self.model, self.reader), None
+            shared, unshared = load_shared_prefixes(packs, parts, self.model, self.reader), None
         else:
             shared, unshared = shared_in_packs(self.config, self.options, self.model, self.reader)
         inputs = dataclasses.replace(self, shared=shared, unshared=unshared)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,9 @@ from packtool.stream.packs import IntervalSharing
 from packtool.train.prepare.check import export_command
 from packtool.train.prepare.costs import tower_work
 
-WORTH_SHARING = 0.05
+MIN_SAVING = 0.05
 """The fraction of tokens that ``--share-prefix auto`` must save to share prefixes."""
-_WORTH_TELLING = 0.01
+_MIN_MENTIONED = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ def shared_in_packs(
     config: TrainConfig | PlanConfig, options: PlanOptions, model: Mapping[str, Any], reader: CacheReader
 ) -> tuple[SharedPrefixes | None, str | None]:
     """The prefixes that a run shares in its packs, and a message; as ``find_shared``."""
-    shared, remark = find_shared(
+    shared, message = find_shared(
         config,
         model,
         reader,
@@ -138,7 +138,7 @@ def shared_in_packs(
     )
     if shared is not None:
         shared = replace(shared, trees=replace(shared.trees, parts=_parts_of(config)))
-    return shared, remark
+    return shared, message
 
 
 def find_shared(
@@ -152,31 +152,27 @@ def find_shared(
     max_media_tokens: int | None = None,
     limit: int | None = None,
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """The prefixes that samples share, as ``--share-prefix`` says, and a remark where they share less than they could.
+    """Find the prefixes that samples share, by ``--share-prefix``; and a message if they share less than they could.
 
     Args:
         model: its ``config.json``.
         capacity: tokens of a pack.
         max_length: longer samples are left out.
-        max_samples: most samples of a tree.
-        max_media_tokens: most media tokens of a tree.
-        limit: take only so many samples, the first ones.
+        max_samples, max_media_tokens: of a tree.
+        limit: use only the first ``limit`` samples.
 
     Raises:
-        MismatchError: if sharing is asked for, and a cache does not tell what its samples begin with.
-        UnsupportedModelError: if it is asked for, and the model cannot begin where a prefix ends.
+        MismatchError: with ``--share-prefix true``, if a cache does not record the prefixes of its samples.
+        UnsupportedModelError: with ``--share-prefix true``, if the model cannot resume from a prefix.
     """
     if config.share_prefix == "false":
         return None, None
-    asked = config.share_prefix == "true"
-    problem = _problem_of_model(model)
-    if asked and problem:
-        raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
-    prefixes = _prefixes(reader, asked=asked)
+    is_required, reasons = config.share_prefix == "true", _reasons_against(config, model)
+    prefixes = _prefixes(reader, is_required=is_required)
     lengths = reader.index.length[:limit]
     kept = lengths if max_length is None else lengths[lengths <= max_length]
     if prefixes is None or not len(kept) or kept.max() > capacity:
-        return None, None  # the planner tells of samples that are longer than a pack
+        return None, None  # the planner reports samples that are longer than a pack
     trees = plan_trees(
         lengths,
         _as_planned(prefixes, len(lengths)),
@@ -190,60 +186,51 @@ def find_shared(
         ),
         max_media_tokens=max_media_tokens,
     )
-    found = SharedPrefixes(reader.index, prefixes, trees)
     if not trees.num_shared_tokens:
-        told = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed whole"
-        return None, told if asked else None
-    if asked:
-        return found, None
-    remark = _not_worth_it(found, [*config.not_shared_with, *([problem] if problem else [])])
-    return (found, None) if remark is None else (None, remark or None)
-
-
-def _not_worth_it(found: SharedPrefixes, reasons: Sequence[str]) -> str | None:
-    """What ``auto`` says where it shares nothing, "" where that is not worth a line; None where it shares.
-
-    Args:
-        reasons: what stands in the way.
-    """
-    if found.saved <= WORTH_SHARING:
-        if reasons:
-            return ""
-        told = (
-            f"shared prefixes: {found.saved:.1%} of the tokens could be saved, which is not worth it: each sample is "
-            "computed whole, unless --share-prefix true shares them"
-        )
-        return told if found.saved >= _WORTH_TELLING and not reasons else ""
-    if reasons:
-        told = f"shared prefixes: {found.saved:.0%} of the tokens could be saved, but each sample is computed whole"
-        return f"{told}: {_reason(reasons[0])}"
-    return None
+        message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed whole"
+        return None, message if is_required else None
+    shared = SharedPrefixes(reader.index, prefixes, trees)
+    if is_required or (shared.saved > MIN_SAVING and not reasons):
+        return shared, None
+    if shared.saved > MIN_SAVING:
+        message = f"shared prefixes: {shared.saved:.0%} of the tokens could be saved, but each sample is computed whole"
+        return None, f"{message}: {_reason(reasons[0])}"
+    if reasons or shared.saved < _MIN_MENTIONED:
+        return None, None
+    return None, (
+        f"shared prefixes: {shared.saved:.1%} of the tokens could be saved, which is not worth it: each sample is "
+        "computed whole, unless --share-prefix true shares them"
+    )
 
 
 def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[IntervalSharing | None, str | None]:
-    """How a stream shares prefixes, as ``--share-prefix`` says, and a remark where something stands in the way.
+    """How a stream shares prefixes, by ``--share-prefix``; and a message if something prevents it.
 
     Args:
         model: its ``config.json``.
 
     Raises:
-        UnsupportedModelError: if sharing is asked for, and the model cannot begin where a prefix ends.
+        UnsupportedModelError: with ``--share-prefix true``, if the model cannot resume from a prefix.
     """
     if config.share_prefix == "false":
         return None, None
-    asked, problem = config.share_prefix == "true", _problem_of_model(model)
-    if asked and problem:
-        raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
-    if reasons := [*config.not_shared_with, *([problem] if problem else [])]:
+    if reasons := _reasons_against(config, model):
         return None, f"shared prefixes: each sample is computed whole: {_reason(reasons[0])}"
-    worth = 0.0 if asked else WORTH_SHARING
-    media = MediaTokens.of(model)
-    most = config.max_rows_per_tree, config.max_media_tokens_per_pack
-    return IntervalSharing(media, worth, *most, parts=_parts_of(config)), None
+    min_saving = 0.0 if config.share_prefix == "true" else MIN_SAVING
+    limits = config.max_rows_per_tree, config.max_media_tokens_per_pack
+    return IntervalSharing(MediaTokens.of(model), min_saving, *limits, parts=_parts_of(config)), None
+
+
+def _reasons_against(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
+    """Options, and a property of the model, that prevent sharing; an UnsupportedModelError if it is required."""
+    problem = _problem_of_model(model)
+    if problem and config.share_prefix == "true":
+        raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
+    return [*config.not_shared_with, *([problem] if problem else [])]
 
 
 def first_pair(packs: PackPlan) -> Int64Array | None:
-    """The two shortest neighbours of some packs that share a prefix, int64 (2,); None if none do."""
+    """The two shortest neighbors in packs that share a prefix, int64 (2,); None if no two do."""
     pairs = np.flatnonzero(packs.full_lengths - packs.lengths)  # with the sample before
     if not len(pairs):
         return None
@@ -251,16 +238,18 @@ def first_pair(packs: PackPlan) -> Int64Array | None:
     return packs.samples[at - 1 : at + 1]
 
 
-def shared_of_plan(packs: PackPlan, parts: str, model: Mapping[str, Any], reader: CacheReader) -> SharedPrefixes | None:
+def load_shared_prefixes(
+    packs: PackPlan, parts: str, model: Mapping[str, Any], reader: CacheReader
+) -> SharedPrefixes | None:
     """The prefixes that a saved plan shares; None if it shares none.
 
     Args:
-        parts: what its file says of them.
+        parts: of trees, as its file records them.
         model: its ``config.json``.
 
     Raises:
-        MismatchError: if the caches do not tell of these prefixes.
-        UnsupportedModelError: if the model cannot begin where a prefix ends.
+        MismatchError: if the caches do not record these prefixes.
+        UnsupportedModelError: if the model cannot resume from a prefix.
     """
     if packs.shared is None:
         return None
@@ -268,7 +257,7 @@ def shared_of_plan(packs: PackPlan, parts: str, model: Mapping[str, Any], reader
         raise UnsupportedModelError(
             f"--plan shares prefixes, and {problem}", "Make the plan again with --share-prefix false."
         )
-    prefixes = _prefixes(reader, asked=True)
+    prefixes = _prefixes(reader, is_required=True)
     assert prefixes is not None, "asked for"
     trees = rebuild_trees(packs, _as_planned(prefixes, len(reader)), min_shared=MIN_SHARED)
     if trees is None:
@@ -287,16 +276,16 @@ def _parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
 
 
 def _as_planned(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:
-    """Those of the first samples."""
+    """The prefixes of the first samples, as ``plan_trees`` takes them."""
     offsets = prefixes.offsets[: num_samples + 1]
     return Prefixes(offsets, prefixes.prefixes.lengths[: offsets[-1]], prefixes.prefixes.hashes[: offsets[-1]])
 
 
-def _prefixes(reader: CacheReader, *, asked: bool) -> SplitPrefixes | None:
-    """What the samples begin with; None if a cache does not tell, unless that is asked for."""
-    found = reader.prefixes()
-    if found is not None or not asked:
-        return found
+def _prefixes(reader: CacheReader, *, is_required: bool) -> SplitPrefixes | None:
+    """The prefixes of all samples; None if a cache has none, a MismatchError if they are required."""
+    prefixes = reader.prefixes()
+    if prefixes is not None or not is_required:
+        return prefixes
     directory, manifest = next(
         (directory, manifest)
         for directory, manifest in zip(reader.directories, reader.manifests, strict=True)
@@ -310,7 +299,7 @@ def _prefixes(reader: CacheReader, *, asked: bool) -> SplitPrefixes | None:
 
 
 def _problem_of_model(model: Mapping[str, Any]) -> str:
-    """Why samples of a model cannot go on from a prefix that they share; empty if they can."""
+    """The reason why samples of a model cannot resume from a shared prefix; empty if they can."""
     kind = str(text_config_of(model).get("model_type"))
     if kind not in family_of(model).recurrent_types:
         return ""
@@ -318,5 +307,5 @@ def _problem_of_model(model: Mapping[str, Any]) -> str:
 
 
 def _reason(reason: str) -> str:
-    """An option that stands in the way, or a sentence, as the end of another sentence."""
+    """A reason against sharing, an option or a sentence, as the end of another sentence."""
     return f"that does not go with {reason}" if reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES)) else reason

@@ -32,7 +32,7 @@ from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.prepare.heaviest import with_longest
-from packtool.train.prepare.shared_prefixes import WORTH_SHARING, first_pair, sharing_of_stream
+from packtool.train.prepare.shared_prefixes import MIN_SAVING, first_pair, sharing_of_stream
 from packtool.train.prepare.timeline import OpenTimeline
 
 # Any number of processes makes the same packs, and a stream has no windows: an interval is one.
@@ -109,7 +109,7 @@ class StreamedSource:
             f"{options.dataset_num_proc} worker{'s' if options.dataset_num_proc > 1 else ''} each"
         )
         if self.sharing is not None:
-            where = f", where that saves more than {WORTH_SHARING:.0%} of its tokens" if self.sharing.worth else ""
+            where = f", where that saves more than {MIN_SAVING:.0%} of its tokens" if self.sharing.worth else ""
             yield f"shared prefixes: computed once within each interval{where} (--share-prefix false: never)"
         yield f"optimizer steps: at most {self.timeline.num_steps:,}"
 
