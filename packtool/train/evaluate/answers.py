@@ -7,7 +7,7 @@ import torch
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
-from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
+from packtool.constants import IGNORE_INDEX
 from packtool.planning.packing import pack
 from packtool.progress import Progress, SilentProgress
 from packtool.train.evaluate.per_sample import evaluating
@@ -21,7 +21,6 @@ def exact_match(
     cached_dataset: str,
     *,
     packing_length: int,
-    split: str = TRAIN_SPLIT,
     progress: Progress | None = None,
 ) -> list[tuple[int, int, bool]]:
     """Compare every assistant turn of a cache with a model's predictions from the true previous text (teacher forcing).
@@ -30,7 +29,6 @@ def exact_match(
         model: directory of a model, or of an adapter whose base model has not moved.
         cached_dataset: a cache that was exported for it.
         packing_length: tokens of a forward pass; a longer sample gets its own pass.
-        split: of the cache.
 
     Returns:
         for every assistant turn, in the cache's order, the position of its sample, its 0-based number among the
@@ -41,7 +39,7 @@ def exact_match(
         UnsupportedModelError: for a model that cannot be packed.
     """
     progress = progress or SilentProgress()
-    reader = CacheReader.open([cached_dataset], split)
+    reader = CacheReader.open([cached_dataset])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trained = TrainedModel.find(model)
     spec = InputSpec.load(trained.base, reader.manifests[0].identity.media_limits)

@@ -67,7 +67,6 @@ Scorer = Callable[[Batch], tuple[Tensor, Tensor]]
 """Scores the first sequence of a micro-batch: each position's loss in nats, float32 (1, T), and whether its label is
 the most likely token, bool (1, T); 0 and False where there is no label."""
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 RankScores = tuple[npt.NDArray[np.float64], Int64Array, tuple[str, ...]]
@@ -113,15 +112,15 @@ class Evaluation:
         sources, channels: names.
     """
 
-    tokens: IntArray
-    target_tokens: IntArray
+    tokens: Int64Array
+    target_tokens: Int64Array
     loss_sum: FloatArray
-    num_correct: IntArray
-    first_wrong: IntArray
-    source: IntArray
-    row: IntArray
-    parts: IntArray
-    channel: IntArray
+    num_correct: Int64Array
+    first_wrong: Int64Array
+    source: Int64Array
+    row: Int64Array
+    parts: Int64Array
+    channel: Int64Array
     sources: tuple[str, ...]
     channels: tuple[str, ...]
 
@@ -180,7 +179,7 @@ class Evaluation:
         )
 
 
-def _ratio(sums: npt.NDArray[np.generic], counts: IntArray) -> FloatArray:
+def _ratio(sums: npt.NDArray[np.generic], counts: Int64Array) -> FloatArray:
     ratios: FloatArray = np.full(len(counts), np.nan)
     np.divide(sums, counts, out=ratios, where=counts > 0)
     return ratios

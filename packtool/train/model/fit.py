@@ -64,19 +64,16 @@ class Proposal:
         axes: how ranks share sequences.
         fill: of the packs.
         num_steps, tokens, seconds: of an epoch.
-        num_epochs: of the run.
         memory: of a rank; None before it is traced.
     """
 
     run: TrainConfig
-    world_size: int
     micro_batches: tuple[RankTokens, ...]
     axes: Axes
     fill: float
     num_steps: int
     tokens: int
     seconds: float
-    num_epochs: float
     memory: MemoryEstimate | None = None
 
     @property
@@ -89,7 +86,7 @@ class Proposal:
         """Name of the sharding of weights, gradients and optimizer."""
         return " ".join(("fsdp", *self.run.fsdp)) if self.run.fsdp else self.run.deepspeed or "none"
 
-    def figures(self, gpus_per_node: int) -> dict[str, Any]:
+    def figures(self, world_size: int, gpus_per_node: int) -> dict[str, Any]:
         """Return settings and estimates of a run that fits, by their names in JSON."""
         assert self.memory is not None
         return {
@@ -102,20 +99,19 @@ class Proposal:
             "tokens_per_step": self.tokens / self.num_steps,
             "step_seconds": self.seconds / self.num_steps,
             "tokens_per_second": self.tokens / self.seconds,
-            "hours": self.seconds * self.num_epochs / 3600,
+            "hours": self.seconds * self.run.num_train_epochs / 3600,
             "memory_gib": self.memory.total,
-            "command": self.command(gpus_per_node),
+            "command": self.command(world_size, gpus_per_node),
         }
 
-    def command(self, gpus_per_node: int) -> str:
+    def command(self, world_size: int, gpus_per_node: int) -> str:
         """Return the command that trains with these settings."""
         bare = dataclasses.replace(self.run, output_dir="output", hardware=None, dry_run=False)
         words = shlex.join(["packtool", "train", *option_words(bare)])
-        nodes = -(-self.world_size // gpus_per_node)
+        nodes = -(-world_size // gpus_per_node)
         if nodes > 1:
-            place = f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=10.0.0.1"
-            return f"{place} NPROC_PER_NODE={self.world_size // nodes} {words}"
-        return f"NPROC_PER_NODE={self.world_size} {words}" if self.world_size > 1 else words
+            return f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE={world_size // nodes} {words}"
+        return f"NPROC_PER_NODE={world_size} {words}" if world_size > 1 else words
 
 
 def find_fit(config: PlanConfig, progress: Progress) -> Fit:
@@ -198,7 +194,9 @@ class Fit:
             "num_tried": self.num_tried,
             "num_too_large": self.num_tried - len(self.proposals),
             "shareable": 0.0 if shared is None else shared.saved,
-            "proposals": [proposal.figures(self.hardware.gpus_per_node) for proposal in self.proposals],
+            "proposals": [
+                proposal.figures(self.config.world_size, self.hardware.gpus_per_node) for proposal in self.proposals
+            ],
         }
 
     def settings(self) -> list[TrainConfig]:
@@ -237,14 +235,12 @@ class Fit:
         )
         return Proposal(
             run=run,
-            world_size=self.config.world_size,
             micro_batches=micro_batches,
             axes=self._axes(size),
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=plan.packs.num_tokens,
             seconds=float(self._time(run).steps(run, plan, index, shares).sum()),
-            num_epochs=self.config.num_train_epochs,
         )
 
     def memory(self, proposal: Proposal) -> MemoryEstimate:
@@ -279,7 +275,7 @@ class Fit:
             self._model(run.deepspeed is not None),
             self._model_config,
             dtype=resolve_dtype(self._model_config, run, on_gpu=True),
-            world_size=proposal.world_size,
+            world_size=self.config.world_size,
             micro_batches=proposal.micro_batches,
             axes=proposal.axes,
             trace=tracer,

@@ -95,7 +95,7 @@ def test_a_proposal_is_what_a_dry_run_of_its_command_tells(
     ways = {(each.sharding, each.run.sequence_parallel_ranks): each for each in found.proposals}
     assert len(ways) > 2
     for each in list(ways.values())[:4]:
-        processes, *words = shlex.split(each.command(8))
+        processes, *words = shlex.split(each.command(WORLD_SIZE, 8))
         assert processes == f"NPROC_PER_NODE={WORLD_SIZE}"
         assert words.pop(0) == "packtool"
         monkeypatch.setenv(*processes.split("="))
@@ -133,12 +133,12 @@ def test_what_is_given_is_kept(tiny: TinyWorld, without_traces: None) -> None:
 def test_one_process_shards_nothing(tiny: TinyWorld, without_traces: None) -> None:
     found = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress())
     assert {each.sharding for each in found.proposals} == {"none"}
-    assert found.proposals[0].command(8).startswith("packtool train ")
+    assert found.proposals[0].command(1, 8).startswith("packtool train ")
 
 
 def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> None:
     proposal: Proposal = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress()).proposals[0]
-    command = dataclasses.replace(proposal, world_size=16).command(8)
+    command = proposal.command(16, 8)
     assert command.startswith("NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ")
 
 
