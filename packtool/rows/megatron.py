@@ -59,7 +59,6 @@ class MegatronReader:
         return equal_blocks(self._num_documents)
 
     def digest(self) -> str:
-        """Return a digest of both files."""
         return digest_of(self._source.path, self._tokens_path)
 
     def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
@@ -97,7 +96,6 @@ class MegatronReader:
         return [sequences[a] if b == a + 1 else np.concatenate([empty, *sequences[a:b]]) for a, b in pairwise(bounds)]
 
     def close(self) -> None:
-        """Close the files."""
         self._index.close()
         self._tokens.close()
 

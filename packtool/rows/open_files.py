@@ -161,7 +161,6 @@ class TextReader:
         return data
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -182,7 +181,7 @@ _open = threading.local()
 
 
 def opened(source: Source, open_reader: Callable[[Source], R]) -> R:
-    """Return this thread's reader of a source, opened on first use; the four most recently used are not closed.
+    """Return this thread's reader of a source, opened on first use; the four most recently used stay open.
 
     Raises:
         DataError: if the file has changed since it was scanned.

@@ -309,7 +309,7 @@ def _files_of_match(path: str, option: str) -> list[str]:
 
 
 def _output_finder(folder: str) -> Callable[[str], bool]:
-    """Return whether a path is, or lies in, a cache or training run within a folder (or the folder itself)."""
+    """Return a function that recognises paths of caches and training runs in a folder, and paths inside of them."""
 
     @cache
     def is_output(path: str) -> bool:

@@ -75,7 +75,6 @@ class TableReader:
             return self._count_rows()
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Return blocks of 64 rows."""
         return equal_blocks(self.num_rows())
 
     def digest(self) -> str:
@@ -124,7 +123,6 @@ class TableReader:
             start += batch.num_rows
 
     def close(self) -> None:
-        """Close the file."""
         self._iterator = self._batch = None
         self._file.close()
 

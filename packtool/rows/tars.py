@@ -37,7 +37,6 @@ class TarReader:
         self._file: BinaryIO = storage.open_read(source.path)
 
     def digest(self) -> str:
-        """Return a digest of the content."""
         return digest_of(self._source.path)
 
     def blocks(self) -> Iterator[RowBlock]:
@@ -63,7 +62,6 @@ class TarReader:
             raise changed_error(self._source, f"it ends at pack {number}")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _packs(self, start: int) -> Iterator[tuple[int, _Members]]:

@@ -84,7 +84,6 @@ def storage_error(path: str, operation: str, error: BaseException) -> RemoteErro
 
 
 def _explained(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
-    """Return cause, remedy and kind of a failure."""
     text = scrubbed(" ".join(str(error).split()), os.environ) or type(error).__name__
     scheme, code, kind, status = scheme_of(path), code_of(error), type(error).__name__, status_of(error)
     bucket = masked(path).partition("://")[2].partition("/")[0]

@@ -155,7 +155,6 @@ class LocalWriter:
             self._file = open(self._temporary, "wb")  # noqa: SIM115
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes."""
         with self._discarded_on_failure():
             return self._file.write(data)
 
@@ -209,7 +208,6 @@ class LocalWriter:
             raise self._failure from error
 
     def discard(self) -> None:
-        """Remove what was written."""
         with suppress(OSError):  # closing writes buffered data, which may be what has just failed
             self._file.close()
         _remove_if_possible(self._temporary)

@@ -186,11 +186,9 @@ class RemoteReader(io.RawIOBase):
         self._ahead: tuple[int, Future[Range]] | None = None
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True: seeking costs nothing."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

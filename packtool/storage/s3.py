@@ -100,7 +100,6 @@ class S3Writer:
             raise storage_error(self._path, "writing", error) from None
 
     def _send(self) -> None:
-        """Start to upload the filled part."""
         if self._upload is None:
             self._upload = wait(with_retries(self._begin))
         while len(self._in_flight) >= _MAX_PARTS_IN_FLIGHT:
@@ -424,7 +423,6 @@ class S3Store:
                 raise
 
     async def _pages(self, method: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the pages of a listing."""
         position: dict[str, Any] = {}
         while True:
             page = await self.request(method, **arguments, **position)

@@ -318,7 +318,6 @@ def _as_call(who: str, call: Any) -> dict[str, Any]:
 
 
 def _joined(turn: Turn, call: Turn) -> Turn:
-    """Join an assistant's turn and the call that follows it."""
     calls = [*turn.extra.get("tool_calls", ()), *call.extra["tool_calls"]]
     return replace(
         turn,
