@@ -41,7 +41,7 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
 
 def _is_of_run(config: InspectConfig) -> bool:
-    """Whether ``--directory`` is a run's, not a cache.
+    """Check whether ``--directory`` is a run's, not a cache.
 
     Raises:
         ConfigError: for an option that does not apply to it.

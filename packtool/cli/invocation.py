@@ -1,4 +1,4 @@
-"""How a command was called, how it prints its result, and how it reacts to interrupts."""
+"""The call of a command: its arguments, the printing of its result, and interrupts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Invocation:
-    """How a command was called.
+    """The call of a command.
 
     Args:
         arguments: everything after ``packtool``, unchanged, so that torchrun can run it again in every process.

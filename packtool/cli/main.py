@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ _LEVELS = ("DEBUG", "INFO")
 
 
 def asks_for_debug(arguments: Sequence[str]) -> bool:
-    """Whether the command line or the environment enables debug output."""
+    """Check whether the command line or the environment enables debug output."""
     level = os.environ.get(_VARIABLE) or os.environ.get(_MS_SWIFT_VARIABLE, "")
     if level.upper() == "DEBUG":
         return True
@@ -136,10 +135,6 @@ _NAMELESS = {
 }
 
 
-def _unknown_options(command: str) -> UnknownOptions:
-    return UnknownOptions(command, _SETTINGS, _warn)
-
-
 def _warn(message: str) -> None:
     """Print a warning, except in torchrun's processes: the launcher has printed it."""
     if not is_launched():
@@ -148,7 +143,8 @@ def _warn(message: str) -> None:
 
 for _name, (_settings, _run, _help) in _COMMANDS.items():
     _class = type("PanelCommand", (PanelCommand,), {"nameless": _NAMELESS.get(_name, (None, None))[1]})
-    app.command(cls=_class, name=_name, help=_help)(command_of(_settings, _run, partial(_unknown_options, _name)))
+    _command = command_of(_settings, _run, UnknownOptions(_name, _SETTINGS, _warn))
+    app.command(cls=_class, name=_name, help=_help)(_command)
 
 
 def _version(is_requested: bool) -> None:
@@ -200,8 +196,9 @@ def run(arguments: list[str]) -> int:
             configure_logging(debug)
             command, *words = arguments
             nameless, _ = _NAMELESS.get(command, (None, None))
+            unknown = UnknownOptions(command, _SETTINGS, _warn)
             kinds = option_kinds(_SETTINGS[command])
-            arguments = [command, *rewrite(words, kinds, nameless, _unknown_options(command).on_command_line)]
+            arguments = [command, *rewrite(words, kinds, nameless, unknown.on_command_line)]
         # Typer answers --help and wrong usage by itself, with SystemExit.
         app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)
     except SystemExit as end:

@@ -194,7 +194,7 @@ _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
 
 
 def option_kinds(cls: type) -> dict[str, ArgumentKind]:
-    """How each option of a command takes its value, by the option's names."""
+    """The kind of each option of a command, by its names."""
     kinds = {f"--{name}": kind for name, (kind, _, _) in _COMMON_OPTIONS.items()}
     return kinds | {name: _kind(field, cls) for field in _flags(cls) for name in option_names(field)}
 
@@ -228,20 +228,17 @@ class PanelCommand(typer.core.TyperCommand):
                 formatter.write_dl(records)
 
 
-def command_of(
-    cls: type[T], run: Callable[[T, Invocation], None], unknown_options: Callable[[], UnknownOptions]
-) -> Callable[..., None]:
+def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: UnknownOptions) -> Callable[..., None]:
     """Make a function that typer reads as a command with all options of ``cls``.
 
     Args:
         cls: the settings.
-        run: called with the merged settings and how the command was called.
-        unknown_options: made when the command is called.
+        run: called with the merged settings and the invocation.
+        unknown: explains unknown settings.
     """
 
     def command(ctx: typer.Context, **values: Any) -> None:
         common = {name: values.pop(f"{name}_") for name in _COMMON_OPTIONS}
-        unknown = unknown_options()
         config = resolve(
             cls,
             values,

@@ -1,4 +1,4 @@
-"""What ``packtool inspect`` shows of a cache: its figures, damaged files, and samples as text.
+"""Output of ``packtool inspect`` for a cache: its figures, damaged files, and samples as text.
 
 Boxes, points and polygons are read back from a sample's text, to be drawn on its images. The numbers are interpreted as
 the model's family defines them, so a box that was scaled wrongly in the rows is drawn in the wrong place.
@@ -87,7 +87,7 @@ class ShownRegion:
 
     @property
     def is_inside(self) -> bool:
-        """Whether all corners are inside the image."""
+        """True if all corners are inside the image."""
         return all(0 <= share <= 1 for corner in self.corners for share in corner)
 
     def description(self, width: int, height: int) -> str:
@@ -463,7 +463,7 @@ def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
 
 
 def damage_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What ``packtool inspect --verify`` prints."""
+    """The output of ``packtool inspect --verify``."""
     rate = figures["bytes"] / 1e9 / figures["seconds"] if figures["seconds"] else 0.0
     size = f"{figures['bytes'] / 1e6:,.1f} MB read at {rate:.1f} GB/s"
     yield f"{figures['directory']}: {figures['num_files']} files, {size}"

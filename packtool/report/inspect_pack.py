@@ -1,4 +1,4 @@
-"""What ``packtool inspect --pack`` shows: the samples of a pack, and the trees of those that share prefixes."""
+"""Output of ``packtool inspect --pack``: the samples of a pack, and the trees of those that share prefixes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _layout(
 
 
 def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
-    """What ``packtool inspect --pack`` prints: the samples of the pack; shared prefixes as trees."""
+    """The output of ``packtool inspect --pack``: the samples of the pack; shared prefixes as trees."""
     tokens, capacity, num_whole = pack["tokens"], pack["packing_length"], pack["tokens_without"]
     without = f", instead of {num_whole:,} with every sample whole" if num_whole > tokens else ""
     fill = f"{tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"

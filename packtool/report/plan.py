@@ -12,7 +12,7 @@ from packtool.train.prepare.timeline import stage_title
 
 
 def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """What ``packtool plan`` prints."""
+    """The output of ``packtool plan``."""
     balance = figures["balance"]
     lines = [
         *_sample_lines(figures),
@@ -61,7 +61,7 @@ def _sample_lines(figures: Mapping[str, Any]) -> list[Line]:
 
 
 def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """What shared prefixes save."""
+    """Savings by shared prefixes."""
     shared = figures["shared_prefixes"]
     if shared is None:
         return []
@@ -183,7 +183,7 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
 
 
 def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
-    """What ``packtool plan --fit`` prints: the search, a row for each proposal, and the command of the first one."""
+    """The output of ``packtool plan --fit``: the search, a row for each proposal, and the command of the first one."""
     heading = (
         *("", "packing length", "recompute", "sharding", "ranks a pack", "GiB a rank"),
         *("tokens/step", "s/step", "tokens/s", "hours"),
@@ -225,7 +225,7 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
 
 
 def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What ``packtool plan --resume`` prints."""
+    """The output of ``packtool plan --resume``."""
     steps, before, step = figures["steps"], figures["steps_before"], figures["step"]
     yield f"from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
     if figures["data_changed"]:

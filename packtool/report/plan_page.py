@@ -85,7 +85,7 @@ def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
 
 
 def page_content(preview: Preview, figures: Mapping[str, Any], command: str, title: str) -> dict[str, Any]:
-    """What the page of a plan shows, for ``page``.
+    """Collect the content of a plan's page, for ``page``.
 
     Args:
         figures: of the preview.
@@ -179,7 +179,7 @@ def _headline(figures: Mapping[str, Any]) -> list[Card]:
 
 
 def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What shared prefixes save, and two trees: the one that saves most, and the median one."""
+    """Savings by shared prefixes, and two trees: the one that saves most, and the median one."""
     saved = figures["shared_prefixes"]
     if saved is None or packs.shared is None:
         return None

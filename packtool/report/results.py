@@ -1,4 +1,4 @@
-"""What ``packtool verify`` and ``packtool eval`` print, as tables, JSON and a page."""
+"""Results of ``packtool verify`` and ``packtool eval`` as tables, JSON and a page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STEP_HEADING = ("step", "samples", "target tokens", "packs", "loss packed", "lo
 
 
 def verify_figures(report: VerifyReport) -> dict[str, Any]:
-    """What ``packtool verify --json`` prints; an error that is not finite is null."""
+    """The output of ``packtool verify --json``; an error that is not finite is null."""
     figures = {"tokens" if name == "num_tokens" else name: value for name, value in vars(report).items()}
     checks = [
         {**vars(check), "error": check.error if math.isfinite(check.error) else None, "passed": check.passed}
@@ -111,7 +111,7 @@ def write_page(report: VerifyReport, path: str, command: str) -> None:
 
 
 def verify_lines(report: VerifyReport) -> list[str]:
-    """What ``packtool verify`` prints: the losses of each step, the verdict, and each check with its error."""
+    """The output of ``packtool verify``: the losses of each step, the verdict, and each check with its error."""
     shared = f", {_shared(report)}" if report.num_shared_tokens else ""
     facts = (
         f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; on "
@@ -123,7 +123,7 @@ def verify_lines(report: VerifyReport) -> list[str]:
 
 
 def evaluation_figures(result: EvalResult) -> dict[str, Any]:
-    """What ``packtool eval --json`` prints; values that are not finite are null."""
+    """The output of ``packtool eval --json``; values that are not finite are null."""
     totals = result.evaluation.channel_totals
     figures = {
         **_total_figures(result.evaluation.total),
@@ -144,7 +144,7 @@ def _total_figures(total: Total) -> dict[str, float]:
 
 
 def evaluation_lines(result: EvalResult) -> list[str]:
-    """What ``packtool eval`` prints: totals of all samples, and of each channel if there are channels."""
+    """The output of ``packtool eval``: totals of all samples, and of each channel if there are channels."""
     totals = [("all", result.evaluation.total)]
     channels = result.evaluation.channel_totals
     if any(name is not None for name in channels):

@@ -104,7 +104,7 @@ class ShownPacks:
         return np.unique(np.concatenate(samples))
 
     def pack(self, number: int) -> dict[str, Any]:
-        """What the page draws of a pack."""
+        """The samples and shared prefixes of a pack, as the page draws them."""
         members = self._slice(number)
         samples = self._plan.samples[members].tolist()
         shared = None if self._plan.shared is None else self._plan.shared[members]

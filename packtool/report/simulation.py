@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def simulation_lines(simulation: Simulation) -> list[str]:
-    """What ``packtool simulate`` prints: a row for each strategy, notes, and assumptions."""
+    """The output of ``packtool simulate``: a row for each strategy, notes, and assumptions."""
     title = f"{simulation.source}: {simulation.model} on {_machine(simulation)}"
     strategies = table(title, [("", *_COLUMNS), *_rows(simulation)])
     assumptions = table("what the times rest on", _assumption_lines(simulation), "l")

@@ -26,13 +26,13 @@ def percent(share: float) -> str:
 
 
 def export_figures(summary: ExportSummary) -> dict[str, Any]:
-    """What ``packtool export --json`` prints."""
+    """The output of ``packtool export --json``."""
     figures = dataclasses.asdict(summary) | {"seconds": round(summary.seconds, 3)}
     return {name: value for name, value in figures.items() if name not in ("num_reused", "rows_made")}
 
 
 def export_lines(summary: ExportSummary) -> list[Line]:
-    """What ``packtool export`` prints."""
+    """The output of ``packtool export``."""
     kept = f"{summary.num_samples:,}"
     if len(summary.num_samples_by_split) > 1:
         kept += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
@@ -62,7 +62,7 @@ def export_lines(summary: ExportSummary) -> list[Line]:
 
 
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
-    """What ``packtool train`` prints at its end, or with ``--dry-run``.
+    """The output of ``packtool train`` after training or a dry run.
 
     Args:
         has_plan: packs were read from ``--plan``, which may lack some samples.

@@ -1,4 +1,4 @@
-"""What ``packtool inspect`` shows of a run: trained samples, the samples of a step, and when a sample was trained."""
+"""Output of ``packtool inspect`` for a run: trained samples, the samples of a step, and the steps of a sample."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MAX_COMPANIONS = 20
 
 
 def is_run(directory: str) -> bool:
-    """Whether a directory is a run's or a checkpoint, not a cache."""
+    """Check whether a directory is a run's or a checkpoint, not a cache."""
     return os.path.isdir(directory) and (
         has_history(directory) or is_checkpoint(directory) or bool(finished_checkpoints(directory))
     )
 
 
 def trained_figures(directory: str) -> dict[str, Any]:
-    """What a run has trained until its newest checkpoint.
+    """Count what a run has trained until its newest checkpoint.
 
     Args:
         directory: of the run, or of the checkpoint until which to count.
@@ -103,7 +103,7 @@ def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
 
 
 def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What ``packtool inspect --trained`` prints."""
+    """The output of ``packtool inspect --trained``."""
     epoch = figures["epoch"]
     position = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
     yield (
@@ -191,7 +191,7 @@ def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, 
 
 
 def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What ``packtool inspect --step`` prints."""
+    """The output of ``packtool inspect --step``."""
     pending = "" if figures["is_trained"] else ", not trained yet"
     yield (
         f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{pending}: {figures['num_samples']:,} samples, "
@@ -221,7 +221,7 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
-    """When a sample was trained in a run.
+    """Find the steps of a run that trained a sample.
 
     Args:
         output_dir: of the run, or one of its checkpoints.
@@ -298,7 +298,7 @@ def _occurrence(
 
 
 def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What ``packtool inspect --row`` prints of a run."""
+    """The output of ``packtool inspect --row`` for a run."""
     times, run = figures["times"], escape_line(figures["run"])
     steps, skipped = plural(figures["until_step"], "step"), plural(figures["num_skipped"], "time")
     left_out = f"; left out {skipped}, for it could not be loaded" if figures["num_skipped"] else ""
