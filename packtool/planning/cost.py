@@ -1,23 +1,22 @@
-"""What a model costs to train, from its own ``config.json``: FLOPs of packs, weights, and bytes of activations.
+"""Training cost of a model, from its ``config.json``: FLOPs of packs, weights, and bytes of activations.
 
 Equal tokens are not equal work: attention looks back over each sample, so its work grows with the square of the
-sample's length, and pictures pass through a tower of their own, where every patch looks at all patches of its frame.
+sample's length, and images pass through a tower of their own, where every patch attends to all patches of its frame.
 A pack costs
 
     per_token * tokens + per_square * sum(len^2) + per_target_token * targets                        language model
     + per_vision_token * vision tokens + per_patch_square * sum(patches of a frame ^2)               vision tower
     + per_audio_token * audio tokens                                                                 audio tower
 
-with two operations for each multiply-add of the steps in ``layers``; layers whose attention sees a window of w tokens
-have min(len, w) * (2 len - min(len, w)) in place of len^2, and those that see no further than their chunk of w tokens
-have w^2 for each whole chunk and the square of the rest. Forward counts once. Backward counts once more for the
-gradients of what a product takes, where anything before it learns, and once more for the gradients of its weights,
-where these learn. So nothing goes backward below the first weight that learns, a frozen tower costs its forward pass,
-and a module with an adapter has gradients of the adapter's weights alone. Attention's backward is 2.5 times its
-forward: flash kernels make the scores again (Dao 2023, "FlashAttention-2", section 4.1).
+with two operations for each multiply-add of the steps in ``layers``; for layers whose attention sees a window of w
+tokens, len^2 is replaced by ``CostModel.window_squares``. Forward counts once. Backward counts once more for the
+gradients of a product's inputs, where anything before it is trained, and once more for the gradients of its weights,
+where these are trained. So there is no backward pass below the first trained weight, a frozen tower costs its forward
+pass, and a module with an adapter has gradients of the adapter's weights alone. Attention's backward is 2.5 times its
+forward: flash kernels compute the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 
-Which weights a run trains is decided by the names of modules, see ``layers``, and by the rules of ``LearningOptions``
-that ``train.model.frozen`` and ``train.model.adapters`` apply to real parameters. ``ModelSizes`` has the bytes beside.
+Trained weights are selected by the names of modules, see ``layers``, and by the rules of ``LearningOptions`` that
+``train.model.frozen`` and ``train.model.adapters`` apply to real parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -33,17 +33,18 @@ import numpy.typing as npt
 from packtool.config.model import LearningOptions
 from packtool.encode.families import text_config_of, thinker_of
 from packtool.planning.layers import ModelLayers, Step, attention_widths, expert_widths
+from packtool.planning.pack_plan import Costs, Int64Array, IntArray
 
 _ADAPTABLE = ("linear", "convolution", "lookup")  # by a regular expression; names and all-linear mean linear modules
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """What of a step learns.
+    """Training of a step.
 
     Args:
         weights: all of them, through an adapter, or not.
-        any: something of it does, were it a bias alone: gradients go back to what it makes.
+        any: anything of it is trained, even a bias alone: gradients flow back to its outputs.
     """
 
     weights: Literal["full", "lora", "frozen"] = "frozen"
@@ -51,16 +52,16 @@ class Trainable:
 
 
 def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
-    """What learns, by the steps' names; what is not named does not.
+    """Find the training of each step, by name; steps that are missing are frozen.
 
-    A family that packtool knows nothing of may have other names: where options mean nothing of a model, they count as
-    if no names had been given.
+    Families unknown to packtool may have other names: where options match nothing of a model, options that name modules
+    are ignored.
     """
-    found = _trainable(layers, options)
-    if not any(each.any for each in found.values()):
+    steps = _trainable(layers, options)
+    if not any(each.any for each in steps.values()):
         parts = ("train_type", "lora_rank", "freeze_vit", "freeze_aligner", "freeze_llm")
-        found = _trainable(layers, LearningOptions(**{name: getattr(options, name) for name in parts}))
-    return found
+        steps = _trainable(layers, LearningOptions(**{name: getattr(options, name) for name in parts}))
+    return steps
 
 
 def _trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
@@ -68,14 +69,21 @@ def _trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Train
     if options.train_type == "lora":
         found = {step.name: _adapted(step, options, is_head=step is layers.head) for step in steps}
     else:
-        found = _unfrozen(steps[:-1] if layers.is_tied else steps, options)
+        found, untied = {}, steps[:-1] if layers.is_tied else steps
+        budget = int(sum(step.num_weights for step in untied) * options.freeze_parameters_ratio)
+        for step in untied:
+            budget -= step.num_weights
+            is_kept = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
+            names = (step.weight, f"{step.name}.bias") if step.has_bias else (step.weight,)
+            learns = [options.is_unfrozen(name) or not (is_kept or options.is_frozen(name)) for name in names]
+            found[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
     if layers.is_tied:
-        found[layers.head.name] = dataclasses.replace(found[layers.language[0].name])
+        found[layers.head.name] = found[layers.language[0].name]
     return found
 
 
 def _adapted(step: Step, options: LearningOptions, *, is_head: bool) -> Trainable:
-    """What ``--train-type lora`` does."""
+    """Apply the rules of ``--train-type lora``."""
     if options.is_saved(step.name):
         return Trainable("full", True)
     if options.target_regex is not None:
@@ -87,23 +95,9 @@ def _adapted(step: Step, options: LearningOptions, *, is_head: bool) -> Trainabl
     return Trainable("frozen", options.lora_bias == "all" and step.has_bias)
 
 
-def _unfrozen(steps: Sequence[Step], options: LearningOptions) -> dict[str, Trainable]:
-    """What ``--train-type full`` does."""
-    found: dict[str, Trainable] = {}
-    budget = int(sum(step.num_weights for step in steps) * options.freeze_parameters_ratio)
-    for step in steps:
-        budget -= step.num_weights
-        is_kept = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
-        names = (step.weight, f"{step.name}.bias") if step.has_bias else (step.weight,)
-        learns = [options.is_unfrozen(name) or not (is_kept or options.is_frozen(name)) for name in names]
-        found[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
-    return found
-
-
 _ATTENTION_BACKWARD = 2.5
 ALL_WEIGHTS = LearningOptions(train_type="full", freeze_vit=False, freeze_aligner=False)
-"""Every weight learns."""
-
+"""Options that train every weight."""
 
 _BYTES = 2  # bfloat16
 # Adam in mixed precision: a master copy and two moments in 32 bits (Rajbhandari et al. 2020, "ZeRO", section 3.1).
@@ -139,7 +133,7 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
     },
 }
-"""Sizes in the models' public ``config.json``; 8b, those of Qwen3-8B, stands in where no model is named."""
+"""Sizes in the models' public ``config.json``; 8b, those of Qwen3-8B, is the default where no model is named."""
 
 
 @dataclass(frozen=True)
@@ -149,14 +143,13 @@ class CostModel:
     Args:
         per_token: of each token, in the layers of the language model.
         per_square: of each unit of sum(len^2): causal attention, so half of the full square.
-        per_target_token: of each label: the head, for logits are made only where a label is.
-        per_vision_token: of each token of a picture or video, in the tower that made it, and in what leads from there
-            to the language model.
+        per_target_token: of each label: the head, since logits are computed for labels only.
+        per_vision_token: of each token of an image or video, in its tower and the aligner.
         per_patch_square: of each unit of the sum over frames of (patches of the frame)^2.
         per_audio_token: of each token of a sound.
         per_window: of each unit of ``window_squares``.
         window: tokens that sliding layers see.
-        in_chunks: that window does not slide: layers see what is in their chunk of so many tokens.
+        in_chunks: the window does not slide: layers see their chunk of ``window`` tokens.
     """
 
     per_token: float
@@ -171,78 +164,74 @@ class CostModel:
 
     def __call__(
         self,
-        tokens: npt.NDArray[np.integer[Any]],
+        tokens: IntArray,
         attention_flops: npt.NDArray[Any] | float,
-        target_tokens: npt.NDArray[np.integer[Any]] | int = 0,
+        target_tokens: IntArray | int = 0,
         tower_flops: npt.NDArray[Any] | float = 0,
-    ) -> npt.NDArray[np.float64]:
+    ) -> Costs:
         """FLOPs of packs (or samples); arguments and result of one shape.
 
         Args:
             tokens: computed.
-            attention_flops: those of ``attention``.
-            target_tokens: of which logits are made.
-            tower_flops: those of ``towers``.
+            attention_flops: of ``attention``.
+            target_tokens: of which logits are computed.
+            tower_flops: of ``towers``.
         """
-        cost: npt.NDArray[np.float64] = tokens * self.per_token + attention_flops
+        cost: Costs = tokens * self.per_token + attention_flops
         return cost + np.asarray(target_tokens) * self.per_target_token + tower_flops
 
-    def attention(
-        self, lengths: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None
-    ) -> npt.NDArray[np.float64]:
+    def attention(self, lengths: IntArray, shared: IntArray | None = None) -> Costs:
         """FLOPs of the language model's attention, for samples of any shape.
 
         Args:
-            lengths: of whole samples.
-            shared: tokens of each that it goes on from, and that are computed elsewhere.
+            lengths: of samples including their prefixes.
+            shared: tokens of each sample's prefix that are computed elsewhere.
         """
         squares = np.square(lengths, dtype=np.int64)
         if shared is not None:
             squares = squares - np.square(shared, dtype=np.int64)
         return self.attention_of(squares, self.window_squares(lengths, shared))
 
-    def attention_of(
-        self, squares: npt.NDArray[np.integer[Any]], windows: npt.NDArray[np.integer[Any]]
-    ) -> npt.NDArray[np.float64]:
+    def attention_of(self, squares: IntArray, windows: IntArray) -> Costs:
         """FLOPs of the language model's attention, from sums of squares and of ``window_squares``, of any shape."""
-        found: npt.NDArray[np.float64] = squares * self.per_square + windows * self.per_window
-        return found
+        flops: Costs = squares * self.per_square + windows * self.per_window
+        return flops
 
-    def window_squares(
-        self, lengths: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None
-    ) -> npt.NDArray[np.int64]:
-        """What stands for the squares in sliding layers, of each sample; 0 if there are none.
+    def window_squares(self, lengths: IntArray, shared: IntArray | None = None) -> Int64Array:
+        """The equivalent of squared lengths in layers with windows of w tokens; 0 without such layers.
+
+        Sliding layers: min(len, w) * (2 len - min(len, w)). Chunks: w^2 for each full chunk and the square of the rest.
 
         Args:
             lengths, shared: as for ``attention``, of any shape.
         """
-        whole = lengths.astype(np.int64)
+        tokens = lengths.astype(np.int64)
         if self.in_chunks:
-            found: npt.NDArray[np.int64] = whole // self.window * self.window**2 + (whole % self.window) ** 2
+            squares: Int64Array = tokens // self.window * self.window**2 + (tokens % self.window) ** 2
         else:
-            seen = np.minimum(whole, self.window)
-            found = seen * (2 * whole - seen)
-        return found if shared is None else found - self.window_squares(shared)
+            seen = np.minimum(tokens, self.window)
+            squares = seen * (2 * tokens - seen)
+        return squares if shared is None else squares - self.window_squares(shared)
 
     def towers(
         self,
         vision_tokens: npt.NDArray[Any],
         patch_squares: npt.NDArray[Any],
         audio_tokens: npt.NDArray[Any] | int = 0,
-    ) -> npt.NDArray[np.float64]:
-        """FLOPs of the towers for media of packs, samples or pictures; all are of any shape, and of the same.
+    ) -> Costs:
+        """FLOPs of the towers for media of packs, samples or images, all of one shape.
 
         Args:
-            vision_tokens: of pictures and videos.
+            vision_tokens: of images and videos.
             patch_squares: sum over their frames of (patches of the frame)^2.
-            audio_tokens: of sounds, those of videos among them.
+            audio_tokens: of sounds, including those of videos.
         """
-        cost: npt.NDArray[np.float64] = vision_tokens * self.per_vision_token + patch_squares * self.per_patch_square
+        cost: Costs = vision_tokens * self.per_vision_token + patch_squares * self.per_patch_square
         return cost + np.asarray(audio_tokens) * self.per_audio_token
 
     @classmethod
     def of_8b(cls) -> CostModel:
-        """A dense model of 8 billion weights: a stand-in where no model is named."""
+        """Costs of a dense model of 8 billion weights, the default where no model is named."""
         return cls.of_config(MODEL_PRESETS["8b"])
 
     @classmethod
@@ -255,81 +244,74 @@ class CostModel:
         recomputes_towers: bool = False,
         recomputes_head: bool = False,
     ) -> CostModel:
-        """Read the widths off a ``config.json``, see ``layers``.
+        """Read the widths of a ``config.json``, see ``layers``.
 
         Args:
-            learning: which weights learn.
-            recomputes_language, recomputes_towers: layers run forward once more before they go backward.
-            recomputes_head: logits are made once more.
+            learning: options that select the trained weights.
+            recomputes_language, recomputes_towers: layers run forward again before their backward pass.
+            recomputes_head: logits are computed again.
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
         """
         layers = ModelLayers.of_config(config)
-        learns, rank = trainable(layers, learning), learning.lora_rank
-
-        def sums(steps: Sequence[Step], *behind: _Sums, recomputes: bool = False) -> _Sums:
-            return _summed(steps, learns, rank, behind=any(sums.learns for sums in behind), recomputes=recomputes)
-
-        vision = sums(layers.vision, recomputes=recomputes_towers)
-        audio = sums(layers.audio, recomputes=recomputes_towers)
-        mergers = [sums(merger, vision) for merger in layers.mergers]
-        joined = sums(layers.audio_aligner, audio)
-        language = sums(layers.language, *mergers, audio, joined, recomputes=recomputes_language)
-        head = dataclasses.replace(layers.head, layer=0)  # a part that is computed again at once, as a layer is
+        flops = partial(_flops, trainable(layers, learning), learning.lora_rank)
+        vision, vision_square, _, vision_learns = flops(layers.vision, recomputes=recomputes_towers)
+        audio, _, _, audio_learns = flops(layers.audio, recomputes=recomputes_towers)
+        mergers = [flops(merger, has_gradient=vision_learns) for merger in layers.mergers]
+        aligner, _, _, aligner_learns = flops(layers.audio_aligner, has_gradient=audio_learns)
+        has_gradient = audio_learns or aligner_learns or any(learns for *_, learns in mergers)
+        language = flops(layers.language, has_gradient=has_gradient, recomputes=recomputes_language)
+        head = dataclasses.replace(layers.head, layer=0)  # recomputed like a layer
         return cls(
-            per_token=language.flops,
-            per_square=language.per_square,
-            per_target_token=sums([head], language, recomputes=recomputes_head).flops,
-            per_vision_token=vision.flops + sum(merger.flops for merger in mergers),
-            per_patch_square=vision.per_square,
-            per_audio_token=audio.flops + joined.flops,
-            per_window=language.per_window,
+            per_token=language[0],
+            per_square=language[1],
+            per_target_token=flops([head], has_gradient=language[3], recomputes=recomputes_head)[0],
+            per_vision_token=vision + sum(merger for merger, *_ in mergers),
+            per_patch_square=vision_square,
+            per_audio_token=audio + aligner,
+            per_window=language[2],
             window=layers.window,
             in_chunks=layers.in_chunks,
         )
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """FLOPs of a part for each unit, of its squares and of its windows; and whether gradients go back to its end."""
-
-    flops: float
-    per_square: float
-    per_window: float
-    learns: bool
-
-
-def _summed(
-    steps: Sequence[Step], learns: Mapping[str, Trainable], rank: int, *, behind: bool, recomputes: bool
-) -> _Sums:
-    """The work of a part.
+def _flops(
+    training: Mapping[str, Trainable],
+    rank: int,
+    steps: Sequence[Step],
+    *,
+    has_gradient: bool = False,
+    recomputes: bool = False,
+) -> tuple[float, float, float, bool]:
+    """Add up the steps of a part: FLOPs of each unit, of its squares and of its windows; and if it is trained.
 
     Args:
-        behind: whether anything learns that comes before the part.
+        rank: of adapters.
+        has_gradient: anything before the part is trained.
     """
-    after = [behind]
+    gradients = [has_gradient]  # before each step, and after the last one
     for step in steps:
-        after.append(after[-1] or learns.get(step.name, Trainable()).any)
-    goes_back = {step.layer: does for step, does in zip(steps, after[1:], strict=True)}
+        gradients.append(gradients[-1] or training.get(step.name, Trainable()).any)
+    layer_has_gradient = {step.layer: after for step, after in zip(steps, gradients[1:], strict=True)}
     flops = per_square = per_window = 0.0
-    before = behind
-    for step, has_gradient in zip(steps, after, strict=False):
-        before = before if step.beside else has_gradient
-        again = float(recomputes and step.layer is not None and goes_back[step.layer])
+    before = has_gradient
+    for step, has_input_gradient in zip(steps, gradients, strict=False):
+        before = before if step.beside else has_input_gradient
+        again = float(recomputes and step.layer is not None and layer_has_gradient[step.layer])
         if step.kind == "attention":
-            passes = 1 + again + _ATTENTION_BACKWARD * has_gradient
+            passes = 1 + again + _ATTENTION_BACKWARD * has_input_gradient
             flops += passes * step.local
             per_square += passes * step.per_square
             per_window += passes * step.per_window
             continue
-        how = learns[step.name].weights
-        flops += 2 * step.num_products * (1 + again + before + (how == "full"))
-        if how == "lora":
-            # Of two products: what the first one takes may have no gradient.
+        weights = training[step.name].weights
+        flops += 2 * step.num_products * (1 + again + before + (weights == "full"))
+        if weights == "lora":
+            # Two products; the input of the first one may have no gradient.
             widths = step.inputs * (2 + again + before) * (step.kind != "lookup") + step.outputs * (3 + again)
             flops += 2 * step.times * rank * widths
-    return _Sums(flops, per_square, per_window, after[-1])
+    return flops, per_square, per_window, gradients[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,10 +322,10 @@ class ModelSizes:
         cost: FLOPs.
         num_parameters: all weights, of all experts.
         num_layers: L.
-        kept_bytes: activations that a layer keeps of each token for its backward pass.
-        input_bytes: the part of them that is the layer's input: all that is kept with recomputation.
-        query_bytes: queries of a layer, of each token; attention's output has as many.
-        kv_bytes: keys and values of a layer, of each token: what context parallelism gathers.
+        kept_bytes: activations of a token that a layer keeps for its backward pass.
+        input_bytes: the layer's input among them, which alone is kept with recomputation.
+        query_bytes: queries of a token in a layer; attention's output has the same size.
+        kv_bytes: keys and values of a token in a layer, which context parallelism gathers.
         num_heads, num_key_heads: of queries, and of keys and values.
     """
 
@@ -359,12 +341,12 @@ class ModelSizes:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
-        """Read the widths off a ``config.json``, as ``CostModel.of_config`` does; only the text tower is counted.
+        """Read the widths of a ``config.json``, as ``CostModel.of_config`` does; only the text tower is counted.
 
-        A layer keeps, in units of one token's numbers: two residuals, two norms' results and the attention's output
-        projected (5 h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv);
-        gate, up, the activated gate and the product (4 i, of the experts that a token visits). Scores are not kept
-        (flash attention), logits neither (they are made some targets at a time, see ``train.model.head_loss``).
+        A layer keeps, in numbers of a token: two residuals, two norms' results and the attention's projected output
+        (5 h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv); gate, up,
+        the activated gate and the product (4 i, of the token's experts). Scores are not kept (flash attention), nor are
+        logits (computed for some targets at a time, see ``train.model.head_loss``).
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
@@ -390,28 +372,28 @@ class ModelSizes:
 
     @classmethod
     def or_8b(cls, config: Mapping[str, Any]) -> ModelSizes:
-        """The sizes of a model; those of one of 8 billion weights where its ``config.json`` does not tell them."""
+        """Sizes of a model, or of one of 8 billion weights if its ``config.json`` lacks widths."""
         try:
             return cls.of_config(config)
         except (KeyError, TypeError, ValueError):
             return cls.of_config(MODEL_PRESETS["8b"])
 
     def state_bytes(self, num_ranks: int, zero_stage: int = 2) -> float:
-        """Bytes on one rank of weights, and of gradients and optimizer states sharded over all ranks.
+        """Bytes of weights on one rank, and of gradients and optimizer states sharded over all ranks.
 
         Args:
-            zero_stage: 2 keeps the weights whole; 3 shards them too, and holds those of two layers at a time.
+            zero_stage: 2 replicates the weights; 3 shards them too, and gathers those of two layers at a time.
         """
-        whole = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
-        return self.num_parameters * (_BYTES * whole + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
+        share = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
+        return self.num_parameters * (_BYTES * share + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
 
     def token_bytes(self, *, recompute: bool) -> float:
-        """Activations of one token through all layers; with recomputation the layers' inputs and one whole layer."""
+        """Bytes of one token's activations in all layers; with recomputation, the layers' inputs and one full layer."""
         if recompute:
             return float(self.num_layers * self.input_bytes + self.kept_bytes)
         return float(self.num_layers * self.kept_bytes)
 
     @property
     def weight_bytes(self) -> float:
-        """All weights, as they travel; their gradients have as many."""
+        """Bytes of all weights, and of their gradients, in communication."""
         return float(_BYTES * self.num_parameters)

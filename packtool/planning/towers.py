@@ -1,26 +1,24 @@
-"""Work of the towers: which of the ranks that share a sequence computes which picture, video or sound.
+"""Work of the towers: assignment of images, videos and sounds to the ranks that share a sequence.
 
-A sample that is local to a rank has its media computed there. Those of sharded samples are shared out: the most work
-first, each to the rank whose towers have the least so far, local media counted (LPT: Graham 1969, "Bounds on
-multiprocessing timing anomalies"), as ``batch.collate_shard`` does it. Ranks wait for each other behind their towers,
-where features are exchanged, so it is tower work alone that is evened out.
+Media of a sample that is local to a rank are computed there. Those of sharded samples are assigned most work first,
+each to the rank with the least tower work so far, local media included (LPT: Graham 1969, "Bounds on multiprocessing
+timing anomalies"), as in ``batch.collate_shard``. Ranks wait for each other after their towers, where features are
+exchanged, so tower work is balanced by itself.
 
-A picture is computed by one rank, so a rank's share is no even part of the pack's: of pictures of 5,000, 250 and 250
-tokens four ranks get 5,000, 250, 250 and none. The index does not hold the size of each picture of a sample, but their
-number, their tokens together, and the squares of their patches. Of sounds it has the number, but for the tracks of
-videos, and their tokens together.
+An image is computed by one rank, so ranks have unequal shares of a pack: of images of 5,000, 250 and 250 tokens four
+ranks get 5,000, 250, 250 and none. The index does not have the size of each image of a sample, but their number, their
+total tokens, and the squares of their patches. Of sounds it has the number, except for tracks of videos, and their
+total tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
+from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan
 from packtool.planning.skrull import SHARDED
 from packtool.planning.steps import StepPlan
 
@@ -30,233 +28,223 @@ class TowerWork:
     """Work of the towers for each of N samples.
 
     Args:
-        flops: int64 (N,), of all its media: whole numbers add up alike in any order.
-        num_seen: (N,), its pictures, videos and sounds.
-        logits: int64 (N,), tokens of which logits are made, where prefixes are shared; None is all targets.
+        flops: int64 (N,), of all its media: integers have the same sum in any order.
+        num_seen: (N,), its images, videos and sounds.
+        logits: int64 (N,), tokens of which logits are computed, with shared prefixes; None for all targets.
     """
 
     flops: Int64Array
-    num_seen: npt.NDArray[np.integer[Any]]
+    num_seen: IntArray
     logits: Int64Array | None = None
 
     def of(self, samples: Int64Array) -> TowerWork:
-        """The work of some samples, in their order."""
+        """Select samples."""
         logits = None if self.logits is None else self.logits[samples]
         return TowerWork(self.flops[samples], self.num_seen[samples], logits)
 
 
 def assign_heaviest_first(weights: Sequence[float], loads: Sequence[float]) -> Int64Array:
-    """A rank for each of some things: the heaviest first, each to the rank with the least so far.
+    """Assign items to ranks, (n,): the heaviest first, each to the rank with the least so far.
 
-    Ties go to the earlier thing and the lower rank.
+    Ties go to the earlier item and the lower rank.
 
     Args:
-        weights: (n,), of the things.
-        loads: (N,), what each rank has already.
+        weights: (n,), of the items.
+        loads: (N,), of each rank before.
     """
-    weighed = np.asarray(weights, np.float64)
-    return assign_in_groups(weighed, np.zeros(len(weighed), np.int64), np.array([loads], np.float64))
+    costs = np.asarray(weights, np.float64)
+    return _assign_in_groups(costs, np.zeros(len(costs), np.int64), np.array([loads], np.float64))
 
 
-def assign_in_groups(
-    weights: npt.NDArray[np.float64], groups: Int64Array, loads: npt.NDArray[np.float64]
-) -> Int64Array:
-    """``assign_heaviest_first`` for many groups of things and ranks at once, (n,).
+def _assign_in_groups(weights: Costs, groups: Int64Array, loads: Costs) -> Int64Array:
+    """``assign_heaviest_first`` for many groups of items and ranks at once, (n,).
 
-    Price: O(n N), in as many rounds as the largest group has things.
+    Cost: O(n N), in as many rounds as the largest group has items.
 
     Args:
-        weights: (n,), of the things.
+        weights: (n,), of the items.
         groups: (n,), of each, 0 to G - 1.
-        loads: (G, N), what each rank of a group has already.
+        loads: (G, N), of each rank of a group before.
     """
     sums, owners = loads.copy(), np.zeros(len(weights), np.int64)
     order = np.lexsort((-weights, groups))
     sizes = np.bincount(groups, minlength=len(loads))
     round_of = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     by_round = order[np.argsort(round_of, kind="stable")]
-    for things in np.split(by_round, np.cumsum(np.bincount(round_of))[:-1]):
-        here = groups[things]
-        owners[things] = sums[here].argmin(axis=1)
-        sums[here, owners[things]] += weights[things]
+    for items in np.split(by_round, np.cumsum(np.bincount(round_of))[:-1]):
+        own = groups[items]
+        owners[items] = sums[own].argmin(axis=1)
+        sums[own, owners[items]] += weights[items]
     return owners
 
 
-def _owners(
-    weights: npt.NDArray[np.float64], cells: Int64Array, places: Int64Array, shape: tuple[int, int]
-) -> Int64Array:
-    """The rank of each medium, (n,): that of a local sample, or for sharded ones the rank with the least work so far.
+def _assign_media(weights: Costs, cells: Int64Array, placement: Int64Array, shape: tuple[int, int]) -> Int64Array:
+    """Assign media to ranks, (n,): to that of a local sample, else to the rank with the least work so far.
 
     Args:
         weights: (n,), work of the media.
         cells: (n,), the micro-batch of each.
-        places: (n,), ``SHARDED``, or the rank that its sample is local to.
+        placement: (n,), ``SHARDED``, or the rank that its sample is local to.
         shape: micro-batches, and the ranks that share one.
     """
-    owners, shared, loads = places.copy(), places == SHARDED, np.zeros(shape)
-    np.add.at(loads, (cells[~shared], places[~shared]), weights[~shared])
-    owners[shared] = assign_in_groups(weights[shared], cells[shared], loads)
+    owners, is_sharded, loads = placement.copy(), placement == SHARDED, np.zeros(shape)
+    np.add.at(loads, (cells[~is_sharded], placement[~is_sharded]), weights[~is_sharded])
+    owners[is_sharded] = _assign_in_groups(weights[is_sharded], cells[is_sharded], loads)
     return owners
 
 
-def shared_tower_costs(steps: StepPlan, places: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
-    """FLOPs of the pictures of sharded samples on each device in each step, (S W, N).
+def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
+    """FLOPs of the images of sharded samples on each device in each step, (S W, N).
 
-    How large the pictures of one sample are is not known here: they are taken for equal.
+    The images of a sample are assumed to be equal, as their sizes are unknown here.
 
     Args:
         steps: of single samples.
-        places: (K,), by position in ``steps.order``: ``SHARDED``, or the rank of N that the sample is local to.
+        placement: (K,), in the order of ``steps.order``: ``SHARDED``, or the rank of N that the sample is local to.
         work: of the samples, by their numbers in ``steps.order``.
         sequence_parallel_size: N.
     """
     flops, counts = work.flops[steps.order], np.maximum(work.num_seen[steps.order], 1)
     num_cells = len(steps.cell_offsets) - 1
-    counts[(places != SHARDED) | (flops == 0)] = 1
-    pieces, its_places = np.repeat(flops / counts, counts), np.repeat(places, counts)
-    its_cells = np.repeat(np.repeat(np.arange(num_cells), steps.cell_sizes()), counts)
+    counts[(placement != SHARDED) | (flops == 0)] = 1
+    media_flops, media_placement = np.repeat(flops / counts, counts), np.repeat(placement, counts)
+    media_cells = np.repeat(np.repeat(np.arange(num_cells), steps.cell_sizes()), counts)
     shape = num_cells, sequence_parallel_size
-    owners = _owners(pieces, its_cells, its_places, shape)
-    pieces[its_places != SHARDED] = 0
-    sums = np.bincount(its_cells * sequence_parallel_size + owners, pieces, num_cells * sequence_parallel_size)
-    # The cells of a step are rank by rank, of each rank in order.
+    owners = _assign_media(media_flops, media_cells, media_placement, shape)
+    media_flops[media_placement != SHARDED] = 0
+    sums = np.bincount(media_cells * sequence_parallel_size + owners, media_flops, num_cells * sequence_parallel_size)
+    # The cells of a step are ordered by rank.
     first, per_step = steps.step_offsets[:-1], np.diff(steps.step_offsets)
     step = np.repeat(np.arange(steps.num_steps), per_step)
     groups = step * steps.world_size + (np.arange(num_cells) - first[step]) * steps.world_size // per_step[step]
-    found = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
-    np.add.at(found, groups, sums.reshape(shape))
-    return found
-
-
-Float64Array = npt.NDArray[np.float64]
+    costs = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
+    np.add.at(costs, groups, sums.reshape(shape))
+    return costs
 
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """The n pictures, videos and sounds of samples, each by itself.
+    """The n images, videos and sounds of samples, one by one.
 
     Args:
         samples: int64 (n,), position of the sample in the cache.
-        tokens: float64 (n,), of a picture or video; 0 of a sound.
+        tokens: float64 (n,), of an image or video; 0 of a sound.
         squares: float64 (n,), sum over its frames of (patches of the frame)^2.
-        sounds: float64 (n,), tokens of a sound; 0 of what has patches.
+        sounds: float64 (n,), tokens of a sound; 0 of images and videos.
     """
 
     samples: Int64Array
-    tokens: Float64Array
-    squares: Float64Array
-    sounds: Float64Array
+    tokens: Costs
+    squares: Costs
+    sounds: Costs
 
     @classmethod
     def of_samples(
         cls,
-        tokens: npt.NDArray[np.integer[Any]],
-        squares: npt.NDArray[np.integer[Any]],
-        num_images: npt.NDArray[np.integer[Any]],
-        num_videos: npt.NDArray[np.integer[Any]],
+        tokens: IntArray,
+        squares: IntArray,
+        num_images: IntArray,
+        num_videos: IntArray,
         *,
         patches_per_token: int,
     ) -> Media:
-        """What is known of them: of n pictures with M tokens and the squares of T tokens, the largest has at most
+        """Estimate single images and videos: of n images with M tokens and T squared tokens, the largest has at most
 
             M / n + sqrt((n - 1) / n * (T - M^2 / n))
 
-        (Samuelson 1968, "How deviant can you be?"), and has that many if the others are equal, which they are taken
-        for. Where some are videos, whose frames the squares are of, the largest is all but a token of each other.
+        (Samuelson 1968, "How deviant can you be?"), and exactly that if the others are equal, as assumed here. Among
+        videos, whose squares are of frames, the largest has all but a token of each other.
 
         Args:
-            tokens: (N,), of pictures and videos of each sample of a cache.
+            tokens: (N,), of images and videos of each sample of a cache.
             squares: (N,), of their patches, frame by frame.
             num_images, num_videos: (N,).
-            patches_per_token: of which one token is made.
+            patches_per_token: patches that one token stands for.
         """
         counts = (num_images + num_videos).astype(np.int64)
-        has = np.flatnonzero(counts > 0)
-        n, sums = counts[has].astype(np.float64), tokens[has].astype(np.float64)
-        mean, spread = sums / n, np.maximum(squares[has] / patches_per_token**2 - sums**2 / n, 0)
-        largest = np.where(num_videos[has] > 0, sums - (n - 1), mean + np.sqrt((n - 1) / n * spread))
+        samples = np.flatnonzero(counts > 0)
+        counts, squares = counts[samples], squares[samples]
+        n, sums = counts.astype(np.float64), tokens[samples].astype(np.float64)
+        mean, spread = sums / n, np.maximum(squares / patches_per_token**2 - sums**2 / n, 0)
+        largest = np.where(num_videos[samples] > 0, sums - (n - 1), mean + np.sqrt((n - 1) / n * spread))
         largest = np.minimum(largest, np.maximum(sums - (n - 1), mean))
         other = (sums - largest) / np.maximum(n - 1, 1)
         other_squares = (other * patches_per_token) ** 2
-        first = np.cumsum(counts[has]) - counts[has]
-        others, their_squares = (np.repeat(each, counts[has]) for each in (other, other_squares))
-        found = cls(np.repeat(has, counts[has]), others, their_squares, np.zeros(len(others)))
-        found.tokens[first] = largest
-        found.squares[first] = np.maximum(squares[has] - (n - 1) * other_squares, 0)
-        return found
+        media_tokens, media_squares = np.repeat(other, counts), np.repeat(other_squares, counts)
+        first = np.cumsum(counts) - counts
+        media_tokens[first] = largest
+        media_squares[first] = np.maximum(squares - (n - 1) * other_squares, 0)
+        return cls(np.repeat(samples, counts), media_tokens, media_squares, np.zeros(len(media_tokens)))
 
-    def with_sounds(
-        self,
-        tokens: npt.NDArray[np.integer[Any]],
-        num_audios: npt.NDArray[np.integer[Any]],
-        num_videos: npt.NDArray[np.integer[Any]],
-    ) -> Media:
-        """These and the sounds of the same samples: of several the first is all but a token of each other.
+    def with_sounds(self, tokens: IntArray, num_audios: IntArray, num_videos: IntArray) -> Media:
+        """Add the sounds of the same samples: of several the first has all but a token of each other.
 
         Args:
-            tokens: (N,), of sounds, those of videos among them.
-            num_audios: (N,), sounds by themselves; of a sample that has tokens and none of these, videos sound.
+            tokens: (N,), of sounds, including those of videos.
+            num_audios: (N,), sounds by themselves; without any, tokens are of videos.
             num_videos: (N,).
         """
-        has = np.flatnonzero(tokens > 0)
-        counts = np.where(num_audios[has] > 0, num_audios[has], np.maximum(num_videos[has], 1)).astype(np.int64)
-        counts = np.minimum(counts, tokens[has])
+        samples = np.flatnonzero(tokens > 0)
+        counts = np.where(num_audios[samples] > 0, num_audios[samples], np.maximum(num_videos[samples], 1))
+        counts = np.minimum(counts.astype(np.int64), tokens[samples])
         sounds = np.ones(counts.sum())
-        sounds[np.cumsum(counts) - counts] = tokens[has] - (counts - 1)
-        none = np.zeros(len(sounds))
+        sounds[np.cumsum(counts) - counts] = tokens[samples] - (counts - 1)
+        zeros = np.zeros(len(sounds))
         return Media(
-            np.concatenate([self.samples, np.repeat(has, counts)]),
-            np.concatenate([self.tokens, none]),
-            np.concatenate([self.squares, none]),
+            np.concatenate([self.samples, np.repeat(samples, counts)]),
+            np.concatenate([self.tokens, zeros]),
+            np.concatenate([self.squares, zeros]),
             np.concatenate([self.sounds, sounds]),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class MediaShares:
-    """Who looks at what in each of the C micro-batches of the data-parallel ranks.
+    """Assignment of media to ranks in each of the C micro-batches of the data-parallel ranks.
 
     Args:
         media: of the cache.
-        chosen: int64 (m,), those of them that the epoch trains.
+        selected: int64 (m,), indices of the media that the epoch trains.
         cells: int64 (m,), the micro-batch of each.
-        owners: int64 (m,), the rank that looks at it.
+        owners: int64 (m,), the rank that computes it.
         shape: C, and the ranks that share a micro-batch.
     """
 
     media: Media
-    chosen: Int64Array
+    selected: Int64Array
     cells: Int64Array
     owners: Int64Array
     shape: tuple[int, int]
 
     @classmethod
     def of_plan(
-        cls, media: Media, work: Float64Array, packs: PackPlan, steps: StepPlan, size: int, places: Int64Array | None
+        cls, media: Media, work: Costs, packs: PackPlan, steps: StepPlan, size: int, placement: Int64Array | None
     ) -> MediaShares:
-        """The way of ``collate_shard``: the most work first, each to the rank that has the least so far.
+        """Assign media as ``collate_shard`` does: most work first, each to the rank with the least so far.
 
         Args:
             work: (n,), of each medium.
-            packs, steps, places: of the epoch, see ``EpochPlan``.
+            packs, steps, placement: of the epoch, see ``EpochPlan``.
             size: ranks that share a micro-batch.
         """
         num_cells = len(steps.cell_offsets) - 1
         cell_of_pack = np.empty(packs.num_packs, np.int64)
         cell_of_pack[steps.order] = np.repeat(np.arange(num_cells), steps.cell_sizes())
-        place_of_pack = np.full(packs.num_packs, SHARDED, np.int64)
-        if places is not None:
-            place_of_pack[steps.order] = places
-        most = int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1))) + 1
-        pack_of = np.full(most, -1, np.int64)
+        placement_of_pack = np.full(packs.num_packs, SHARDED, np.int64)
+        if placement is not None:
+            placement_of_pack[steps.order] = placement
+        num_samples = int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1))) + 1
+        pack_of = np.full(num_samples, -1, np.int64)
         pack_of[packs.samples] = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
-        chosen = np.flatnonzero(pack_of[media.samples] >= 0)
-        its_packs = pack_of[media.samples[chosen]]
-        cells, shape = cell_of_pack[its_packs], (num_cells, size)
-        return cls(media, chosen, cells, _owners(work[chosen], cells, place_of_pack[its_packs], shape), shape)
+        selected = np.flatnonzero(pack_of[media.samples] >= 0)
+        media_packs = pack_of[media.samples[selected]]
+        cells, shape = cell_of_pack[media_packs], (num_cells, size)
+        return cls(
+            media, selected, cells, _assign_media(work[selected], cells, placement_of_pack[media_packs], shape), shape
+        )
 
-    def most(self, values: Float64Array) -> Float64Array:
-        """The sum of ``values`` (n,) of the media of the rank that has most, in each micro-batch; (C,)."""
+    def max_per_rank(self, values: Costs) -> Costs:
+        """Largest sum of ``values`` (n,) of the media of a rank, in each micro-batch; (C,)."""
         num_cells, size = self.shape
-        sums = np.bincount(self.cells * size + self.owners, values[self.chosen], num_cells * size)
+        sums = np.bincount(self.cells * size + self.owners, values[self.selected], num_cells * size)
         return np.asarray(sums.reshape(self.shape).max(axis=1, initial=0.0))

@@ -82,7 +82,7 @@ def test_all_micro_batches_at_once_are_as_one_by_one(data: st.DataObject) -> Non
     place = st.sampled_from([SHARDED, *range(size)])
     places = np.array(data.draw(st.lists(place, min_size=num, max_size=num)))
     media = media_of(pictures)
-    found = MediaShares.of_plan(media, media.tokens, packs, steps, size, places).most(media.tokens)
+    found = MediaShares.of_plan(media, media.tokens, packs, steps, size, places).max_per_rank(media.tokens)
     for cell, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         loads, weights = np.zeros(size), list[float]()
         for position in range(start, stop):

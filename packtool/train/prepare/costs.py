@@ -249,7 +249,7 @@ class ExpectedTime:
         flops = cells(work)
         looked = towers = cells(tower_work(cost, index).flops.astype(np.float64))
         if sequence_parallel_size > 1:
-            towers = shares.most(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
+            towers = shares.max_per_rank(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
         speed = times.flops_per_second
         attention = cells(attention_work) / sequence_parallel_size / speed
         busy = (

@@ -113,7 +113,7 @@ def heaviest_tokens(
 
     def most_of_rank(values: npt.NDArray[np.float64]) -> int:
         assert shares is not None, "asked where ranks share sequences"
-        return math.ceil(shares.most(values).max(initial=0) - 1e-6)
+        return math.ceil(shares.max_per_rank(values).max(initial=0) - 1e-6)
 
     found = RankTokens(
         computed=1,
