@@ -1,7 +1,4 @@
-"""The files of packs: Arrow and Parquet tables, Megatron's packed Parquet, and tar files of JSON and media.
-
-A pack as trainers of others take it: tokens, targets, positions and where each sample begins.
-"""
+"""Files of packs for other trainers: Arrow and Parquet tables, Megatron's Parquet, tar files of JSON and media."""
 
 from __future__ import annotations
 
@@ -37,8 +34,8 @@ class Pack:
         number: of the pack in the plan.
         positions_in_cache: of its S samples, int64 (S,).
         samples: in their order.
-        position_ids: (1, L) of a text model, (4, L) [text, t, h, w] of one with M-RoPE; each sample's begin at 0.
-            int64, or float32 where an Omni model's seconds are fractions.
+        position_ids: (1, L) of a text model, (4, L) [text, t, h, w] with M-RoPE; each sample begins at 0. int64, or
+            float32 where an Omni model's seconds are fractions.
     """
 
     number: int
@@ -73,7 +70,7 @@ class Pack:
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """int32 (S + 1,): where each sample begins, and the end."""
+        """int32 (S + 1,): offset of each sample, and L."""
         lengths = [sample.length for sample in self.samples]
         return np.cumsum([0, *lengths]).astype(np.int32)
 
@@ -88,10 +85,7 @@ class Pack:
 
     @property
     def loss_mask(self) -> npt.NDArray[np.uint8]:
-        """uint8 (L,): whether what comes behind each token is a target, as Megatron's packed files have it.
-
-        The last position of each sample is 0: nothing behind it is its own.
-        """
+        """uint8 (L,): whether the next token of the same sample is a target, as in Megatron's packed files."""
         trained = self.labels != IGNORE_INDEX
         return np.append(trained[1:], False).astype(np.uint8)
 
@@ -112,12 +106,8 @@ _INTS = pa.list_(pa.int32())
 _MEDIA = ("images", "videos", "audios")
 
 
-def schema_of(has_fractions: bool) -> pa.Schema:
-    """Columns of the Arrow and Parquet files, a line for each pack.
-
-    Args:
-        has_fractions: whether positions may have fractions, as those of Omni models.
-    """
+def _schema(has_fractions: bool) -> pa.Schema:
+    """Columns of the Arrow and Parquet files, one row per pack; positions of Omni models may have fractions."""
     positions = pa.list_(pa.list_(pa.float32() if has_fractions else pa.int32()))
     return pa.schema(
         [
@@ -135,8 +125,7 @@ def schema_of(has_fractions: bool) -> pa.Schema:
     )
 
 
-def line_of(pack: Pack) -> dict[str, Any]:
-    """The columns of a pack by name."""
+def _row(pack: Pack) -> dict[str, Any]:
     return {
         "input_ids": pack.input_ids,
         "labels": pack.labels,
@@ -152,20 +141,20 @@ def line_of(pack: Pack) -> dict[str, Any]:
 
 
 class PacksFile(Protocol):
-    """A file that packs are written to one behind the other."""
+    """A file to which packs are written one after the other."""
 
     def write(self, pack: Pack) -> None:
         """Append a pack."""
 
     def close(self) -> dict[str, bytes]:
-        """Finish what is written to the sink; gives files that belong beside it, by suffix."""
+        """Finish writing to the sink; return companion files by suffix."""
 
 
 class TableFile:
-    """Lines of an Arrow or Parquet file, one a group: a reader takes one pack at a time."""
+    """An Arrow or Parquet file with one row per group, so that packs are read one at a time."""
 
     def __init__(self, sink: HashingSink, kind: PacksFormat, has_fractions: bool) -> None:
-        self._schema = schema_of(has_fractions)
+        self._schema = _schema(has_fractions)
         target = pa.PythonFile(sink, mode="w")
         self._writer: Any = (
             pq.ParquetWriter(target, self._schema, compression="zstd")
@@ -175,8 +164,8 @@ class TableFile:
 
     def write(self, pack: Pack) -> None:
         """See ``PacksFile``."""
-        line = line_of(pack)
-        columns = [pa.array([line[field.name]], field.type) for field in self._schema]
+        row = _row(pack)
+        columns = [pa.array([row[field.name]], field.type) for field in self._schema]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
 
     def close(self) -> dict[str, bytes]:
@@ -188,16 +177,16 @@ class TableFile:
 class MegatronFile:
     """Packed Parquet as NeMo and Megatron Bridge read it: tokens, their mask and where samples begin.
 
-    Masks are shifted, as theirs: 1 where the *next* token is a target. Their readers drop each sample's last token,
-    which predicts nothing, count positions from 0 in each sample, and know of no media and no weights.
+    Masks are shifted as in their files: 1 where the *next* token is a target. Their readers drop each sample's last
+    token, which predicts nothing, count positions from 0 in each sample, and support neither media nor weights.
     """
 
     SCHEMA = pa.schema([("input_ids", _INTS), ("loss_mask", pa.list_(pa.uint8())), ("seq_start_id", _INTS)])
-    _LINES_AT_ONCE = 500
+    _ROWS_AT_ONCE = 500
 
     def __init__(self, sink: HashingSink) -> None:
         self._writer = pq.ParquetWriter(pa.PythonFile(sink, mode="w"), self.SCHEMA, compression="zstd")
-        self._lines: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []
 
     def write(self, pack: Pack) -> None:
         """See ``PacksFile``.
@@ -216,10 +205,10 @@ class MegatronFile:
                     )
         scale = pack.loss_scale
         mask = pack.loss_mask if scale is None else pack.loss_mask * np.append(scale[1:] != 0, False).astype(np.uint8)
-        self._lines.append(
+        self._rows.append(
             {"input_ids": pack.input_ids, "loss_mask": mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
         )
-        if len(self._lines) == self._LINES_AT_ONCE:
+        if len(self._rows) == self._ROWS_AT_ONCE:
             self._flush()
 
     def close(self) -> dict[str, bytes]:
@@ -229,24 +218,24 @@ class MegatronFile:
         return {}
 
     def _flush(self) -> None:
-        columns = [pa.array([line[field.name] for line in self._lines], field.type) for field in self.SCHEMA]
-        if self._lines:
+        columns = [pa.array([row[field.name] for row in self._rows], field.type) for field in self.SCHEMA]
+        if self._rows:
             self._writer.write_batch(pa.record_batch(columns, schema=self.SCHEMA))
-        self._lines = []
+        self._rows = []
 
 
 class TarFile:
     """A tar file in which each pack has a JSON document and, where they are embedded, the files of its media.
 
-    Members of one pack have a name in common up to the first dot, as WebDataset wants it: ``000000007.json``,
-    ``000000007.image0.jpg``. A medium's entry in the document says the rest of its file's name.
+    Members of one pack have equal names up to the first dot, as in WebDataset: ``000000007.json``,
+    ``000000007.image0.jpg``. A medium's entry in the document has the rest of its file's name.
 
     Args:
-        is_indexed: whether offsets of the packs go beside the file, as Megatron Energon reads them.
+        is_indexed: write offsets of the packs beside the file, for Megatron Energon.
     """
 
     def __init__(self, sink: HashingSink, is_indexed: bool) -> None:
-        # A stream: written from its beginning to its end, of which object stores take no less.
+        # A stream without seeking, as object stores require.
         target: Any = sink
         self._tar = tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
         self._offsets: list[int] = []
@@ -255,10 +244,10 @@ class TarFile:
     def write(self, pack: Pack) -> None:
         """See ``PacksFile``."""
         self._offsets.append(self._tar.offset)
-        line = line_of(pack)
-        files = {name: data for kind in _MEDIA for name, data in _taken_out(kind, line[kind])}
-        document = {name: value for name, value in line.items() if value is not None}
-        self._add(f"{pack.number:09d}.json", json.dumps(document, default=_as_list).encode())
+        row = _row(pack)
+        files = {name: data for kind in _MEDIA for name, data in _extract_files(kind, row[kind])}
+        document = {name: value for name, value in row.items() if value is not None}
+        self._add(f"{pack.number:09d}.json", json.dumps(document, default=np.ndarray.tolist).encode())
         for name, data in files.items():
             self._add(f"{pack.number:09d}.{name}", data)
 
@@ -275,7 +264,7 @@ class TarFile:
 
 
 def open_file(file: AtomicFile, kind: PacksFormat, has_fractions: bool) -> tuple[HashingSink, PacksFile]:
-    """A new file of packs, and what its bytes pass through on their way."""
+    """Open a new file of packs; return the sink of its bytes, and its writer."""
     sink = HashingSink(file)
     if kind == "megatron":
         return sink, MegatronFile(sink)
@@ -285,11 +274,11 @@ def open_file(file: AtomicFile, kind: PacksFormat, has_fractions: bool) -> tuple
 
 
 def energon_files(num_packs: dict[str, int], split: str) -> dict[str, bytes]:
-    """What Megatron Energon reads beside tar files of a crude dataset, by name.
+    """Metadata of a crude dataset of Megatron Energon, as files by name.
 
     Args:
         num_packs: of each tar file.
-        split: that all of them are.
+        split: of all of them.
     """
     parts: dict[str, list[str]] = {"train": [], "val": [], "test": []}
     parts[split if split in parts else "train"] = list(num_packs)
@@ -305,8 +294,8 @@ def _json(value: object) -> bytes:
     return json.dumps(value, indent=1).encode()
 
 
-def _taken_out(kind: str, media: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of embedded files; in their place the entries get the name."""
+def _extract_files(kind: str, media: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    """Replace the bytes of embedded files by names; yield names and bytes."""
     for i, medium in enumerate(media):
         stem = f"{kind.removesuffix('s')}{i}"
         entries = [(stem, medium)]
@@ -316,7 +305,3 @@ def _taken_out(kind: str, media: Sequence[dict[str, Any]]) -> Iterator[tuple[str
             if data is not None:
                 entry["file"] = f"{name}{suffix_of(entry['path'], data)}"
                 yield entry["file"], data
-
-
-def _as_list(value: Any) -> Any:
-    return value.tolist()

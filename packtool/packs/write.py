@@ -1,10 +1,10 @@
-"""``packtool pack``: the packs of a plan as files, some of them at a time on each process, and a manifest at last."""
+"""``packtool pack``: writes the packs of a plan to files, in parallel, and then a manifest."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,10 @@ _SHARED_REMEDY = "Plan it again with --share-prefix false: packs that are writte
 
 @dataclass(frozen=True)
 class PacksSummary:
-    """What was written.
+    """Figures of the written packs.
 
     Args:
-        filtered: samples that are longer than ``max_length``, or that ``plan`` lacks.
+        filtered: samples longer than ``max_length``, or missing in ``plan``.
     """
 
     output_dir: str
@@ -53,37 +53,17 @@ class PacksSummary:
     num_files: int
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """One file of packs."""
-
-    file: str
-    packs: int
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """The packs of one file: what a process needs to write it.
-
-    Args:
-        samples: positions in the cache of each pack's samples.
-    """
-
-    config: PackConfig
-    name: str
-    first: int
-    samples: list[npt.NDArray[np.int64]]
+_Part = tuple[PackConfig, str, int, list[npt.NDArray[np.int64]]]
+"""Packs of one file: options, its name, the number of the first pack, and cache positions of each pack's samples."""
 
 
 def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     """Pack the samples of caches, or take a saved plan, and write the packs.
 
     Raises:
-        ConfigError, DataError, MismatchError: before anything is written, if caches, plan and options do not fit; later
-            if a sample has no place in the format, or a medium cannot be read.
-        StorageError: if a file cannot be read or written.
+        ConfigError, DataError, MismatchError: caches, plan and options do not match (before anything is written), the
+            format does not support a sample, or a medium cannot be read.
+        StorageError: a file cannot be read or written.
     """
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     _spec(config, reader.manifests[0])
@@ -98,9 +78,9 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     num_packs = len(offsets) - 1
     starts = range(0, num_packs, config.packs_per_file)
     names = [f"packs-{i:05d}-of-{len(starts):05d}{SUFFIXES[config.format]}" for i in range(len(starts))]
-    held = np.split(samples, offsets[1:-1])
-    parts = [
-        _Part(config, name, first, held[first : first + config.packs_per_file])
+    packs = np.split(samples, offsets[1:-1])
+    parts: list[_Part] = [
+        (config, name, first, packs[first : first + config.packs_per_file])
         for name, first in zip(names, starts, strict=True)
     ]
     storage.make_directory(directory)
@@ -115,7 +95,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     progress.finish()
     if config.format == "energon":
         storage.make_directory(storage.join(directory, ".nv-meta"))
-        for name, content in energon_files({file.file: file.packs for file in files}, config.split).items():
+        for name, content in energon_files({file["file"]: file["packs"] for file in files}, config.split).items():
             storage.publish(storage.join(directory, name), content)
     summary = PacksSummary(
         output_dir=directory,
@@ -132,7 +112,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     return summary
 
 
-def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: Sequence[WrittenFile]) -> bytes:
+def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:
     manifest = {
         "format": FORMAT,
         "packtool": VERSION,
@@ -147,26 +127,26 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
         "tokens": summary.tokens,
         "target_tokens": summary.target_tokens,
         "capacity": summary.packing_length,
-        "files": [asdict(file) for file in files],
+        "files": files,
     }
     return json.dumps(manifest, indent=1).encode()
 
 
 def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
-    """Samples in pack order, (N,), where packs begin, (K + 1,), tokens that one may hold, and samples left out."""
+    """Return samples in pack order, (N,), offsets of packs, (K + 1,), their capacity, and samples left out."""
     if config.plan is not None:
         saved = read_plan_of(reader, config.plan)
         if saved.shared is not None:
             raise ConfigError(f"--plan {config.plan} shares prefixes among samples.", _SHARED_REMEDY)
         return saved.samples, saved.offsets, saved.capacity, len(reader) - len(np.unique(saved.samples))
     lengths = reader.index.length
-    most = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
-    kept = np.flatnonzero(lengths <= most)
+    longest = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
+    kept = np.flatnonzero(lengths <= longest)
     if not len(kept):
         raise DataError(
-            f"all {len(lengths):,} samples are longer than {most:,} tokens (--packing-length, --max-length)."
+            f"all {len(lengths):,} samples are longer than {longest:,} tokens (--packing-length, --max-length)."
         )
-    capacity = config.packing_length or most
+    capacity = config.packing_length or longest
     media = reader.index.media_tokens[kept]
     plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=media)
     return kept[plan.samples], plan.offsets, capacity, len(lengths) - len(kept)
@@ -191,36 +171,36 @@ def _check_empty(directory: str) -> None:
     names = storage.list_names(directory)
     if PACKS_MANIFEST_NAME in names:
         raise MismatchError(f"{directory} holds finished packs already.", "Name another directory.")
-    if strange := [name for name in names if not name.startswith("packs-") and name != ".nv-meta"]:
-        raise ConfigError(f"--output-dir {directory} is not empty: it has {strange[0]}.", "Name a new directory.")
+    if unknown := [name for name in names if not name.startswith("packs-") and name != ".nv-meta"]:
+        raise ConfigError(f"--output-dir {directory} is not empty: it has {unknown[0]}.", "Name a new directory.")
     for name in names:  # of a run that was interrupted
         if name != ".nv-meta":
             storage.remove(storage.join(directory, name))
 
 
-def _write_file(part: _Part) -> WrittenFile:
-    """Write one file, whole or not at all."""
-    config = part.config
+def _write_file(part: _Part) -> dict[str, Any]:
+    """Write one file atomically; return its entry in the manifest."""
+    config, name, first, packs = part
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     spec = _spec(config, reader.manifests[0])
-    path = storage.join(config.output_dir, part.name)
+    path = storage.join(config.output_dir, name)
     file = AtomicFile(path)
-    sink, packs = open_file(file, config.format, has_fractions=spec.sees and spec.hears)
+    sink, writer = open_file(file, config.format, has_fractions=spec.sees and spec.hears)
     try:
-        for number, places in enumerate(part.samples, start=part.first):
-            samples = [reader.sample(int(place)) for place in places]
+        for number, positions in enumerate(packs, start=first):
+            samples = [reader.sample(int(position)) for position in positions]
             if config.embeds:
                 samples = list(_embedded(samples, config))
             elif config.media == "reference":
                 samples = [_referenced(sample) for sample in samples]
-            packs.write(Pack.of(number, places, samples, spec))
-        for suffix, content in packs.close().items():
+            writer.write(Pack.of(number, positions, samples, spec))
+        for suffix, content in writer.close().items():
             storage.publish(path + suffix, content)
         state = file.commit()
     except BaseException:
         sink.discard()
         raise
-    return WrittenFile(part.name, len(part.samples), state.size, sink.digest.hexdigest())
+    return {"file": name, "packs": len(packs), "bytes": state.size, "sha256": sink.digest.hexdigest()}
 
 
 def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
@@ -233,10 +213,10 @@ def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[Enco
 
 
 def _referenced(sample: EncodedSample) -> EncodedSample:
-    """The sample without the bytes of its media, which a cache may hold.
+    """Remove the bytes of media, which a cache may hold, from a sample.
 
     Raises:
-        ConfigError: if a medium lies nowhere else.
+        ConfigError: a medium is not a file of its own.
     """
 
     def without_bytes(medium: Any) -> Any:
@@ -259,7 +239,7 @@ def _referenced(sample: EncodedSample) -> EncodedSample:
 
 
 def _check_media(sample: EncodedSample) -> None:
-    """Refuse to copy a file that is no medium: the cache may be somebody else's, and name a file of this machine."""
+    """Refuse to copy a file that is not a medium: a foreign cache may name any file of this machine."""
     media: list[Any] = [*sample.images, *sample.audios, *sample.videos]
     files = [(medium.path, medium.data) for medium in media]
     for path, data in (*files, *(frame for video in sample.videos for frame in video.frames)):

@@ -219,7 +219,7 @@ class CostModel:
         patch_squares: npt.NDArray[Any],
         audio_tokens: npt.NDArray[Any] | int = 0,
     ) -> Costs:
-        """FLOPs of the towers for media of packs, samples or images, all of one shape.
+        """FLOPs of the towers for media of packs, samples or images; all of any shape, and of the same.
 
         Args:
             vision_tokens: of images and videos.

@@ -1,12 +1,12 @@
-"""The steps of a model's forward pass, read off its ``config.json``: what ``cost`` counts.
+"""Steps of a model's forward pass, from its ``config.json``, for ``cost``.
 
-A part runs over units: the language model over tokens, a vision tower over the tokens that leave it (each stands for
-merge^2 patches), an audio tower over the tokens of a sound. Counted are products with weights, convolutions included,
-and attention; norms, activations and rotations are below a percent, and are here for what they hold: weights that may
-learn, and to which something has to go backward.
+A part processes units: the language model tokens, a vision tower its output tokens (each stands for merge^2 patches),
+an audio tower the tokens of a sound. Products with weights, including convolutions, and attention are counted; norms,
+activations and rotations are below a percent, and are listed only because their weights may be trained, which requires
+a backward pass down to them.
 
-Steps have the names that modules have in transformers, so that options which name modules or parameters mean the same
-steps. A test compares them with the real modules of every family.
+Steps have the names of modules in transformers, so that options which name modules or parameters select the same steps.
+A test compares them with the real modules of every family.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from packtool.config.model import ModelPart
 from packtool.encode.families import family_of, text_config_of, thinker_of
 
 StepKind = Literal["linear", "convolution", "tensor", "lookup", "attention"]
-"""What a step is: a linear module, a convolution, weights that are no module of torch's own (experts, a router), what
-multiplies nothing (norms, embeddings), or attention, which has no weights."""
+"""Linear modules, convolutions, weights without a torch module of their own (experts, routers), modules without
+products (norms, embeddings), and attention, which has no weights."""
 
 _LINEAR_TYPES = ("linear_attention", "conv", "mamba", "recurrent")
 _SLIDING_TYPES = ("sliding_attention", "chunked_attention")
-_STATE_CHUNK = 64  # positions that the gated delta rule works on at once
+_STATE_CHUNK = 64  # positions per chunk of the gated delta rule
 _GATED = ("silu", "swish")
 # Qwen3-Omni: three convolutions of stride 2 over 100 mel frames leave 13 positions, each of an eighth of the bins.
 _STRIDES = (50, 25, 13)
@@ -34,21 +34,21 @@ _STRIDES = (50, 25, 13)
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A module, with its work for one unit going forward.
+    """A module, with its forward work for one unit.
 
     Args:
         name: of the module, or of the tensor.
         part: that it belongs to.
-        kind: what it is.
+        kind: see ``StepKind``.
         inputs, outputs: its widths; a lookup has no work.
-        times: how often it is used for a unit.
-        copies: how many of it there are: experts.
-        has_bias: beside its weights.
-        beside: it takes what the step before it takes.
-        layer: number of the layer that it is in; None outside of layers.
+        times: number of uses for a unit.
+        copies: number of experts.
+        has_bias: besides its weights.
+        beside: it has the same input as the step before.
+        layer: number of its layer; None outside of layers.
         local: FLOPs of attention that do not grow with the length: states, and windows of towers.
-        per_square: FLOPs of attention of each unit of the sum of squares; those of causal attention are halved.
-        per_window: the same of causal attention in windows, where ``CostModel.seen`` stands for the squares.
+        per_square: FLOPs of attention per unit of the sum of squares, halved for causal attention.
+        per_window: the same of causal attention in windows, with ``CostModel.window_squares`` in place of squares.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def num_weights(self) -> int:
-        """How many weights there are; biases are not counted."""
+        """Number of weights without biases."""
         return self.inputs * self.outputs * self.copies
 
     @property
@@ -86,14 +86,14 @@ class ModelLayers:
     """All parts of a model, each as its steps in the order of the forward pass.
 
     Args:
-        language: over tokens; ``per_square`` over the squares of samples' lengths.
-        head: of a token whose logits are made.
+        language: per token; ``per_square`` per square of samples' lengths.
+        head: per token with logits.
         is_tied: the head's weights are those of the embeddings, the first step of ``language``.
-        window: tokens that a sliding layer sees; 0 where there is none.
-        in_chunks: it sees those of its own chunk of so many.
-        vision: the tower over tokens of pictures and videos; ``per_square`` over squares of the patches of a frame.
-        mergers: of the same tokens, from tower to text: each takes what the tower makes.
-        audio, audio_aligner: over tokens of sounds; the second is what ``--freeze-aligner`` keeps.
+        window: tokens that a sliding layer sees; 0 without such layers.
+        in_chunks: the window does not slide: layers see their chunk of ``window`` tokens.
+        vision: the tower, per token of images and videos; ``per_square`` per square of the patches of a frame.
+        mergers: per token of images and videos, from the tower's output to the text's width.
+        audio, audio_aligner: per token of sounds; ``--freeze-aligner`` freezes the second.
     """
 
     language: tuple[Step, ...]
@@ -130,7 +130,7 @@ class ModelLayers:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All of them, in the order in which models have their parameters: norms of a layer of text come last in it."""
+        """All steps in the order of the model's parameters: the norms of a text layer come last in it."""
         mergers = (step for merger in self.mergers for step in merger)
         language = sorted(self.language, key=_place_of_parameters)
         return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
@@ -161,11 +161,11 @@ def _language(text: Mapping[str, Any], prefix: str) -> Iterator[Step]:
 
 
 Named = tuple[str, dict[str, Any]]
-"""A step's name in its layer, and what of it is not as wide as the model."""
+"""A step's name in its layer, and its settings where they differ from the model's width."""
 
 
 def attention_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Heads of queries, heads of keys and of values, and numbers of a token's queries and of its keys."""
+    """Query heads, key heads, and the widths of a token's queries and of its keys."""
     heads = int(text["num_attention_heads"])
     key_heads = int(text.get("num_key_value_heads") or heads)
     head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
@@ -173,7 +173,7 @@ def attention_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def expert_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Experts of a layer, 0 where it is dense; the width of one; experts that a token visits; width shared by all."""
+    """Experts of a layer (0 if dense), the width of each, experts per token, and the width shared by all tokens."""
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
     width = int(text.get("intermediate_size") or 4 * int(text["hidden_size"]))
     width = int((experts and text.get("moe_intermediate_size")) or width)
@@ -182,10 +182,10 @@ def expert_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _attention(text: Mapping[str, Any], kind: str) -> Iterator[Named]:
-    """Grouped heads, which look at whole samples, or in a sliding layer at a window."""
+    """Grouped-query attention, to full samples or, in a sliding layer, to a window."""
     heads, _, queries, keys = attention_widths(text)
-    has_bias = bool(text.get("attention_bias", True))  # models that do not tell, such as Qwen2, have some
-    # Qwen3-Next and Qwen3.5 gate what attention gives, with as many numbers as there are queries.
+    has_bias = bool(text.get("attention_bias", True))  # the default of models without the setting, such as Qwen2
+    # Qwen3-Next and Qwen3.5 gate the output of attention with a gate of the width of the queries.
     of_queries = queries * (2 if text.get("linear_num_value_heads") else 1)
     yield "self_attn.q_proj", {"outputs": of_queries, "has_bias": has_bias}
     yield "self_attn.k_proj", {"outputs": keys, "beside": True, "has_bias": has_bias}
@@ -210,8 +210,8 @@ def _state(text: Mapping[str, Any]) -> Iterator[Named]:
         yield f"linear_attn.{name}", {"outputs": width, "beside": number > 0}
     kernel = int(text.get("linear_conv_kernel_dim") or 4)
     yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel, "outputs": mixed}
-    # In a chunk: keys and queries with keys, scores with values, a triangular system solved for keys and values; and
-    # keys, queries and values with the state.
+    # In a chunk: keys and queries times keys, scores times values, a triangular system for keys and values; and keys,
+    # queries and values times the state.
     flops = heads * (_STATE_CHUNK * (4.0 * keys + 2 * values + keys + values) + 6 * keys * values)
     yield "linear_attn", {"kind": "attention", "outputs": 0, "local": flops}
     yield "linear_attn.norm", {"kind": "lookup", "inputs": 1, "outputs": values}
@@ -219,7 +219,7 @@ def _state(text: Mapping[str, Any]) -> Iterator[Named]:
 
 
 def _mlp(text: Mapping[str, Any], layer: int) -> Iterator[Named]:
-    """SwiGLU (three matrices), or the experts that a token visits, the router and what all tokens share."""
+    """SwiGLU (three matrices), or the experts of a token, the router and the shared expert."""
     experts, width, visits, shared = expert_widths(text)
     dense_layers = text.get("mlp_only_layers") or ()
     every = int(text.get("decoder_sparse_step") or 1)
@@ -228,7 +228,7 @@ def _mlp(text: Mapping[str, Any], layer: int) -> Iterator[Named]:
         yield from _swiglu("mlp", int(text.get("intermediate_size") or 4 * int(text["hidden_size"])))
         return
     visited = {"kind": "tensor", "times": visits, "copies": experts}
-    # Router, what is shared and experts all take what the norm makes.
+    # Router, shared expert and experts have the same input.
     yield "mlp.gate", {"kind": "tensor", "outputs": experts}
     yield "mlp.experts.gate_up_proj", visited | {"outputs": 2 * width, "beside": True}
     if shared:
@@ -264,13 +264,13 @@ def _window(text: Mapping[str, Any]) -> int:
 
 
 def _tower_width(vision: Mapping[str, Any]) -> int:
-    """Numbers of a patch: Qwen2-VL's config calls them embed_dim, and the text's width hidden_size."""
+    """Width of a patch: Qwen2-VL's config calls it embed_dim, and the text's width hidden_size."""
     depth = vision.get("depth") or vision.get("num_hidden_layers")
     return int(vision.get("embed_dim") or vision.get("hidden_size") or 0) if depth else 0
 
 
 def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
-    """A vision tower, of one token that leaves it."""
+    """A vision tower, per output token."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
@@ -309,11 +309,11 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
 
 def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
     size = vision.get(name) or default
-    return int(size[0] if isinstance(size, list) else size)  # some tell height and width
+    return int(size[0] if isinstance(size, list) else size)  # or height and width
 
 
 def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, ...], ...]:
-    """What makes tokens of text of the tower's patches, and of those of some of its layers."""
+    """Modules that project the outputs of the tower, and of some of its layers, to the text's width."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
@@ -340,7 +340,7 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, .
 
 
 def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -> tuple[float, int, range | set[int]]:
-    """Patches of a token, patches of a window, and the layers that look at whole frames."""
+    """Patches per token, patches per window, and the layers with attention to full frames."""
     side = _side(vision, "patch_size", 14)
     if vision.get("spatial_merge_size"):
         merge = int(vision["spatial_merge_size"])
@@ -349,15 +349,15 @@ def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -
             return float(merge**2), 0, range(depth)
         window = int(vision["window_size"]) // merge // side * merge
         return float(merge**2), window**2, set(map(int, whole))
-    # A tower that makes all pictures one size: each is a window, and the cache has no grid of it.
-    of_picture = (_side(vision, "image_size", side) // side) ** 2
+    # A tower that resizes all images to one size: each is a window, and the cache has no grid.
+    of_image = (_side(vision, "image_size", side) // side) ** 2
     merge = int(config.get("spatial_merge_size") or config.get("scale_factor") or 1)
-    tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or of_picture // merge**2)
-    return of_picture / tokens, of_picture, range(0)
+    tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or of_image // merge**2)
+    return of_image / tokens, of_image, range(0)
 
 
 def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
-    """An audio tower, of one token. Attention sees windows, which count at their full width."""
+    """An audio tower, per token; windows of attention count at their full width."""
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
         return
@@ -395,7 +395,7 @@ def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
 
 
 def _audio_aligner(audio: Mapping[str, Any]) -> Iterator[Step]:
-    """What of an audio tower is called aligner."""
+    """The projections of an audio tower, which count as aligner."""
     hidden = int(audio.get("d_model") or 0)
     if hidden and audio.get("encoder_layers") and audio.get("downsample_hidden_size"):
         widths = {"proj1": hidden, "proj2": int(audio.get("output_dim") or hidden)}

@@ -1,28 +1,27 @@
-"""Everything that decides the plan of an epoch besides lengths, seed and epoch."""
+"""Options that determine the plan of an epoch, besides lengths, seed and epoch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from packtool.config.packing import StepOptions
 from packtool.errors import ConfigError
 from packtool.planning.cost import CostModel
+from packtool.planning.pack_plan import IntArray
 from packtool.planning.step_time import StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkrullOptions:
-    """How Skrull assigns samples, see ``skrull``.
+    """Options of Skrull, see ``skrull``.
 
     Args:
-        bucket_size: tokens that a rank may hold in a micro-batch, C.
+        bucket_size: maximum tokens of a rank in a micro-batch, C.
         sequence_parallel_size: ranks that share a micro-batch, N; with one, every sequence is local.
         alignment: a sharded sequence is padded to a multiple of it, and takes an N-th of that on every rank.
-        times: speed of devices and links, by which placements are compared.
+        times: speed of devices and links, to compare placements.
     """
 
     bucket_size: int
@@ -37,38 +36,38 @@ class SkrullOptions:
             return self.bucket_size
         return max(self.bucket_size, self.bucket_size * self.sequence_parallel_size // self.alignment * self.alignment)
 
-    def check(self, lengths: npt.NDArray[np.integer[Any]]) -> None:
-        """Raise a ConfigError if the bucket size is not positive, or sequences of these lengths, (n,), do not fit."""
+    def check(self, lengths: IntArray) -> None:
+        """Raise a ConfigError if the bucket size is not positive, or sequences of ``lengths`` (n,) do not fit."""
         if self.bucket_size < 1:
             raise ConfigError(f"--bucket-size is {self.bucket_size}; it must be 1 or more.")
-        longest, most, num_ranks = int(np.max(lengths, initial=0)), self.max_length, self.sequence_parallel_size
-        if longest <= most:
+        longest, limit, num_ranks = int(np.max(lengths, initial=0)), self.max_length, self.sequence_parallel_size
+        if longest <= limit:
             return
-        num_over = int(np.count_nonzero(np.asarray(lengths) > most))
+        num_over = int(np.count_nonzero(np.asarray(lengths) > limit))
         padded = -(-longest // self.alignment) * self.alignment
         shared = "" if num_ranks == 1 else f", sharded over {num_ranks} ranks"
         raise ConfigError(
-            f"--bucket-size {self.bucket_size}: {num_over:,} samples have more than the {most:,} tokens that there is "
+            f"--bucket-size {self.bucket_size}: {num_over:,} samples have more than the {limit:,} tokens that there is "
             f"room for{shared}; the longest has {longest:,}",
             f"Raise it to {min(longest, -(-padded // num_ranks))}, let more processes share a micro-batch "
-            f"(--sequence-parallel-size), or leave those samples out with --max-length {most}.",
+            f"(--sequence-parallel-size), or leave those samples out with --max-length {limit}.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(StepOptions):
-    """The options as they were declared, and what they come to.
+    """Declared options with their resolved values.
 
     ``--per-device-train-batch-size`` is B here, packs (or padded rows) of a micro-batch, and
     ``--gradient-accumulation-steps`` is G, micro-batches of a step on each rank.
 
     Args:
         max_length: longer samples are left out and counted.
-        packing_length: tokens that a pack may hold.
+        packing_length: maximum tokens of a pack.
         packing: False makes every sample a pack of its own, for padded batches.
         world_size: data-parallel ranks, W.
         cost: FLOPs of a pack; needed for balancing, and for figures.
-        skrull: Skrull assigns the samples of each step; packs decide which samples share a step.
+        skrull: options of Skrull, which assigns the samples of each step; packs only group samples into steps.
     """
 
     max_length: int = field()
@@ -85,5 +84,5 @@ class PlanOptions(StepOptions):
 
     @property
     def samples_per_plain_step(self) -> int:
-        """Samples of a full optimizer step over all ranks where nothing is packed."""
+        """Samples of a full optimizer step over all ranks without packing."""
         return self.samples_per_step or self.packs_per_step

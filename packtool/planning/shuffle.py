@@ -1,4 +1,4 @@
-"""Seeded orders that stay the same on every machine and with every version of numpy."""
+"""Seeded orders that are the same on every machine and with every version of numpy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from packtool.errors import ConfigError
 
 @unique
 class RandomStream(IntEnum):
-    """What random numbers are drawn for, from one seed and epoch: no two purposes share a number.
+    """Purposes of random numbers, from one seed and epoch: no two purposes share a number.
 
-    The numbers are part of every plan's identity: another number is another order, and a run that is resumed would not
-    find its own. Windows of samples that are packed apart from one another use those of packing again, each window 16
-    further on (``of_window``): from 16 on all numbers are theirs, up to those of mixtures, which begin beyond every
-    window, at 2^40, and are moved by the number of a source or of a level of halving. Rows drawn before there is a plan
-    (``rows.source``, the val split) come from the seed alone.
+    The numbers are part of every plan's identity: with another number, a resumed run would not find its order. Windows
+    of samples that are packed separately use the streams of packing at an offset of 16 per window (``of_window``), from
+    16 on; those of mixtures begin after every window, at 2^40, and are offset by the number of a source or of a level
+    of halving. Rows drawn before there is a plan (``rows.source``, the val split) depend on the seed alone.
     """
 
     WITHIN_LENGTH = 0
@@ -47,14 +46,14 @@ class RandomStream(IntEnum):
 
 
 def of_window(number: int) -> int:
-    """What the streams of packing are moved by for a window of samples, from 0 on."""
+    """Offset of the streams of packing for a window of samples, numbered from 0."""
     return _STREAMS_PER_WINDOW * (1 + number)
 
 
 _STREAMS_PER_WINDOW = 16
 
 CHUNK = 1 << 18
-"""Numbers worked on at a time, so that temporaries stay in the processor's cache."""
+"""Numbers processed at a time, so that temporaries stay in the processor's cache."""
 
 
 def seeded_order(
@@ -65,21 +64,21 @@ def seeded_order(
     stream: int,
     falling: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """The numbers 0 to ``num`` - 1 in random order; with ``falling``, sorted by it first and shuffled among equals.
+    """Return the numbers 0 to ``num`` - 1 in random order; with ``falling``, sorted by it and shuffled among equals.
 
     Each number gets a 64-bit key of (place in the sorting, random bits, the number itself); the keys are sorted in
-    place, and their low bits are the answer. Numbers whose random bits are equal stay ascending: there are 64 bits less
-    those of ``falling`` and of ``num`` (24 for 40 million lengths of up to 10240). Price: 8 bytes a number, and about
+    place, and their low bits are the result. Numbers with equal random bits stay ascending: there are 64 bits less
+    those of ``falling`` and of ``num`` (24 for 40 million lengths of up to 10240). Cost: 8 bytes a number, and about
     half the time of numpy's ``permutation``.
 
-    Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy promises to keep. ``Generator.permutation``
-    may change between versions, and a resumed run must find the order of the run before.
+    Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees. ``Generator.permutation`` may
+    change between versions, and a resumed run must have the same order.
 
     Args:
-        num: how many numbers.
+        num: length of the order.
         seed: of the run, 0 or more.
         epoch: 0-based; every epoch has another order.
-        stream: what the order is for, a ``RandomStream``, perhaps one of a window.
+        stream: a ``RandomStream``, possibly with the offset of a window.
         falling: (num,), values of 0 or more; the largest comes first.
 
     Returns:
@@ -111,7 +110,7 @@ def seeded_order(
 
 
 def seeded_uniform(num: int, *, seed: int, epoch: int, stream: int) -> npt.NDArray[np.float64]:
-    """Random numbers from 0 up to but not 1, float64 (num,); arguments, errors and promise as of ``seeded_order``."""
+    """Random numbers, 0 <= x < 1, float64 (num,); arguments, errors and guarantee as of ``seeded_order``."""
     raw = np.asarray(_random_source(seed, epoch, stream).random_raw(num))
     return (raw >> np.uint64(11)).astype(np.float64) / 2**53
 

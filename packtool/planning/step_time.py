@@ -114,7 +114,7 @@ class StepTime:
         return flops + slower, self.attention_flops * sizes**2 + slower
 
     def loads(self, lengths: IntArray, flops: Costs, num_ranks: int = 1) -> list[Load]:
-        """``work`` of each sequence as a list."""
+        """``work`` as a list, from lengths and FLOPs (n,)."""
         work, attention = self.work(lengths, flops, num_ranks)
         return [Load(*one) for one in zip(work.tolist(), attention.tolist(), strict=True)]
 

@@ -1,6 +1,4 @@
-"""Which rows a data-parallel rank reads, in which order: decided by every rank alike, without a word between them.
-
-Where a stream stands, and how a checkpoint keeps that.
+"""Reading of a stream: blocks of rows by rank, without communication; worker processes that encode them; its state.
 
 CHECKPOINT/stream-00000.arrow      samples that rank 0 holds: those held back, then those of the shuffle buffer
 CHECKPOINT/stream-00000.json       everything else, written last
@@ -11,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,26 +20,32 @@ from packtool import storage
 from packtool.cache.manifest import InputCounts
 from packtool.cache.reader import ShardFile
 from packtool.cache.shard import ShardWriter
+from packtool.config.data import EncodeSpec
 from packtool.config.settings import load_json
-from packtool.encode.encoded import EncodedSample
-from packtool.errors import MismatchError
+from packtool.encode.blocks import encode_samples, samples_of
+from packtool.encode.encoded import EncodedSample, left_out_of
+from packtool.encode.encoder import Encoder
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import MismatchError, PacktoolError, StoreDownError
+from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread
 from packtool.planning.shuffle import RandomStream
 from packtool.rows.read import follow
+from packtool.rows.sample import Dropped
 from packtool.rows.source import RowBlock, Source, SourceSpec
 
-MOST_OPEN = 8
-"""Files that are read side by side, so that a batch holds rows of several."""
+MAX_OPEN_SOURCES = 8
+"""Files that are read at the same time, so that a batch has rows of several."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place between two blocks of all rows; plain values, for JSON.
+    """A position between two blocks of all rows; plain values, for JSON.
 
     Args:
-        epoch: times that all rows were read.
+        epoch: 0-based.
         num_blocks: blocks before it, of all ranks, in all epochs.
-        opened: files of this epoch that were begun, in its order.
-        taken: [number in the epoch's order, blocks taken] of each file that is open.
+        opened: files of this epoch that were opened, in its order.
+        taken: [number in the epoch's order, blocks taken] of each open file.
         random: state of the generator that draws the next file.
     """
 
@@ -53,11 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """A block of this rank.
-
-    Args:
-        place: right before the block.
-    """
+    """A block of this rank, and the position right before it."""
 
     place: Place
     source: Source
@@ -76,23 +77,23 @@ def blocks_of_rank(
 ) -> Iterator[PlacedBlock]:
     """Every ``world_size``-th block (up to 64 rows) of all files, ``num_epochs`` times.
 
-    Shuffled, an epoch reads its files in an order of its own, eight side by side, each as often as it is large, so
-    that they end at about the same time. Otherwise they are read one after the other.
+    With shuffling, every epoch reads its files in another order, eight at the same time, each in proportion to its
+    size, so that they end at about the same time. Otherwise they are read one after the other.
 
-    Price: every rank finds the ends of all rows (some 400 MB/s), and reads and parses only its own blocks.
+    Cost: every rank finds the ends of all rows (about 400 MB/s), and reads and parses only its own blocks.
 
     Args:
-        start: a place that an earlier block carried; finding it again passes over what lies before it in open files.
+        start: the position of an earlier block, to resume from; blocks before it in open files are skipped.
 
     Raises:
         ConfigError, DataError, StorageError: as ``rows.read.follow``.
     """
     place = start or Place(0, 0, 0, [], None)
     for epoch in range(place.epoch, num_epochs):
-        for found in _epoch(specs, epoch, place, seed, shuffle):
-            if found.place.num_blocks % world_size == rank:
-                yield found
-            place = found.place
+        for block in _epoch(specs, epoch, place, seed, shuffle):
+            if block.place.num_blocks % world_size == rank:
+                yield block
+            place = block.place
         place = Place(epoch + 1, place.num_blocks + 1, 0, [], None)
 
 
@@ -101,30 +102,29 @@ def _epoch(specs: Sequence[SourceSpec], epoch: int, start: Place, seed: int, shu
     order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
     if start.random is not None:
         random.bit_generator.state = start.random
-    files = _OpenFiles([specs[number] for number in order], MOST_OPEN if shuffle else 1)
+    files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1)
     files.go_to(start.opened, start.taken)
     num_blocks = start.num_blocks
-    while files.any_left():
+    while files.open_next():
         state = dict(random.bit_generator.state) if shuffle else None
         place = Place(epoch, num_blocks, files.opened, files.taken(), state)
-        found = files.take(random)
-        if found is not None:
-            yield PlacedBlock(place, *found)
+        if (block := files.take(random)) is not None:
+            yield PlacedBlock(place, *block)
             num_blocks += 1
 
 
 class _OpenFiles:
-    """Files of an epoch, some of them open."""
+    """Files of an epoch, at most ``max_open`` of them open."""
 
-    def __init__(self, specs: Sequence[SourceSpec], most_open: int) -> None:
-        self._specs, self._most_open = specs, most_open
+    def __init__(self, specs: Sequence[SourceSpec], max_open: int) -> None:
+        self._specs, self._max_open = specs, max_open
         self._files: dict[int, tuple[Source, Iterator[RowBlock]]] = {}
         self._taken: dict[int, int] = {}
         self._weights: dict[int, int] = {}
         self.opened = 0
 
     def go_to(self, opened: int, taken: list[list[int]]) -> None:
-        """Open the files of a place and pass over the blocks before it."""
+        """Open the files of a position and skip the blocks before it."""
         self.opened = opened
         for number, count in taken:
             self._open(number)
@@ -132,19 +132,19 @@ class _OpenFiles:
                 next(self._files[number][1])
             self._taken[number] = count
 
-    def any_left(self) -> bool:
-        """Whether a file is open or can be opened."""
-        while len(self._files) < self._most_open and self.opened < len(self._specs):
+    def open_next(self) -> bool:
+        """Open files up to the maximum; return whether any is open."""
+        while len(self._files) < self._max_open and self.opened < len(self._specs):
             self._open(self.opened)
             self.opened += 1
         return bool(self._files)
 
     def taken(self) -> list[list[int]]:
-        """The blocks taken so far, in the form of ``Place``."""
+        """Return the blocks taken so far, in the form of ``Place``."""
         return [[number, self._taken[number]] for number in sorted(self._files)]
 
     def take(self, random: np.random.Generator) -> tuple[Source, RowBlock] | None:
-        """The next block of one of the open files; None if the one that was drawn has ended."""
+        """Take the next block of a random open file; return None if that file has ended."""
         numbers = sorted(self._files)
         number = numbers[0]
         if len(numbers) > 1:
@@ -165,24 +165,71 @@ class _OpenFiles:
         self._weights[number] = max(storage.stat(spec.path).size, 1)
 
 
+def encoded_blocks(
+    blocks: Iterator[PlacedBlock], spec: EncodeSpec, *, num_proc: int, num_ahead: int
+) -> Iterator[tuple[Place, list[EncodedSample], list[Dropped]]]:
+    """Encode blocks in worker processes, up to ``num_ahead`` of them ahead of the caller.
+
+    Args:
+        num_proc: worker processes; the result is the same for any number.
+
+    Yields:
+        In the order of blocks: the position before the block, its samples, and dropped rows and parts of rows.
+
+    Raises:
+        PacktoolError: a worker died, or as raised for the block's rows.
+    """
+    resumes = "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one"
+    with WorkerPool[PlacedBlock, tuple[Place, list[EncodedSample], list[Dropped]]](num_proc, _encoder, spec) as pool:
+        try:
+            yield from pool.map(blocks, num_ahead=num_ahead)
+        except WorkerDied:
+            raise PacktoolError(
+                "a worker process that encodes rows died (killed, or out of memory?)",
+                f"{resumes}; fewer --dataset-num-proc need less memory.",
+            ) from None
+        except StoreDownError as error:
+            raise error.with_resume_advice(f"{resumes}.") from error
+
+
+def _encoder(
+    report: object, spec: EncodeSpec
+) -> Callable[[PlacedBlock], tuple[Place, list[EncodedSample], list[Dropped]]]:
+    """Load the tokenizer in a worker process, and return the function that encodes a block."""
+    tokenize_in_one_thread()
+    return partial(_encode, Encoder(spec, ModelFiles.load(spec.model, spec.chat_template)))
+
+
+def _encode(encoder: Encoder, block: PlacedBlock) -> tuple[Place, list[EncodedSample], list[Dropped]]:
+    samples: list[EncodedSample] = []
+    dropped: list[Dropped] = []
+    for item in encode_samples(list(samples_of(block.source, [block.block], may_hold_secrets=False)), encoder):
+        if isinstance(item, Dropped):
+            dropped.append(item)
+        else:
+            samples.extend(item)
+            dropped.extend(left_out_of(item))
+    return block.place, samples, dropped
+
+
 _HELD = ("carried", "shuffled")
 _COUNTS = ("dropped", "parts_left_out")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StreamState:
-    """The beginning of an interval, and how many of its packs are done.
+    """State at the beginning of an interval, and the number of its packs that are done.
 
     Args:
-        place: right before the block that the next sample comes from; None for the first of all.
+        place: position before the block of the next sample; None for the first of all.
         num_taken: samples of that block that were taken already.
-        ended: no sample comes any more.
-        interval: packed before this one.
+        ended: there are no more samples.
+        interval: number of intervals packed before.
         packs_done: of this interval.
         random: state of the generator that draws from the shuffle buffer; None before the first draw.
-        carried: samples that were held back from the interval before.
+        carried: samples held back from the interval before.
         shuffled: the shuffle buffer.
-        counts: what was left out so far; rows that were read are not counted.
+        counts: counts of dropped rows; rows that were read are not counted.
     """
 
     place: Place | None = None
@@ -197,10 +244,10 @@ class StreamState:
 
 
 def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
-    """Keep a rank's state in a directory.
+    """Write a rank's state to a directory.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: it cannot be written.
     """
     samples, plain = _paths(directory, rank)
     held = [*state.carried, *state.shuffled]
@@ -220,10 +267,10 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
 
 
 def read_stream_state(directory: str, rank: int) -> StreamState:
-    """A rank's state as it was kept.
+    """Read a rank's state.
 
     Raises:
-        MismatchError: if the directory has none, or it is damaged.
+        MismatchError: the directory has none, or it is damaged.
     """
     samples, plain = _paths(directory, rank)
     try:

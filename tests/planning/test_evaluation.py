@@ -68,7 +68,7 @@ def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) ->
     results = np.zeros(len(lengths), np.int64)
     results[places] = np.concatenate([np.zeros(0, np.int64), *(lengths[batch] for batch in found)])
     assert results[plan.batches.inverse].tolist() == lengths.tolist()
-    assert plan.one_sample_each().fingerprint == whole.alone().fingerprint
+    assert plan.one_sample_each().fingerprint == whole.one_sample_each().fingerprint
 
 
 def test_windows_follow_one_another_and_fill_well() -> None:

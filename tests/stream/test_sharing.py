@@ -114,8 +114,8 @@ def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path)
 def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
     samples = [sample for pack in stream(specs, model, options()) for sample in pack.samples]
     for most in (None, 2):
-        found = sharing(model, max_rows=most).found(samples, CAPACITY)
+        found = sharing(model, max_rows=most).find_trees(samples, CAPACITY)
         assert found is not None
-        assert np.diff(found.trees.offsets).max() == (most or QUESTIONS)
-        assert found.trees.shared[found.trees.shared > 0].min() >= MIN_SHARED
+        assert np.diff(found[0].offsets).max() == (most or QUESTIONS)
+        assert found[0].shared[found.trees.shared > 0].min() >= MIN_SHARED
         assert Added.of(samples, found).media_tokens.sum() == 0

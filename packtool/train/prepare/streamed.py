@@ -27,7 +27,7 @@ from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from packtool.stream.packs import IntervalSharing, StreamOptions
-from packtool.stream.reading import MOST_OPEN, StreamState
+from packtool.stream.reading import MAX_OPEN_SOURCES, StreamState
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
@@ -144,10 +144,10 @@ class StreamedSource:
         encoded = encode_samples(read, Encoder(self.spec, self.files))
         samples = [sample for item in encoded if not isinstance(item, Dropped) for sample in item]
         capacity = self.options.packing_length
-        trees = self.sharing.found(samples, capacity) if self.sharing is not None and samples else None
-        if trees is not None:
+        found = self.sharing.find_trees(samples, capacity) if self.sharing is not None and samples else None
+        if found is not None:
             lengths = np.array([sample.length for sample in samples], np.int32)
-            pair = first_pair(pack_trees(trees.trees, lengths, capacity, seed=self.options.seed))
+            pair = first_pair(pack_trees(found[0], lengths, capacity, seed=self.options.seed))
             if pair is not None:
                 return [samples[number] for number in pair]
         return sorted(samples, key=lambda sample: sample.length)[:max_samples]
@@ -188,8 +188,8 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     export = config.export_config("", max_length)
     encoder = Encoder(export.encode_spec, files)  # refuses what cannot be encoded
     specs = sources_of(export)
-    check_template(config.model, files, (follow(spec) for spec in specs[:MOST_OPEN]))
-    refusals = [first_row_error(*follow(spec)) for spec in specs[:MOST_OPEN]]
+    check_template(config.model, files, (follow(spec) for spec in specs[:MAX_OPEN_SOURCES]))
+    refusals = [first_row_error(*follow(spec)) for spec in specs[:MAX_OPEN_SOURCES]]
     packing_length = config.packing_length or max_length
     sharing, not_shared = sharing_of_stream(config, files.config)
     state = RunState.of(

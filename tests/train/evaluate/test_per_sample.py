@@ -201,7 +201,7 @@ def test_samples_that_share_prefixes_are_what_they_are_alone(
     model.register_forward_pre_hook(lambda *given: rows.append(given[-1]["input_ids"].shape[1]), with_kwargs=True)
     tree = evaluate(model, reader, alike.spec, dataclasses.replace(plan, trees=shared.trees), samples=samples)
     assert sum(rows) <= dataclasses.replace(plan, trees=shared.trees).num_tokens < 0.75 * plan.num_tokens
-    alone = evaluate(model, reader, alike.spec, plan.alone(), samples=samples)
+    alone = evaluate(model, reader, alike.spec, plan.one_sample_each(), samples=samples)
     assert tree.loss == pytest.approx(alone.loss, abs=1e-5)
     for name in ("tokens", "target_tokens", "num_correct", "first_wrong", "row", "channel"):
         assert getattr(tree, name).tolist() == getattr(alone, name).tolist()

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from packtool.errors import StoreDownError
-from packtool.stream import workers
+from packtool.stream import reading
 
 
 def test_a_store_that_is_down_is_told_with_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(pool: Any, blocks: Any, **_: Any) -> Any:
         raise StoreDownError("http://h: 100 media in a row could not be had", "Look at the store.")
 
-    monkeypatch.setattr(workers.WorkerPool, "map", fail)
+    monkeypatch.setattr(reading.WorkerPool, "map", fail)
     spec: Any = None
     with pytest.raises(StoreDownError) as told:
-        list(workers.encoded_blocks(iter([]), spec, num_proc=1, num_ahead=1))
+        list(reading.encoded_blocks(iter([]), spec, num_proc=1, num_ahead=1))
     assert told.value.remedy is not None
     assert told.value.remedy.startswith("Look at the store. --resume-from-checkpoint true")
     assert "finished" not in told.value.remedy
