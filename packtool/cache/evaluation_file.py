@@ -1,4 +1,4 @@
-"""The file of an evaluation: Parquet, one line for each sample, in the caches' order.
+"""The file of an evaluation: Parquet with a row for each sample, in the order of the caches.
 
 | column | |
 |---|---|
@@ -62,7 +62,7 @@ def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, A
 
 
 def plain_json(value: Any) -> Any:
-    """A copy of plain values, with None for every number that is nan or infinite: JSON has no word for these."""
+    """Copy plain values, with None for every number that is nan or infinite, because JSON has neither."""
     if isinstance(value, Mapping):
         return {name: plain_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

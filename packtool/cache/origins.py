@@ -1,4 +1,4 @@
-"""Where the samples of a cache came from, and what they say: by these they are found again in a cache made anew."""
+"""Origins and contents of the samples of a cache, to match them with the samples of a re-exported cache."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Origins:
 
     Args:
         files: paths of the files of rows.
-        digests: of their contents; files with equal ones have the same rows, wherever they are.
-        file: (N,), which of them each sample comes from.
-        row: int64 (N,), its row there.
-        part: (N, 4), which part of the row it is, as ``RowPart`` has it; zeros for a whole row. None where all are.
+        digests: of their contents, which identify them.
+        file: (N,), position of each sample's file in ``files``.
+        row: int64 (N,), row in the file.
+        part: (N, 4), part of the row, as in ``RowPart``; zeros for a whole row. None if all rows are whole.
     """
 
     files: tuple[str, ...]
@@ -42,11 +42,11 @@ class Origins:
     part: npt.NDArray[np.int32] | None
 
     def write(self, path: str) -> None:
-        """Write a file of some bits a sample: rows mostly follow one another."""
+        """Write a compressed file, of a few bits per sample if rows are consecutive."""
         sink = io.BytesIO()
-        told = json.dumps({"files": self.files, "digests": self.digests}).encode()
+        names = json.dumps({"files": self.files, "digests": self.digests}).encode()
         columns: dict[str, npt.NDArray[Any]] = {
-            "told": np.frombuffer(told, np.uint8),
+            "told": np.frombuffer(names, np.uint8),
             "source": _small(np.diff(self.file, prepend=0)),
             "row": _small(np.diff(self.row, prepend=0)),
         }
@@ -63,26 +63,26 @@ class Origins:
             MismatchError: if it is damaged.
         """
         try:
-            with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as found:
-                told = load_json(found["told"].tobytes())
-                file, row = (np.cumsum(found[name], dtype=np.int64) for name in ("source", "row"))
-                part = np.stack([found[name].astype(np.int32) for name in _PART], 1) if "turn" in found else None
+            with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as arrays:
+                names = load_json(arrays["told"].tobytes())
+                file, row = (np.cumsum(arrays[name], dtype=np.int64) for name in ("source", "row"))
+                part = np.stack([arrays[name].astype(np.int32) for name in _PART], 1) if "turn" in arrays else None
         except (OSError, ValueError, KeyError) as error:
             raise MismatchError(
                 f"{path} cannot be read: {error}", "Remove it; a checkpoint writes it again."
             ) from error
-        return cls(tuple(told["files"]), tuple(told["digests"]), file, row, part)
+        return cls(tuple(names["files"]), tuple(names["digests"]), file, row, part)
 
 
 def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
-    """The same numbers in as few bytes each as the largest needs."""
+    """Return the numbers in the smallest integer type that holds all of them."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     types = (np.int8, np.int16, np.int32, np.int64)
     return values.astype(next(t for t in types if np.iinfo(t).min <= low and high <= np.iinfo(t).max))
 
 
 def read_origins(reader: CacheReader, cache: int) -> Origins:
-    """The origins of one of a reader's caches. Price: reads three columns of all its shards."""
+    """Return the origins of one of a reader's caches; reads three columns of all its shards."""
     shard, row_in_shard = reader.places(cache)
     names: dict[str, int] = {}
     num = len(shard)
@@ -99,15 +99,15 @@ def read_origins(reader: CacheReader, cache: int) -> Origins:
             part = np.zeros((num, len(_PART)), np.int32) if part is None else part
             column = table.column("part").combine_chunks()
             part[here] = np.stack([column.field(name).fill_null(0).to_numpy() for name in _PART], 1)
-    found = [_info(reader.manifests[cache], name) for name in names]
-    files = tuple(name if info is None else info.path for name, info in zip(names, found, strict=True))
-    # Where nobody knows the file's content, its name must do.
-    digests = tuple(name if info is None else info.digest for name, info in zip(names, found, strict=True))
+    sources = {name: _source_named(reader.manifests[cache], name) for name in names}
+    files = tuple(name if source is None else source.path for name, source in sources.items())
+    # The name identifies a file of unknown content.
+    digests = tuple(name if source is None else source.digest for name, source in sources.items())
     return Origins(files, digests, file, row, None if part is None or not part.any() else part)
 
 
-def _info(manifest: Manifest, name: str) -> SourceInfo | None:
-    """A file of an export, by the name that samples know it by: its path as it was given, perhaps from some folder."""
+def _source_named(manifest: Manifest, name: str) -> SourceInfo | None:
+    """Return the source whose path is the name in samples, or ends with it, because that may be a relative path."""
     tail = "/" + name.removeprefix("./").lstrip("/")
     same = [source for source in manifest.sources if source.path == name]
     ends = [source for source in manifest.sources if source.path.endswith(tail)]
@@ -115,9 +115,9 @@ def _info(manifest: Manifest, name: str) -> SourceInfo | None:
 
 
 def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """A key of what each of some samples says: its tokens and its media; uint64 (M,). Price: reads the samples.
+    """Return a key of each sample's tokens and media, uint64 (M,); reads the samples.
 
-    Media count by their bytes or the names of their files, in whatever folder, and by their sizes.
+    Media are identified by their bytes or the names of their files without folders, and by their sizes.
     """
     digests = b"".join(_digest(reader.sample(int(position))) for position in positions)
     return np.frombuffer(digests, "<u8").astype(np.uint64)
@@ -127,14 +127,14 @@ def _digest(sample: EncodedSample) -> bytes:
     digest = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
     media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
     for medium in media:
-        digest.update(_told(medium).encode(errors="surrogatepass"))
+        digest.update(_medium_key(medium).encode(errors="surrogatepass"))
     return digest.digest()
 
 
-def _told(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
+def _medium_key(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
     data = medium.data
     name = storage.name(medium.path) if medium.path else ""
     size = () if isinstance(medium, EncodedAudio) else (medium.height, medium.width)
     frames = [storage.name(path or "") for path, _ in medium.frames] if isinstance(medium, EncodedVideo) else []
-    held = "" if data is None else blake2b(data, digest_size=8).hexdigest()
-    return json.dumps([type(medium).__name__, name, held, size, medium.num_tokens, frames])
+    content = "" if data is None else blake2b(data, digest_size=8).hexdigest()
+    return json.dumps([type(medium).__name__, name, content, size, medium.num_tokens, frames])

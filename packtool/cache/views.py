@@ -15,14 +15,14 @@ from packtool.cache.reader import CacheReader
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.targets import TargetChoice
 
-_TELL_TARGETS = ("input_ids", "labels", "turns", "truncated")
+_TARGET_COLUMNS = ("input_ids", "labels", "turns", "truncated")
 
 
 class SampleReader(Protocol):
-    """Where samples come from: a ``CacheReader``, or a list in disguise. Must be picklable for worker processes."""
+    """A source of samples, such as a ``CacheReader``; it must be picklable for worker processes."""
 
     def sample(self, position: int) -> EncodedSample:
-        """The sample at a position of the plan's numbering."""
+        """Return the sample at a position of the plan's numbering."""
 
 
 class RelabeledReader:
@@ -30,7 +30,7 @@ class RelabeledReader:
 
     Args:
         reader: of the samples as they were exported.
-        choices: which tokens are targets, for each of its caches; None where they are those of the export.
+        choices: target tokens for each of its caches; None for those of the export.
     """
 
     def __init__(self, reader: CacheReader, choices: Sequence[TargetChoice | None]) -> None:
@@ -42,33 +42,33 @@ class RelabeledReader:
         return sample if choice is None else choice(sample)
 
     def target_tokens(self) -> npt.NDArray[np.int32]:
-        """Labels of each sample that carry loss, int32 (N,).
+        """Count the labels of each sample that carry loss, int32 (N,).
 
-        Price: reads every sample of a cache whose targets differ, some 40,000 of 400 tokens a second.
+        Reads every sample of a cache whose targets differ, about 40,000 samples of 400 tokens a second.
         """
-        found = np.array(self._reader.index.target_tokens, np.int32)
-        places = enumerate(zip(self._choices, pairwise(self._reader.offsets.tolist()), strict=True))
-        for cache, (choice, (start, stop)) in places:
+        counts = np.array(self._reader.index.target_tokens, np.int32)
+        ranges = enumerate(zip(self._choices, pairwise(self._reader.offsets.tolist()), strict=True))
+        for cache, (choice, (start, stop)) in ranges:
             if choice is not None:
-                found[start:stop] = self._counts(cache, choice)
-        return found
+                counts[start:stop] = self._counts(cache, choice)
+        return counts
 
     def _counts(self, cache: int, choice: TargetChoice) -> npt.NDArray[np.int32]:
-        """The same of the samples of one cache; of its shards only the columns that tell them are read."""
+        """Count the targets of each sample of one cache, reading only the columns that they depend on."""
         shards, rows = self._reader.places(cache)
-        found = np.zeros(len(rows), np.int32)
+        counts = np.zeros(len(rows), np.int32)
         for shard in np.unique(shards):
             here = np.flatnonzero(shards == shard)
-            table = self._reader.shard_table(cache, int(shard), _TELL_TARGETS)
-            counts = (np.count_nonzero(choice.targets(sample)[1:]) for sample in _bare_samples(table))
-            found[here] = np.fromiter(counts, np.int32, len(table))[rows[here]]
-        return found
+            table = self._reader.shard_table(cache, int(shard), _TARGET_COLUMNS)
+            in_shard = (np.count_nonzero(choice.targets(sample)[1:]) for sample in _bare_samples(table))
+            counts[here] = np.fromiter(in_shard, np.int32, len(table))[rows[here]]
+        return counts
 
 
 def _bare_samples(table: pa.Table) -> Iterator[EncodedSample]:
-    """Samples without their media and origins, in the order of a shard."""
+    """Yield the samples of a shard without their media and origins."""
     for batch in table.to_batches():
-        ids, labels, turns = (_lists(batch.column(name)) for name in _TELL_TARGETS[:3])
+        ids, labels, turns = (_lists(batch.column(name)) for name in _TARGET_COLUMNS[:3])
         for each in zip(ids, labels, turns, batch.column("truncated").to_pylist(), strict=True):
             yield EncodedSample(*each[:3], images=(), channel=None, source="", row=0, num_truncated=each[3])
 
@@ -80,13 +80,13 @@ def _lists(column: pa.ListArray) -> Iterator[npt.NDArray[np.int32]]:
 
 
 class MixedSamples:
-    """A reader whose samples know their source by its name, in place of their channel.
+    """A reader of samples with the name of their source as channel, and with loss weights.
 
     Args:
         reader: of the samples as they were exported, or with other targets.
-        offsets: int64 (S + 1,), where each source's samples begin.
+        offsets: int64 (S + 1,), position of the first sample of each source.
         names: of the sources.
-        loss_weights: that each source's losses are multiplied by.
+        loss_weights: factor of each source's losses.
         keeps_channels: samples that have a channel keep it.
     """
 

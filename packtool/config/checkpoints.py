@@ -13,7 +13,7 @@ SaveStrategy = Annotated[Literal["steps", "epoch", "best", "no"], NOT_AT_ALL]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Settings):
-    """When checkpoints are saved, which are kept, and from which one a run resumes."""
+    """Saving, keeping and resuming of checkpoints."""
 
     save_strategy: SaveStrategy = checkpoint_option(
         "steps",

@@ -65,7 +65,7 @@ EXPAND_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class AccessOptions(Settings):
-    """What rows and caches may access, since somebody else may have written them."""
+    """Access policy for media of rows and caches, which somebody else may have written."""
 
     media_access: MediaAccess = access_option(
         "root",
@@ -85,7 +85,7 @@ class AccessOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions(AccessOptions):
-    """Which rows are read, and how."""
+    """Selection and reading of rows."""
 
     dataset: tuple[str, ...] = row_option((), DATASET_HELP)
     val_dataset: tuple[str, ...] = row_option((), "Rows for the val split, named like --dataset.")
@@ -182,7 +182,7 @@ class MediaOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class BoxOptions(Settings):
-    """How boxes, points and polygons are read and written; by default as the row and the model's family have it."""
+    """Format of boxes, points and polygons; by default that of the row and of the model's family."""
 
     bbox_type: BboxType | None = picture_option(
         None,

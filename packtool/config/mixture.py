@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"\d[\d.]*[%xX]?")
 
 @dataclass(frozen=True, kw_only=True)
 class MixOptions(Settings):
-    """How much of each cache an epoch takes."""
+    """Amounts of each cache in an epoch."""
 
     cached_dataset: tuple[str, ...] = option(
         (),

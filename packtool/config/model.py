@@ -71,7 +71,7 @@ _NAME_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions(Settings):
-    """Which parts of a model are trained, which determines the cost of a step."""
+    """Trained parts of a model, which determine the cost of a step."""
 
     train_type: TrainType = training_option("lora", "Low-rank adapters, or all weights.", aliases=("tuner_type",))
     lora_rank: int = parameter_option(8, "Rank of the adapters.", needs=_LORA, minimum=1)
@@ -124,7 +124,7 @@ class LearningOptions(Settings):
 
     @property
     def training_summary(self) -> str:
-        """How each part is trained, for people, with the options about names of modules that are given."""
+        """Description of the training of each part, with the given options about names of modules."""
         how = {part: "frozen" if part in self.frozen_parts else self.train_type for part in get_args(ModelPart)}
         words = [f"language model {how['language model']}, towers {how['vision tower']}, aligner {how['aligner']}"]
         for name in _NAME_OPTIONS:
@@ -162,7 +162,7 @@ def _matches(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(LearningOptions):
-    """Which weights are trained, and with which adapters."""
+    """Trained weights and adapters."""
 
     adapters: tuple[str, ...] = parameter_option((), "Directory of an adapter to go on training from.", needs=_LORA)
     lora_alpha: int = parameter_option(32, "Scale of the adapters.", needs=_LORA, minimum=1)

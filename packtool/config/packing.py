@@ -29,7 +29,7 @@ SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions(Settings):
-    """Which samples share a pack: the options of ``planning.packing.pack`` except the packing length."""
+    """Composition of packs: the options of ``planning.packing.pack`` except the packing length."""
 
     shuffle: bool = packing_option(
         True, "Draw companions and order anew in every epoch; false keeps to the cache's order."
@@ -66,7 +66,7 @@ class PackOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalOptions(Settings):
-    """How many samples ``--streaming true`` holds at a time."""
+    """Number of samples that ``--streaming true`` holds at a time."""
 
     packing_interval: int = stream_option(1000, "Samples that streaming holds and packs at a time.", minimum=1)
     shuffle_buffer_size: int = stream_option(
@@ -76,7 +76,7 @@ class IntervalOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(PackOptions):
-    """Which samples share a pack, and which packs share a step: the options of the planner."""
+    """Composition of packs and steps: the options of the planner."""
 
     packing_length: Tokens | None = packing_option(
         None, "Tokens that a pack holds at most; by default --max-length.", minimum=2
@@ -114,7 +114,7 @@ class StepOptions(PackOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions(Settings):
-    """Whether common prefixes of samples are computed once: an option of plan, train, eval and verify."""
+    """Sharing of common prefixes of samples: an option of plan, train, eval and verify."""
 
     share_prefix: SharePrefix = packing_option(
         "auto",
