@@ -124,9 +124,9 @@ def _state(path: str) -> list[str | int]:
 
 
 def _compare(path: str, sha256: str) -> bytes:
-    found, sums = digests_of(path)
-    if found != sha256:
-        raise MismatchError(f"{path} is damaged: its SHA-256 is {found}, the manifest says {sha256}", _COPY_AGAIN)
+    digest, sums = digests_of(path)
+    if digest != sha256:
+        raise MismatchError(f"{path} is damaged: its SHA-256 is {digest}, the manifest says {sha256}", _COPY_AGAIN)
     return sums
 
 

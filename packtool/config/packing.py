@@ -177,10 +177,10 @@ class ParallelOptions(Settings):
         """Return the problems of sizes that contradict each other, and of kernels without sequence parallelism."""
         problems, size, kind = [], self.sequence_parallel_ranks, self.sequence_parallel_type
         axes = {"--ulysses-size": self.ulysses_size, "--ring-size": self.ring_size}
-        given = {name: number for name, number in axes.items() if number is not None}
-        shown = " and ".join(f"{name} {number}" for name, number in given.items())
-        product = math.prod(given.values())
-        if size % product or (len(given) == len(axes) and size != product):
+        sizes = {name: number for name, number in axes.items() if number is not None}
+        shown = " and ".join(f"{name} {number}" for name, number in sizes.items())
+        product = math.prod(sizes.values())
+        if size % product or (len(sizes) == len(axes) and size != product):
             problems.append(f"--sequence-parallel-size {size} is not what {shown} come to: leave one of them out")
         elif kind == "ulysses" and size > (self.ulysses_size or size // (self.ring_size or 1)):
             problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {shown}")
@@ -245,7 +245,7 @@ class PackingOptions(SharingOptions, StepOptions):
         return [name for name in is_given if is_given[name]]
 
     @property
-    def has_as_many_micro_batches(self) -> bool:
+    def has_equal_epochs(self) -> bool:
         """Whether all epochs have the same number of micro-batches, which tokens do not determine."""
         return not self.has_no_rows and self.samples_per_step is None
 

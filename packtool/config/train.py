@@ -265,9 +265,8 @@ class TrainConfig(
     @property
     def not_shared_with(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
-        others = ("neftune_noise_alpha", "router_aux_loss_coef")
-        found = self.unshared_packing(self.packing, self.sequence_parallel_ranks)
-        return [*found, *self.mixing, *(flag(name) for name in others if getattr(self, name))]
+        others = [flag(name) for name in ("neftune_noise_alpha", "router_aux_loss_coef") if getattr(self, name)]
+        return [*self.unshared_packing(self.packing, self.sequence_parallel_ranks), *self.mixing, *others]
 
     @property
     def removes_padding(self) -> bool:

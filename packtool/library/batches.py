@@ -216,7 +216,7 @@ class Batches(Dataset[dict[str, Any]]):
         timeline, ends, starts, maximum = self._timeline, [0], [self._base], 1
         for epoch in count(self._first_epoch):
             # Epochs have equal counts, unless tokens fill micro-batches, the epoch is partial, or there are stages.
-            is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches
+            is_like_first = epoch > self._first_epoch and self.plan.config.has_equal_epochs
             is_like_first = is_like_first and not timeline.inputs.stages
             steps = (timeline.first if is_like_first else timeline.plan_of(epoch)).steps
             trained = min(self.num_steps, timeline.stretch(starts[-1]).stop) - starts[-1]
