@@ -31,7 +31,13 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
         _sweep(config, invocation)
         return
     if config.fit is not None:
-        _fit(config, invocation)
+        from packtool.report.plan import fit_lines
+        from packtool.report.tables import TerminalProgress
+        from packtool.train.model.fit import find_fit
+
+        with TerminalProgress() as progress:
+            figures = find_fit(config, progress).figures()
+        invocation.show(figures, fit_lines(figures, config.hardware))
         return
     from packtool.library.planned import Plan
 
@@ -109,17 +115,6 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
         storage.publish(config.html, sweep_page(rows, title, invocation.command).encode())
         lines.append(f"written: {config.html}")
     invocation.show(rows, lines)
-
-
-def _fit(config: PlanConfig, invocation: Invocation) -> None:
-    """Print the settings that fit into a GPU, the cheapest first, and the command of the best."""
-    from packtool.report.plan import fit_lines
-    from packtool.report.tables import TerminalProgress
-    from packtool.train.model.fit import find_fit
-
-    with TerminalProgress() as progress:
-        figures = find_fit(config, progress).figures()
-    invocation.show(figures, fit_lines(figures, config.hardware))
 
 
 def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:

@@ -303,7 +303,7 @@ def sample_view(
         facts.insert(1, ("part of its row", str(sample.part)))
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
-    parts = list(decoder.parts(sample))
+    parts = decoder.parts(sample)
     for number, region in enumerate(decoder.regions(sample, parts), 1):
         image = sample.images[region.image]
         facts.append((f"place {number}", region.description(image.width, image.height)))
@@ -331,21 +331,20 @@ class Decoder:
             if kind not in self._pads.values() and token_id is not None:
                 self._pads[token_id] = kind
 
-    def parts(self, sample: EncodedSample) -> Iterator[Part]:
+    def parts(self, sample: EncodedSample) -> list[Part]:
         """The sample from its first token to its last, with the number of truncated tokens at the side they were cut.
 
         A cache does not keep the truncated tokens themselves, only their number.
         """
-        truncated = [Part("truncated", self._truncation(sample))] if sample.num_truncated else []
-        parts = self._kept_parts(sample)
-        yield from (*parts, *truncated) if self._strategy == "right" else (*truncated, *parts)
-
-    def _truncation(self, sample: EncodedSample) -> str:
         place = "its oldest media"
         if self._strategy in ("left", "right"):
             side = "its beginning" if self._strategy == "left" else "its end"
             place = f"{side}, or of {place}" if self._trims_media else side
-        return f"[{sample.num_truncated:,} tokens of {place} cut off]"
+        parts = list(self._kept_parts(sample))
+        if sample.num_truncated:
+            truncated = Part("truncated", f"[{sample.num_truncated:,} tokens of {place} cut off]")
+            parts.insert(len(parts) if self._strategy == "right" else 0, truncated)
+        return parts
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
         media: dict[str, list[Medium]] = {

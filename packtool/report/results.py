@@ -26,7 +26,6 @@ _CHECKS = {
     "losses": "losses of all steps are those of unpacked steps",
     "weights": "weights in the end are those of unpacked steps",
 }
-_STEP_HEADING = ("step", "samples", "target tokens", "packs", "loss packed", "loss unpacked", "difference")
 
 
 def verify_figures(report: VerifyReport) -> dict[str, Any]:
@@ -69,7 +68,8 @@ def _step_rows(report: VerifyReport) -> list[tuple[str, ...]]:
         )
         for step in report.trajectory
     ]
-    return [_STEP_HEADING, *rows] if rows else []
+    heading = ("step", "samples", "target tokens", "packs", "loss packed", "loss unpacked", "difference")
+    return [heading, *rows] if rows else []
 
 
 def _shared(report: VerifyReport) -> str:

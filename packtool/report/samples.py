@@ -274,7 +274,7 @@ class Pages:
         media: dict[int, dict[str, Any]] = {
             id(medium): dict(_media_files(number, i, medium)) for i, medium in enumerate(all_media(sample))
         }
-        parts = list(self._decoder.parts(sample))
+        parts = self._decoder.parts(sample)
         for region in self._decoder.regions(sample, parts):
             image = sample.images[region.image]
             shown = media[id(image)]

@@ -47,7 +47,12 @@ def simulation_lines(simulation: Simulation) -> list[str]:
     title = f"{simulation.source}: {simulation.model} on {_machine(simulation)}"
     strategies = table(title, [("", *_COLUMNS), *_rows(simulation)])
     assumptions = table("what the times rest on", _assumption_lines(simulation), "l")
-    return [*strategies, "", _speed_note(simulation), *_MEANINGS, *_warnings(simulation), "", *assumptions]
+    num_steps = max(outcome.num_steps for outcome in simulation.outcomes)
+    speed_note = (
+        f"speed-up: tokens per second, relative to {simulation.baseline.title!r}. {num_steps} "
+        f"{'step was' if num_steps == 1 else 'steps were'} simulated, in {simulation.seconds:.1f} s."
+    )
+    return [*strategies, "", speed_note, *_MEANINGS, *_warnings(simulation), "", *assumptions]
 
 
 def _machine(simulation: Simulation) -> str:
@@ -75,14 +80,6 @@ def _rows(simulation: Simulation) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _speed_note(simulation: Simulation) -> str:
-    num_steps = max(outcome.num_steps for outcome in simulation.outcomes)
-    return (
-        f"speed-up: tokens per second, relative to {simulation.baseline.title!r}. {num_steps} "
-        f"{'step was' if num_steps == 1 else 'steps were'} simulated, in {simulation.seconds:.1f} s."
-    )
 
 
 def _warnings(simulation: Simulation) -> list[str]:

@@ -66,7 +66,7 @@ def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) ->
     ):
         identity = reader.manifests[0].identity
         identity = dataclasses.replace(identity, spec={**identity.spec, **spec})
-        part = list(Decoder(model_of_cache(reader), identity).parts(cut))[at]
+        part = Decoder(model_of_cache(reader), identity).parts(cut)[at]
         assert part.look == "truncated"
         assert words in part.text
 
