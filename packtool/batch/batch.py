@@ -24,9 +24,9 @@ class SkippedSample:
     """A sample whose media could not be loaded, left out by ``--on-bad-media skip``.
 
     Args:
-        source, row: where it came from.
-        message: what was wrong.
-        num_target_tokens: labels that left the loss with it.
+        source, row: its origin.
+        message: of the error.
+        num_target_tokens: labels that the loss lacks.
         sample: its position in the caches; None in a stream.
     """
 
@@ -39,23 +39,23 @@ class SkippedSample:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Movable):
-    """What both kinds of micro-batch hold. B rows of T tokens; a packed one has a single row.
+    """A micro-batch: B rows of T tokens; a packed one has a single row.
 
     Args:
         input_ids: int64 (B, T).
-        labels: int64 (B, T), already shifted: what position i is to predict, -100 where nothing.
+        labels: int64 (B, T), already shifted: the token that position i predicts, -100 for none.
         position_ids: (4, B, T) as [text, t, h, w] for M-RoPE models, else (B, T); int64, or float32 for fractions.
-        media: what the towers take, by the name of the model's argument, in the order of their placeholder tokens:
+        media: inputs of the towers, by the name of the model's argument, in the order of their placeholder tokens:
             ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``,
             ``input_features`` and ``feature_attention_mask``.
-        towers: for each tower that has something to do, what it would else work out on the device.
-        target_positions: int64 (N,), where in the flattened micro-batch the N labels are that are not -100, rising.
-        loss_weights: float32 (B, T), of each label, shifted like them, or None when all weigh 1.
+        towers: for each tower that runs, inputs that it would otherwise compute on the device.
+        target_positions: int64 (N,), positions of the N labels other than -100 in the flattened micro-batch, ascending.
+        loss_weights: float32 (B, T), of each label, shifted like them, or None if all weigh 1.
         channels: of each document or row, a filler's is None; see ``TreeBatch`` for its own.
-        num_samples: samples in it; a filler document does not count.
+        num_samples: samples in it, without fillers.
         skipped: samples that should be in it and could not be loaded.
-        num_padding: tokens of a filler document that makes the row one of few lengths, for compiled layers.
-        media_reads: what was asked of a media cache for it.
+        num_padding: tokens of a filler document that pads the row to a multiple, for compiled layers.
+        media_reads: reads of the media cache for it.
     """
 
     input_ids: Tensor
@@ -78,7 +78,7 @@ class Batch(Movable):
 
     @property
     def is_token(self) -> Tensor:
-        """bool (B, T), whether a token is a sample's, and not of padding or a filler."""
+        """bool (B, T), True for tokens of samples, False for padding and fillers."""
         raise NotImplementedError(f"{type(self).__name__} does not know which of its tokens are padding")
 
     @property
@@ -92,16 +92,16 @@ class Batch(Movable):
         return self.media.get("image_grid_thw")
 
     def documents_of(self, positions: Tensor) -> Tensor:
-        """Which document or row each position of the flattened micro-batch belongs to, int64 like ``positions``."""
+        """The document or row of each position (n,) of the flattened micro-batch, int64 (n,)."""
         return positions // self.input_ids.shape[1]
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward; labels stay behind, for the loss is packtool's own."""
+        """Keyword arguments of the model's forward; without labels, as the loss is packtool's own."""
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **self.media}
         return inputs | {"towers": self.towers} if self.towers else inputs
 
     def map(self: B, function: Callable[[Tensor], Tensor]) -> B:
-        """The same micro-batch with every tensor replaced by the function's answer."""
+        """The same micro-batch with every tensor replaced by the function's result."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
         values["media"] = {name: function(value) for name, value in self.media.items()}
@@ -110,7 +110,7 @@ class Batch(Movable):
 
 
 def target_positions(labels: Tensor) -> Tensor:
-    """int64 (N,), where the flattened labels are not -100."""
+    """Positions of the flattened labels (B, T) that are not -100, int64 (N,)."""
     return (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
 
 
@@ -128,49 +128,44 @@ class PackedBatch(Batch):
 
     @property
     def index(self) -> Tensor:
-        """int64 (T,), where in the whole sequence each token lies: in its place, for the sequence is here whole."""
+        """Position of each token in the sequence, int64 (T,): 0 to T - 1, as no other rank holds a part."""
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
 
     @property
     def is_token(self) -> Tensor:
-        """bool (1, T), whether a token is a sample's; fillers are behind the samples."""
+        # Fillers come after the samples.
         return self.index[None] < self.cu_seqlens[self.num_samples]
 
-    @property
-    def max_seqlen(self) -> int:
-        """Tokens of the longest document."""
-        return max(self.lengths)
-
     def documents_of(self, positions: Tensor) -> Tensor:
-        """See ``Batch``."""
         return torch.bucketize(positions, self.cu_seqlens[1:].to(positions.dtype), right=True)
 
     def model_inputs(self) -> dict[str, Any]:
-        """See ``Batch``; boundaries under the names that transformers hands to attention functions."""
+        """As of ``Batch``, with boundaries under the names that transformers passes to attention functions."""
+        longest = max(self.lengths)
         return super().model_inputs() | {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
+            "max_length_q": longest,
+            "max_length_k": longest,
             "document_lengths": self.lengths,
         }
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreeBatch(PackedBatch):
-    """Samples whose common prefixes are there once: the documents are nodes of trees, see ``batch.prefix_tree``.
+    """Samples with each common prefix once: the documents are nodes of trees, see ``batch.prefix_tree``.
 
-    Labels of a prefix weigh as much as in all samples that begin with it together.
+    A label of a prefix has the sum of its weights in all samples that begin with it.
 
     Args:
         key_index: int64 (T',), the tokens that each document sees, document after document: those of all nodes from
             the root down to it.
-        cu_seqlens_k: int32 (S + 1,), where these begin, and T' at the end.
-        key_lengths: the same as S lengths, on the host.
-        channels: of the samples, C of them, each once: a document may be of samples of several.
-        target_counts: int64 (C, N), labels that each target stands for of the samples of each channel.
-        num_sample_targets: their sum: what the samples have alone.
-        sample_ends: of each sample the document that it ends in.
+        cu_seqlens_k: int32 (S + 1,), starts of the documents' keys, and T' at the end.
+        key_lengths: the S lengths of the documents' keys, on the host.
+        channels: the C different channels of the samples, as a document may belong to samples of several.
+        target_counts: int64 (C, N), the number of labels of the samples of each channel that each target stands for.
+        num_sample_targets: their sum: the labels of the samples.
+        sample_ends: the last document of each sample.
     """
 
     key_index: Tensor
@@ -182,16 +177,15 @@ class TreeBatch(PackedBatch):
 
     @property
     def num_target_tokens(self) -> int:
-        """Labels of the samples, those of a prefix as often as samples begin with it."""
+        """Labels of the samples; those of a prefix count once for each sample that begins with it."""
         return self.num_sample_targets
 
     def sample_index(self) -> Tensor:
-        """int64 (T',): where the tokens of the samples lie, each sample whole, one after the other, in their order."""
+        """Positions of the samples' tokens, each sample complete, one after the other, int64 (T',)."""
         keys = torch.split(self.key_index, list(self.key_lengths))
         return torch.cat([keys[document] for document in self.sample_ends])
 
     def model_inputs(self) -> dict[str, Any]:
-        """See ``Batch``; the keys beside the boundaries."""
         return super().model_inputs() | {
             "cu_seq_lens_k": self.cu_seqlens_k,
             "max_length_k": max(self.key_lengths),
@@ -205,9 +199,9 @@ class ShardedBatch(Batch):
     """One rank's part, T tokens, of a packed sequence that several ranks share.
 
     Args:
-        shard: what attention must know of it.
-        index: int64 (T,), where in the whole sequence each token lies.
-        lengths: of all documents of the whole sequence, with the padding of those that are sharded, fillers last.
+        shard: the part as attention needs it.
+        index: int64 (T,), position of each token in the complete sequence.
+        lengths: of all documents of the complete sequence, with the padding of sharded ones, fillers last.
     """
 
     shard: SequenceShard
@@ -215,12 +209,11 @@ class ShardedBatch(Batch):
     lengths: tuple[int, ...]
 
     def documents_of(self, positions: Tensor) -> Tensor:
-        """See ``Batch``; documents of the whole sequence."""
+        """The document of the complete sequence that each position (n,) belongs to, int64 (n,)."""
         ends = torch.tensor(self.lengths, device=positions.device).cumsum(0)
         return torch.bucketize(self.index[positions], ends, right=True)
 
     def model_inputs(self) -> dict[str, Any]:
-        """See ``Batch``; attention, and what brings pictures to their tokens, are handed the shard."""
         return super().model_inputs() | {"sequence_shard": self.shard}
 
 
@@ -236,10 +229,9 @@ class PaddedBatch(Batch):
 
     @property
     def is_token(self) -> Tensor:
-        """bool (B, T), whether a token is a sample's; rows of fillers are behind those of samples."""
+        # Rows of fillers come after those of samples.
         rows = torch.arange(len(self.attention_mask), device=self.attention_mask.device)
         return (self.attention_mask != 0) & (rows < self.num_samples)[:, None]
 
     def model_inputs(self) -> dict[str, Any]:
-        """See ``Batch``."""
         return super().model_inputs() | {"attention_mask": self.attention_mask}

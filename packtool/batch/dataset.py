@@ -1,7 +1,4 @@
-"""The tensors of micro-batches, made ahead of time by worker processes.
-
-What is said when a process that loads media beside the one of the model dies.
-"""
+"""Micro-batches as tensors, made ahead of time by worker processes."""
 
 from __future__ import annotations
 
@@ -31,14 +28,11 @@ RESUME = "--resume-from-checkpoint true goes on from the newest checkpoint, if t
 
 
 @contextlib.contextmanager
-def deaths_told(remedy: str = RESUME) -> Iterator[None]:
-    """Around all that is done while workers load: torch tells of a dead one wherever this process happens to be.
+def explain_dead_workers(remedy: str = RESUME) -> Iterator[None]:
+    """Turn torch's error about a dead data worker, which can be raised anywhere inside, into a PacktoolError.
 
     Args:
-        remedy: what a user may do, beside doing without workers.
-
-    Raises:
-        PacktoolError: if a worker died.
+        remedy: what the user can do, other than loading without workers.
     """
     try:
         yield
@@ -55,15 +49,15 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     """Turns a ``MicroBatch`` into tensors; its "indices" are the micro-batches themselves.
 
     Args:
-        read: what gives a sample, from what a micro-batch has for it.
+        read: reads a sample, given an element of ``MicroBatch.samples``.
         spec: the model they are collated for.
-        packing: False pads one sample a row instead.
-        skip_bad_media: leave samples out whose media cannot be loaded.
-        cuts: of sequences that so many ranks share, and this rank's part; the first is meant where a micro-batch does
-            not say how many do. Sequences of one rank need none.
-        always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
-        min_shared: tokens that a prefix of packed samples must have to be there once; None has all samples whole.
-        multiple_of: the length of rows without padding becomes one; see ``collate_packs``.
+        packing: False pads one sample per row instead.
+        skip_bad_media: leave out samples whose media cannot be loaded.
+        cuts: split of the sequences by the number of ranks that share them, and this rank's part; the first is the
+            default of micro-batches. Sequences of one rank need none.
+        always: towers that run in every micro-batch; by default all. Others run if some rank has media for them.
+        min_shared: tokens that a prefix of packed samples must have to be computed once; None shares no prefixes.
+        multiple_of: pads packed sequences to a multiple; see ``collate_packs``.
     """
 
     def __init__(
@@ -79,39 +73,49 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         multiple_of: int = 1,
     ) -> None:
         assert min_shared is None or (packing and not cuts), "only samples of a pack of one rank share prefixes"
-        self.read, self.spec, self.packing, self.min_shared = read, spec, packing, min_shared
-        self.skip_bad_media, self.cuts, self.multiple_of = skip_bad_media, dict(cuts or {}), multiple_of
+        self.read, self.spec, self.skip_bad_media = read, spec, skip_bad_media
+        self.cuts, self.multiple_of = dict(cuts or {}), multiple_of
         self.always = spec.towers if always is None else always
+        self._collate: Callable[..., Batch] = collate_padded
+        if min_shared is not None:
+            self._collate = partial(collate_tree, min_shared=min_shared, multiple_of=multiple_of)
+        elif packing:
+            self._collate = partial(collate_packs, multiple_of=multiple_of)
 
-    def __getitem__(self, wanted: MicroBatch) -> Batch | PacktoolError:
-        """The micro-batch, or the error that it met: raised in a worker, it would lose its type and its remedy."""
-        towers = self.spec.towers
-        if wanted.towers is not None:
-            towers &= self.always | wanted.towers
+    def __getitem__(self, micro_batch: MicroBatch) -> Batch | PacktoolError:
+        """The micro-batch, or its error: raised in a worker process, it would lose its type and its remedy."""
         try:
-            samples = [self.read(sample) for sample in wanted.samples]
-            if wanted.read_again is not None:
-                found = zip(samples, wanted.read_again, strict=True)
-                samples = [dataclasses.replace(sample, is_read_again=again) for sample, again in found]
-            return with_reads(self._batch(samples, wanted, towers), self.spec)
+            samples = [self.read(sample) for sample in micro_batch.samples]
+            if micro_batch.read_again is not None:
+                pairs = zip(samples, micro_batch.read_again, strict=True)
+                samples = [dataclasses.replace(sample, is_read_again=again) for sample, again in pairs]
+            return with_media_reads(self._batch(samples, micro_batch), self.spec)
         except PacktoolError as error:
             return error
 
-    def _batch(self, samples: Sequence[EncodedSample], wanted: MicroBatch, towers: frozenset[Tower]) -> Batch:
-        size = next(iter(self.cuts), 1) if wanted.shared_by is None else wanted.shared_by
+    def _batch(self, samples: Sequence[EncodedSample], micro_batch: MicroBatch) -> Batch:
+        towers = self.spec.towers
+        if micro_batch.towers is not None:
+            towers &= self.always | micro_batch.towers
+        size = next(iter(self.cuts), 1) if micro_batch.shared_by is None else micro_batch.shared_by
         if size > 1:
             check_unchanged(samples, self.spec)
-            places = None if wanted.places is None else list(wanted.places)
-            return collate_shard(samples, self.spec, self.cuts[size], places, towers, multiple_of=self.multiple_of)
-        collate = partial(self._collate, towers=towers)
-        numbers = [each if isinstance(each, int) else None for each in wanted.samples]
-        return _collated(samples, numbers, self.spec, collate, skip_bad_media=self.skip_bad_media)
-
-    @property
-    def _collate(self) -> Callable[..., Batch]:
-        if self.min_shared is not None:
-            return partial(collate_tree, min_shared=self.min_shared, multiple_of=self.multiple_of)
-        return partial(collate_packs, multiple_of=self.multiple_of) if self.packing else collate_padded
+            cut, places = self.cuts[size], micro_batch.places
+            return collate_shard(samples, self.spec, cut, places, towers, multiple_of=self.multiple_of)
+        try:
+            check_unchanged(samples, self.spec)
+            return self._collate(samples, self.spec, towers=towers)
+        except MediaError:
+            if not self.skip_bad_media:
+                raise
+        good, skipped = [], []
+        for sample, key in zip(samples, micro_batch.samples, strict=True):
+            if (error := media_error(sample, self.spec)) is None:
+                good.append(sample)
+            else:
+                position = key if isinstance(key, int) else None
+                skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), position))
+        return dataclasses.replace(self._collate(good, self.spec, towers=towers), skipped=tuple(skipped))
 
 
 def load_micro_batches(
@@ -122,13 +126,14 @@ def load_micro_batches(
     pin_memory: bool = False,
     remedy: str = RESUME,
 ) -> Iterator[Batch]:
-    """The micro-batches at some indices, made ahead of time by ``num_workers`` processes.
+    """Make micro-batches of a dataset ahead of time in ``num_workers`` processes.
 
     Args:
-        remedy: what a user may do if one of these processes dies, beside doing without them.
+        indices: of the dataset.
+        remedy: what the user can do if one of these processes dies, other than loading without them.
 
     Raises:
-        PacktoolError: the one that a micro-batch met, once that micro-batch is reached; or a worker died.
+        PacktoolError: the error of a micro-batch, when that micro-batch is reached; or a worker died.
     """
     loader = DataLoader(
         dataset,
@@ -136,45 +141,20 @@ def load_micro_batches(
         sampler=indices,
         num_workers=num_workers,
         worker_init_fn=begin_worker,
-        collate_fn=_as_it_is,  # given one item, not a list, when there is no batch size
+        collate_fn=_unchanged,  # without a batch size it gets one item, not a list
         pin_memory=pin_memory,
         # A generator of its own: the loader would otherwise draw from torch's, which dropout shares.
         generator=torch.Generator().manual_seed(0),
     )
-    with deaths_told(remedy):
+    with explain_dead_workers(remedy):
         for item in loader:
             if isinstance(item, PacktoolError):
                 raise item
             yield item
 
 
-def _collated(
-    samples: Sequence[EncodedSample],
-    numbers: Sequence[int | None],
-    spec: InputSpec,
-    collate: Callable[[Sequence[EncodedSample], InputSpec], Batch],
-    *,
-    skip_bad_media: bool,
-) -> Batch:
-    try:
-        check_unchanged(samples, spec)
-        return collate(samples, spec)
-    except MediaError:
-        if not skip_bad_media:
-            raise
-    good, skipped = [], []
-    for sample, number in zip(samples, numbers, strict=True):
-        try:
-            check_unchanged([sample], spec)
-            load_media([sample], spec)
-            good.append(sample)
-        except MediaError as error:
-            skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), number))
-    return dataclasses.replace(collate(good, spec), skipped=tuple(skipped))
-
-
 def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """Compare media in files with the hashes that the export kept. Price: four short reads of a file.
+    """Compare media in files with the hashes of the export; the cost is four short reads per file.
 
     Raises:
         MediaError: if one was replaced.
@@ -190,20 +170,20 @@ def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
             )
 
 
-def with_reads(batch: B, spec: InputSpec) -> B:
-    """A micro-batch that was just made, with what was asked of the media cache since the one before."""
-    return batch if spec.media_cache is None else dataclasses.replace(batch, media_reads=spec.media_cache.taken())
-
-
-def is_bad(sample: EncodedSample, spec: InputSpec) -> bool:
-    """Whether a sample's media cannot be loaded."""
+def media_error(sample: EncodedSample, spec: InputSpec) -> MediaError | None:
+    """The error of loading a sample's media; None if they load."""
     try:
         check_unchanged([sample], spec)
         load_media([sample], spec)
-    except MediaError:
-        return True
-    return False
+    except MediaError as error:
+        return error
+    return None
 
 
-def _as_it_is(item: Any) -> Any:
+def with_media_reads(batch: B, spec: InputSpec) -> B:
+    """Add the media cache's reads since the previous micro-batch to one that was just made."""
+    return batch if spec.media_cache is None else dataclasses.replace(batch, media_reads=spec.media_cache.take_reads())
+
+
+def _unchanged(item: Any) -> Any:
     return item

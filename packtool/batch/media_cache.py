@@ -115,10 +115,10 @@ class MediaCache:
     def __reduce__(self) -> tuple[Any, ...]:
         return MediaCache, self._given
 
-    def taken(self) -> MediaReads:
-        """What was read since the last time."""
-        taken, self._reads = self._reads, MediaReads()
-        return taken
+    def take_reads(self) -> MediaReads:
+        """The reads since the last call."""
+        reads, self._reads = self._reads, MediaReads()
+        return reads
 
     @property
     def used(self) -> int:

@@ -1,4 +1,4 @@
-"""What one rank computes at once, before anything of it is read; no torch."""
+"""Micro-batches as lists of samples, before anything is read; without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from packtool.planning.epoch import EpochPlan
 
 Tower = Literal["vision", "sound"]
-"""What looks at pictures and videos, and what listens; a model runs each of them at most once for a micro-batch."""
+"""Encoder of pictures and videos, and encoder of sounds; a model runs each at most once per micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +20,11 @@ class MicroBatch:
     """Samples of one micro-batch of one rank.
 
     Args:
-        packs: of each pack (or padded row) its samples: positions in the caches, or the samples of a stream.
-        places: with Skrull, where each sample is computed, in the order of the packs; see ``EpochPlan.places``.
-        towers: those that some rank has something for in its micro-batch of the same number; None if nobody knows.
-        read_again: of each sample, whether the next epoch has it, too; None if all are, or nobody knows.
-        shared_by: ranks that share it; None for as many as in the whole run.
+        packs: the samples of each pack (or padded row): positions in the caches, or the samples of a stream.
+        places: with Skrull, the placement of each sample, in the order of the packs; see ``EpochPlan.places``.
+        towers: those for which some rank has media in its micro-batch of the same number; None if unknown.
+        read_again: for each sample, True if the next epoch has it, too; None if all are, or if unknown.
+        shared_by: ranks that share it; None for the run's default.
     """
 
     packs: Sequence[Sequence[Any]]
@@ -43,21 +43,22 @@ class PlannedEpoch:
     """The micro-batches of an epoch by step, rank and number.
 
     Args:
-        brings: for each tower, whether a sample has something for it, bool (N,) by position in the cache; None for
-            perhaps. Without it nobody knows of any.
-        read_again: whether the next epoch has a sample, too, bool (N,); None for all.
-        shared_by: ranks that share each micro-batch; None for as many as in the whole run.
+        has_media: for each tower, the samples that have media for it, bool (N,) by position in the cache; None for
+            possibly all. Without it the towers of micro-batches are unknown.
+        read_again: the samples that the next epoch has, too, bool (N,); None for all.
+        shared_by: ranks that share each micro-batch; None for the run's default.
     """
 
     def __init__(
         self,
         plan: EpochPlan,
-        brings: Mapping[Tower, npt.NDArray[np.bool_] | None] | None = None,
+        has_media: Mapping[Tower, npt.NDArray[np.bool_] | None] | None = None,
         read_again: npt.NDArray[np.bool_] | None = None,
         shared_by: int | None = None,
     ) -> None:
         self.plan, self._read_again, self.shared_by = plan, read_again, shared_by
-        self._runs = None if brings is None else {tower: _on_any_rank(plan, found) for tower, found in brings.items()}
+        self._runs = {tower: _on_any_rank(plan, samples) for tower, samples in (has_media or {}).items()}
+        self._knows_towers = has_media is not None
 
     def micro_batch(self, step: int, rank: int, number: int) -> MicroBatch:
         """One micro-batch of one data-parallel rank."""
@@ -65,9 +66,7 @@ class PlannedEpoch:
         packs = [pack.tolist() for pack in plan.samples(step, rank, number)]
         places = plan.placement_of(step, rank, number)
         index = int(plan.steps.step_offsets[step]) // plan.steps.world_size + number
-        towers = None
-        if self._runs is not None:
-            towers = frozenset(tower for tower, found in self._runs.items() if found[index])
+        towers = frozenset(tower for tower, runs in self._runs.items() if runs[index]) if self._knows_towers else None
         again = None
         if self._read_again is not None:
             again = [bool(self._read_again[sample]) for pack in packs for sample in pack]
@@ -80,8 +79,8 @@ class PlannedEpoch:
             yield tuple(self.micro_batch(step, rank, number) for number in range(num))
 
 
-def _on_any_rank(plan: EpochPlan, found: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:
-    """Whether a tower has something to do on some rank, for each micro-batch of the epoch, (M,)."""
-    if found is None:
+def _on_any_rank(plan: EpochPlan, samples: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:
+    """The micro-batches of the epoch in which a tower has media on some rank, bool (M,)."""
+    if samples is None:
         return np.ones(int(plan.steps.step_offsets[-1]) // plan.steps.world_size, np.bool_)
-    return plan.steps.on_any_rank(plan.packs.sums_per_pack(found[plan.packs.samples].astype(np.int64)) > 0)
+    return plan.steps.on_any_rank(plan.packs.sums_per_pack(samples[plan.packs.samples].astype(np.int64)) > 0)

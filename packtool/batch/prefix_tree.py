@@ -1,21 +1,20 @@
-"""Samples that begin alike as a tree: every common prefix is laid out, looked at and computed once.
+"""Samples that begin alike as a tree: every common prefix is laid out, encoded and computed once.
 
-Three questions about one picture; the last two begin alike once more::
+Three questions about one picture; the last two have a longer common prefix::
 
     samples  picture who? Ann            nodes   0  picture              of all three, positions 0 to 6
-             picture where is he? here           1  who? Ann             goes on from 0
-             picture where is she? there         2  where is             of two, goes on from 0
-                                                 3  he? here             goes on from 2
-                                                 4  she? there           goes on from 2
+             picture where is he? here           1  who? Ann             continues 0
+             picture where is she? there         2  where is             of two, continues 0
+                                                 3  he? here             continues 2
+                                                 4  she? there           continues 2
 
-A node is what samples have in common beyond the node that it goes on from; its tokens keep the positions that they have
-in the samples alone. In attention its queries see the keys of all nodes from the root down to it (``key_index``).
+A node holds the tokens that samples have in common beyond the node that it continues; its tokens keep the positions
+that they have in the samples alone. In attention its queries see the keys of all nodes from the root down to it
+(``key_index``).
 
-What is equal is decided on tokens and on what media hold. A prefix ends only where every medium of it has all of its
-pads. Its last token is to predict the first token of every continuation: where that is more than one target, the prefix
-ends a token earlier, and each continuation has a last token of its own, so that a token never has two labels.
-
-Which media of some samples are the same, so that one of them can be computed for all.
+Tokens and the content of media decide what is equal. A prefix ends only where every medium of it has all of its pads.
+Its last token predicts the first token of every continuation: where these targets differ, the prefix ends a token
+earlier, and each continuation has a last token of its own, so that a token never has two labels.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 
 class MediaNumbers:
-    """Numbers of media, from 0: two have the same one if they were measured alike and hold the same, wherever they lie.
+    """Numbers media from 0; media of equal measures and content have the same number, wherever their files are.
 
-    Files are read only where two that were measured alike lie in different places: pieces of both first, and all of
-    them where these are equal. Media that cannot be read are the same only in the same place.
+    Files are read only if two of equal measures have different paths: pieces of both first, and all of both if these
+    are equal. Media that cannot be read are the same only if their paths are.
 
     Args:
-        policy: which media may be read.
+        policy: media access policy.
     """
 
     def __init__(self, policy: MediaPolicy) -> None:
@@ -56,7 +55,7 @@ class MediaNumbers:
         self._num = 0
 
     def __call__(self, medium: Medium) -> int:
-        """The number of a medium; a new one if none before was the same."""
+        """The number of a medium; a new one if no earlier medium is the same."""
         if medium not in self._numbers:
             others = self._alike.setdefault(_without_files(medium), [])
             same = next((other for other in others if self._are_same(medium, other)), None)
@@ -90,17 +89,17 @@ def _without_files(medium: Medium) -> Medium:
 
 Int64Array = npt.NDArray[np.int64]
 ROOT = -1
-"""The parent of a node that begins samples."""
+"""The parent of a node at the beginning of samples."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Tokens that some samples have in common, once.
+    """Tokens that one or several samples have in common.
 
     Args:
-        samples: numbers of those that contain it, ascending.
-        start, stop: its tokens, the same of each of these samples.
-        parent: number of the node that it goes on from, smaller than its own, or ``ROOT``.
+        samples: numbers of the samples that contain it, ascending.
+        start, stop: its tokens, the same in each of these samples.
+        parent: number of the node that it continues, smaller than its own, or ``ROOT``.
     """
 
     samples: tuple[int, ...]
@@ -110,131 +109,117 @@ class Node:
 
     @property
     def length(self) -> int:
-        """Its tokens."""
+        """The number of its tokens."""
         return self.stop - self.start
 
     @property
     def is_shared(self) -> bool:
-        """Whether more than one sample contains it."""
+        """True if more than one sample contains it."""
         return len(self.samples) > 1
 
 
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: int) -> list[Node]:
-    """Every token of some samples once, where these begin alike.
+    """Build the nodes of samples, with each common prefix once.
 
-    Price: each sample is compared with one other for each prefix that it shares.
+    The cost: each sample is compared with one other for each prefix that it shares.
 
     Args:
         spec: the model they are for.
         min_shared: tokens that a prefix must have, from the samples' beginning, to be shared.
 
     Returns:
-        nodes, each behind the one that it goes on from. A sample without tokens of its own has no node of its own.
+        nodes, each after the one that it continues. A sample without tokens of its own has no node of its own.
     """
     numbers = MediaNumbers(spec.media_policy)
-    read = [_Read.of(sample, spec, numbers) for sample in samples]
+    pairs = [_symbols(sample, spec, numbers) for sample in samples]
+    symbols, can_end = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     nodes: list[Node] = []
-    # Groups of samples that are alike so far, how much of them their ancestors hold, and the last of these.
+    # Groups of samples with equal beginnings, the number of tokens in their nodes so far, and the last of these nodes.
     groups = [(list(range(len(samples))), 0, ROOT)] if samples else []
     while groups:
         group, start, parent = groups.pop()
-        first = read[group[0]]
-        alike = min(first.alike(read[number], start) for number in group)
-        parts = _continuations([(number, read[number]) for number in group], alike)
-        # Nothing goes on from whole samples: they may end anywhere.
-        stop = first.last_cut(max(alike - _is_torn(group, samples, alike), start)) if parts else alike
+        first = group[0]
+        num_equal = min(_num_equal(symbols[first], symbols[number], start) for number in group)
+        # By the next symbol; None: the sample ends here.
+        branches: dict[int | None, list[int]] = {}
+        for number in group:
+            following = int(symbols[number][num_equal]) if len(symbols[number]) > num_equal else None
+            branches.setdefault(following, []).append(number)
+        parts, stop = list(branches.values()), num_equal
+        if branches.keys() == {None}:
+            parts = []  # nothing continues complete samples, so the prefix may end anywhere
+        else:
+            # One token earlier if the last one predicts more than one target.
+            targets = {label for number in group for label in samples[number].labels[num_equal:][:1].tolist()}
+            longest = max(num_equal - (len(targets - {IGNORE_INDEX}) > 1), start)
+            stop = int(np.flatnonzero(can_end[first][: longest + 1])[-1])
         if len(group) == 1 or stop >= min_shared:
             if stop > start:
                 nodes.append(Node(tuple(group), start, stop, parent))
                 start, parent = stop, len(nodes) - 1
         elif not parts:
             parts = [[number] for number in group]
-        # A sample that ends with the prefix needs nothing more.
-        left = [part for part in parts if len(read[part[0]].symbols) > start]
-        groups += [(part, start, parent) for part in reversed(left)]
+        # Samples that end with the prefix have no further node.
+        rest = [part for part in parts if len(symbols[part[0]]) > start]
+        groups += [(part, start, parent) for part in reversed(rest)]
     return nodes
 
 
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """A sample in a form in which equal symbols are equal inputs.
+def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Symbols of a sample's tokens, equal for equal inputs, and the lengths at which a prefix may end.
 
     Args:
-        symbols: int64 (L,): tokens; where a medium's pads stand, a number below 0 of this very medium.
-        is_cut: bool (L + 1,), whether a prefix of so many tokens has all pads of its media.
+        numbers: of the media of all samples.
+
+    Returns:
+        int64 (L,): the token, or a negative number of the medium whose pad it is; bool (L + 1,): whether a prefix of
+        so many tokens has all pads of its media.
     """
-
-    symbols: Int64Array
-    is_cut: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> _Read:
-        """Read a sample, with numbers of its media that are those of the others."""
-        ids, tokens = sample.input_ids, spec.media_tokens
-        symbols = ids.astype(np.int64)
-        is_cut = np.ones(len(ids) + 1, np.bool_)
-        is_pad = np.isin(ids, list(tokens.pads.values()))
-        for span in media_spans(sample, tokens):
-            inside = slice(span.start, span.stop)
-            symbols[inside][is_pad[inside]] = -1 - numbers(span.medium)
-            is_cut[span.start + 1 : span.stop] = False
-        # Behind a mark that opens a medium it is not told of what kind a sound is.
-        is_cut[1:] &= ~np.isin(
-            ids, [mark for mark in (tokens.opening_vision, tokens.opening_sound) if mark is not None]
-        )
-        return cls(symbols, is_cut)
-
-    def alike(self, other: _Read, start: int) -> int:
-        """How many symbols both begin with; at least ``start``, which is known."""
-        most = min(len(self.symbols), len(other.symbols))
-        differs = self.symbols[start:most] != other.symbols[start:most]
-        return start + int(differs.argmax()) if differs.any() else most
-
-    def last_cut(self, most: int) -> int:
-        """The longest prefix that may end there, of at most ``most`` tokens."""
-        return int(np.flatnonzero(self.is_cut[: most + 1])[-1])
+    ids, tokens = sample.input_ids, spec.media_tokens
+    symbols = ids.astype(np.int64)
+    can_end = np.ones(len(ids) + 1, np.bool_)
+    is_pad = np.isin(ids, list(tokens.pads.values()))
+    for span in media_spans(sample, tokens):
+        inside = slice(span.start, span.stop)
+        symbols[inside][is_pad[inside]] = -1 - numbers(span.medium)
+        can_end[span.start + 1 : span.stop] = False
+    # After a mark that opens a medium the kind of a sound is not known yet.
+    can_end[1:] &= ~np.isin(ids, [mark for mark in (tokens.opening_vision, tokens.opening_sound) if mark is not None])
+    return symbols, can_end
 
 
-def _continuations(group: Sequence[tuple[int, _Read]], alike: int) -> list[list[int]]:
-    """The members of a group by the symbol with which they go on behind what is alike; none if all end there."""
-    found: dict[int | None, list[int]] = {}
-    for number, read in group:
-        following = int(read.symbols[alike]) if len(read.symbols) > alike else None
-        found.setdefault(following, []).append(number)
-    return [] if found.keys() == {None} else list(found.values())
-
-
-def _is_torn(group: Sequence[int], samples: Sequence[EncodedSample], alike: int) -> bool:
-    """Whether the last token that is alike is to predict more than one."""
-    following = [samples[number].labels[alike : alike + 1].tolist() for number in group]
-    return len({label for labels in following for label in labels if label != IGNORE_INDEX}) > 1
+def _num_equal(one: Int64Array, other: Int64Array, start: int) -> int:
+    """The length of the common prefix; the first ``start`` symbols are known to be equal."""
+    shorter = min(len(one), len(other))
+    differs = one[start:shorter] != other[start:shorter]
+    return start + int(differs.argmax()) if differs.any() else shorter
 
 
 def stretch_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
-    """A stretch of a sample between two cuts, with its own media."""
-    taken = slice(start, stop)
+    """The tokens ``start`` to ``stop`` of a sample, with their media, as a sample."""
+    tokens = slice(start, stop)
     media = [span.medium for span in media_spans(sample, spec.media_tokens) if start <= span.start < stop]
     return dataclasses.replace(
         sample,
-        input_ids=sample.input_ids[taken],
-        labels=sample.labels[taken],
+        input_ids=sample.input_ids[tokens],
+        labels=sample.labels[tokens],
         turns=np.zeros(0, np.int32),
         images=tuple(medium for medium in media if isinstance(medium, EncodedImage)),
         videos=tuple(medium for medium in media if isinstance(medium, EncodedVideo)),
         audios=tuple(medium for medium in media if isinstance(medium, EncodedAudio)),
-        loss_scale=None if sample.loss_scale is None else sample.loss_scale[taken],
+        loss_scale=None if sample.loss_scale is None else sample.loss_scale[tokens],
     )
 
 
 def key_index(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Int64Array, tuple[int, ...]]:
-    """The keys that each node's queries see, for nodes that lie end to end: all from the root down to its own.
+    """The keys that each node's queries see: the tokens of all nodes from the root down to its own.
 
     Args:
         parents: (K,), of each node the number of an earlier one, or ``ROOT``.
-        lengths: (K,), of the nodes in tokens.
+        lengths: (K,), tokens of the nodes, which lie end to end.
 
     Returns:
-        int64 (S,), positions in the sequence of T tokens, node after node, and how many each node has.
+        int64 (T',), positions in the sequence, node after node, and the number of keys of each node.
     """
     paths: list[Int64Array] = []
     start = 0

@@ -1,4 +1,4 @@
-"""What collation must know of a model: picklable, so that DataLoader workers can have it, and without weights."""
+"""A model's configuration as collation needs it: picklable for DataLoader workers, and without weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.utils import logging
 
@@ -35,15 +29,15 @@ from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A model as seen by collation.
+    """A model as collation needs it.
 
     Args:
-        model: directory (or hub id) whose processors make pixels and mel frames.
+        model: directory (or hub id) of its processors.
         config: the model's configuration; of an Omni model its thinker's.
-        limits: bounds on media that the cache was made with.
-        loss_reduction: ``sample`` makes labels weigh so that each sample's mean counts once.
-        media_policy: which media may be read.
-        media_cache: where resized pictures and frames are kept; None for nowhere.
+        limits: bounds on media that the cache was exported with.
+        loss_reduction: ``sample`` weights labels so that each sample's mean counts once.
+        media_policy: media access policy.
+        media_cache: cache of resized pictures and frames; None for none.
     """
 
     model: str
@@ -55,14 +49,7 @@ class InputSpec:
 
     @classmethod
     def load(cls, model: str, limits: MediaLimits, access: AccessOptions | None = None) -> InputSpec:
-        """Read the configuration of ``model``.
-
-        Args:
-            access: which media may be read.
-
-        Raises:
-            ConfigError: for a multimodal model whose inputs packtool cannot make.
-        """
+        """Read the configuration of ``model``; ConfigError for a multimodal model that packtool cannot train."""
         config = model_config(model)
         if is_multimodal(config.to_dict()) and not (family := family_of(config.to_dict())).kinds:
             known = [model_type for family in FAMILIES if family.kinds for model_type in family.model_types]
@@ -74,13 +61,13 @@ class InputSpec:
         return cls(model, config, limits, media_policy=policy_for_cache(access or AccessOptions()))
 
     def keeping_media(self, options: MediaCacheOptions, name: str) -> InputSpec:
-        """This specification, with the media cache that the options name.
+        """This specification with the media cache of the options, if any.
 
         Args:
             name: the fingerprint of the caches that are read.
 
         Raises:
-            ConfigError: if it is no directory, or the model's media cannot be kept.
+            ConfigError: if it is not a directory, or the model's media cannot be cached.
         """
         directory = options.media_cache
         if directory is None:
@@ -97,39 +84,38 @@ class InputSpec:
 
     @cached_property
     def family(self) -> Family:
-        """All that packtool knows of the model's family."""
+        """The record of the model's family."""
         return family_of(self.config.to_dict())
 
     @property
     def sees(self) -> bool:
-        """Whether the model takes pictures."""
+        """True if the model takes pictures."""
         return "image" in self.family.kinds
 
     @property
     def has_mrope(self) -> bool:
-        """Whether its position ids have four rows [text, t, h, w], as those of models that place pictures in space."""
+        """True if its position ids have four rows [text, t, h, w]."""
         return self.sees and self.family.positions != "counted"
 
     @property
     def hears(self) -> bool:
-        """Whether the model takes sounds."""
+        """True if the model takes sounds."""
         return "audio" in self.family.kinds
 
     @property
     def towers(self) -> frozenset[Tower]:
-        """Those that the model has."""
-        found: list[Tower] = ["vision"] * self.sees
-        found += ["sound"] * self.hears
-        return frozenset(found)
+        """The towers of the model."""
+        towers: dict[Tower, bool] = {"vision": self.sees, "sound": self.hears}
+        return frozenset(tower for tower, exists in towers.items() if exists)
 
     @cached_property
     def tower_costs(self) -> CostModel:
-        """What pictures cost the tower that looks at them, forward."""
+        """Cost model of the towers."""
         return CostModel.of_config(self.config.to_dict(), LearningOptions())
 
     @cached_property
     def pad_ids(self) -> dict[MediaKind, int]:
-        """The token that stands for a piece of a medium, by kind."""
+        """The placeholder token of each kind of medium."""
         named = self.family.pads_in(self.config.to_dict())
         if missing := [kind for kind in self.family.kinds if kind not in named]:
             raise ConfigError(
@@ -139,24 +125,24 @@ class InputSpec:
 
     @cached_property
     def media_tokens(self) -> MediaTokens:
-        """The tokens by which media are found in a sample."""
+        """The tokens that mark media in a sample."""
         return MediaTokens.of(self.config.to_dict())
 
     @cached_property
     def meta_model(self) -> Any:
-        """The model without its head and without weights, for its methods and sizes; made once for each process."""
+        """The model without its head, on the meta device, for its methods and sizes; made once per process."""
         auto: Any = AutoModel
         with weights_in_one_piece(), torch.device("meta"):
             return auto.from_config(self.config)
 
     @property
     def rope_index(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The model's ``get_rope_index``, which gives position ids (3, B, L), [t, h, w], and the offset of each row."""
-        found: Callable[..., tuple[Tensor, Tensor]] = self.meta_model.get_rope_index
-        return found
+        """The model's ``get_rope_index``, which returns position ids (3, B, L), [t, h, w], and each row's offset."""
+        function: Callable[..., tuple[Tensor, Tensor]] = self.meta_model.get_rope_index
+        return function
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the model and the family's record, which another process finds for itself."""
+        """The state without the model and the family's record, which another process makes for itself."""
         return {name: value for name, value in vars(self).items() if name not in ("meta_model", "family")}
 
     @property
@@ -167,34 +153,34 @@ class InputSpec:
 
     @property
     def num_mel_bins(self) -> int:
-        """Numbers in one frame of ``input_features``, of a model that hears."""
+        """Numbers in one frame of ``input_features``, of a model that takes sounds."""
         return int(self.config.audio_config.num_mel_bins)
 
 
 def model_config(model: str) -> PreTrainedConfig:
-    """The configuration of what is trained: of an Omni model its thinker, which reads; the talker is left alone."""
+    """The configuration of the trained model: of an Omni model its thinker, without the talker."""
     logs: Any = logging
-    talk = logs.get_verbosity()
+    verbosity = logs.get_verbosity()
     if "thinker_config" in PreTrainedConfig.get_config_dict(model)[0]:
-        # transformers finds fault with every talker's token ids, and with what it reads itself of rope's settings.
+        # transformers warns about every talker's token ids, and about rope settings that it reads itself.
         logs.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(model)
     finally:
-        logs.set_verbosity(talk)
+        logs.set_verbosity(verbosity)
     thinker = getattr(config, "thinker_config", None)
     return thinker if isinstance(thinker, PreTrainedConfig) else config
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' automatic class that loads a model of this configuration with its language head."""
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    takes_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
 @contextmanager
 def weights_in_one_piece() -> Iterator[None]:
-    """Inside, a model is made by this process alone: under ZeRO-3 transformers would have all of them make it."""
+    """Inside, this process alone makes a model: under ZeRO-3 transformers would have all processes make it."""
     hook: Any = transformers_deepspeed
     sharded = hook._hf_deepspeed_config_weak_ref
     hook._hf_deepspeed_config_weak_ref = None

@@ -1,11 +1,9 @@
-"""What a tower would work out on the device from the sizes of its media, made on the host beforehand.
+"""Inputs that a tower would otherwise compute on the device from the sizes of its media.
 
 A tower of transformers turns sizes into boundaries, positions and windows by code that reads them back from the device
-(``.tolist()``, ``repeat_interleave``, ``nonzero``), and each time the device has to finish all that it was given
-before. The same functions of transformers take what they would compute as keyword arguments [read in vision_utils of
-5.17 and 5.23]. They run here, on the host, in the dataloader's workers: the numbers are theirs.
-
-Things made of tensors that go to a device together.
+(``.tolist()``, ``repeat_interleave``, ``nonzero``), and each time the host has to wait for the device. The towers also
+take these results as keyword arguments [read in vision_utils of 5.17 and 5.23], so transformers' functions run here, on
+the host, in the dataloader's workers.
 """
 
 from __future__ import annotations
@@ -32,56 +30,54 @@ M = TypeVar("M", bound="Movable")
 
 
 class Movable(ABC):
-    """Something made of tensors; whoever moves batches (DataLoader, accelerate, Lightning) looks for these names."""
+    """An object made of tensors, with the methods that DataLoader, accelerate and Lightning move batches by."""
 
     @abstractmethod
     def map(self: M, function: Callable[[Tensor], Tensor]) -> M:
-        """This thing again, every tensor, of any shape, replaced by the function's answer."""
+        """The same object with every tensor, of any shape, replaced by the function's result."""
 
     def to(self: M, device: torch.device | str, *, non_blocking: bool = False) -> M:
-        """This thing on another device."""
+        """The same object on another device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: M) -> M:
-        """This thing in page-locked memory."""
+        """The same object in page-locked memory."""
         return self.map(lambda tensor: tensor.pin_memory())
 
 
 @dataclass(frozen=True, eq=False)
 class TowerInputs(Movable):
-    """Keyword arguments of a tower's forward beside the media, and where in the micro-batch its features belong.
+    """Keyword arguments of a tower's forward other than media, and the positions of its features in the micro-batch.
 
     Args:
         arguments: by the names of transformers' helpers; tensors go to the device, integers stay.
-        positions: for each kind of medium, int64 (N,): the flattened positions of the N placeholder tokens that its
-            features stand for, rising.
+        positions: for each kind of medium, int64 (N,): the flattened positions of its N placeholder tokens, ascending.
     """
 
     arguments: Mapping[str, Tensor | int]
     positions: Mapping[str, Tensor]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TowerInputs:
-        """See ``Movable``."""
-        moved = {
+        arguments = {
             name: function(value) if isinstance(value, Tensor) else value for name, value in self.arguments.items()
         }
-        return TowerInputs(moved, {kind: function(value) for kind, value in self.positions.items()})
+        return TowerInputs(arguments, {kind: function(value) for kind, value in self.positions.items()})
 
 
 def tower_inputs(
     spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, shared: bool = False
 ) -> dict[Tower, TowerInputs]:
-    """The inputs of each tower that has something to look at or to listen to.
+    """Make the inputs of each tower that has media.
 
     Args:
-        spec: the model that they belong to.
-        media: what the towers take, as ``Batch.media`` has it.
+        spec: the model.
+        media: as in ``Batch.media``.
         input_ids: int64 (B, T), of the micro-batch.
-        shared: ranks share the sequence, and features come from all of them.
+        shared: ranks share the sequence, and exchange features.
 
     Returns:
-        of a family whose own processor makes its media nothing, unless they are shared: its model puts features in
-        their places itself.
+        nothing for a family whose own processor makes its media, unless ranks share the sequence: its model writes
+        features to their tokens itself.
     """
     if spec.family.processor_inputs and not (shared and media):
         return {}
@@ -129,8 +125,8 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
 def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     """Arguments of the audio tower for sounds whose mel frames ``mask``, (sounds, frames), marks.
 
-    ``frames`` int64 (chunks, frames of a chunk) is this project's own: for every frame of a chunk its place in the
-    flattened (sounds x frames), one too far for padding.
+    ``frames`` int64 (chunks, frames of a chunk) is packtool's own: the index of every frame of a chunk in the flattened
+    (sounds x frames), and sounds x frames for padding.
     """
     tower: Any = spec.meta_model.audio_tower
     helpers: Any = sys.modules[type(tower).__module__]

@@ -92,8 +92,8 @@ def test_a_resumed_run_and_another_on_the_same_rows_find_what_was_kept(tmp_path:
     end(first)
     second = MediaCache(str(tmp_path), 20 * BLOCK, "rows")
     assert sum(load(second, int(medium)) for medium in np.random.default_rng(1).permutation(40)) == 20
-    assert second.taken() == MediaReads(20, 20)
-    assert second.taken() == MediaReads()
+    assert second.take_reads() == MediaReads(20, 20)
+    assert second.take_reads() == MediaReads()
     end(second)
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
     path.write_bytes(changed.get(damage, data))
     assert not load(cache, 7, blocks=2)
     assert load(cache, 7, blocks=2)
-    assert cache.taken() == MediaReads(hits=1, misses=2)
+    assert cache.take_reads() == MediaReads(hits=1, misses=2)
     end(cache)
 
 
@@ -165,7 +165,7 @@ def _read_many(directory: Path, seed: int, name: str) -> int:
     cache = MediaCache(str(directory), 30 * BLOCK, name)
     for medium in np.random.default_rng(seed).integers(0, 40, 60):
         load(cache, int(medium), blocks=1 + int(medium) % 3)
-    return 0 if cache.taken().problem is None else 1
+    return 0 if cache.take_reads().problem is None else 1
 
 
 def test_several_processes_and_runs_share_it(tmp_path: Path) -> None:
@@ -233,14 +233,14 @@ def test_a_full_disk_and_a_place_that_cannot_be_written_to_are_told_and_harmless
     assert not load(cache, 1)
     assert not load(cache, 1)
     assert load(cache, 0)
-    told = cache.taken()
+    told = cache.take_reads()
     assert (told.hits, told.misses) == (1, 3)
     assert "the disk has less than 1.1 GB left" in str(told.problem)
     end(cache)
     (tmp_path / "file").write_text("")
     cache = MediaCache(str(tmp_path / "file" / "cache"), MUCH, "rows")
     assert not load(cache, 0)
-    assert "Not a directory" in str(cache.taken().problem)
+    assert "Not a directory" in str(cache.take_reads().problem)
 
 
 def test_a_disk_that_fills_up_while_an_entry_is_written_leaves_none(
@@ -255,7 +255,7 @@ def test_a_disk_that_fills_up_while_an_entry_is_written_leaves_none(
         patched.setattr(media_cache.os, "rename", full)
         assert not load(cache, 1)
     assert cache.used == size_of(tmp_path) == BLOCK
-    assert "No space left on device" in str(cache.taken().problem)
+    assert "No space left on device" in str(cache.take_reads().problem)
     end(cache)
 
 

@@ -243,7 +243,7 @@ def test_frames_are_kept_resized(world_of: Callable[[str], World], tmp_path: Pat
         assert found.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
         assert kept.media_cache is not None
-        assert kept.media_cache.taken() == MediaReads(hits, 8 - hits)
+        assert kept.media_cache.take_reads() == MediaReads(hits, 8 - hits)
 
 
 @pytest.mark.parametrize("name", ["glm4v", "internvl"])

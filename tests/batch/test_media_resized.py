@@ -52,7 +52,7 @@ def kept_in(directory: Path, spec: InputSpec) -> InputSpec:
 
 def taken(spec: InputSpec) -> MediaReads:
     assert spec.media_cache is not None
-    return spec.media_cache.taken()
+    return spec.media_cache.take_reads()
 
 
 def check_same(samples: list[EncodedSample], plain: InputSpec, kept: InputSpec) -> None:

@@ -37,7 +37,7 @@ from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import Batch, ShardedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_padded, collate_tree, shifted_labels
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.dataset import deaths_told, load_micro_batches, with_reads
+from packtool.batch.dataset import explain_dead_workers, load_micro_batches, with_media_reads
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.positions import align_sample, restore_padding
 from packtool.batch.shard import Cut
@@ -236,7 +236,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         try:
             samples = [self.reader.sample(int(position)) for position in self.micro_batches[index]]
             aligned = [align_sample(sample, self.alignment) for sample in samples]
-            batch = with_reads(self._collate(aligned), self.spec)
+            batch = with_media_reads(self._collate(aligned), self.spec)
         except PacktoolError as error:
             return error
         where = (
@@ -359,7 +359,7 @@ def _score_all(
     reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
-    with deaths_told(_REMEDY):
+    with explain_dead_workers(_REMEDY):
         for item in cast(Iterator[EvaluationBatch], loaded):
             batch = item.batch.to(device)
             reads += batch.media_reads

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import SkippedSample
-from packtool.batch.dataset import deaths_told
+from packtool.batch.dataset import explain_dead_workers
 from packtool.batch.spec import InputSpec
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
@@ -64,7 +64,7 @@ def execute(
             progress.note(estimate_run(run, trainer.model, spec, dtype).sentence())
         verify_before_training(run, trainer.model, spec, trainer.parallel, progress)
         begin = time.perf_counter()
-        with trainer.watch.signals, deaths_told():
+        with trainer.watch.signals, explain_dead_workers():
             trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
