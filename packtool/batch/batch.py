@@ -140,7 +140,7 @@ class PackedBatch(Batch):
         return torch.bucketize(positions, self.cu_seqlens[1:].to(positions.dtype), right=True)
 
     def model_inputs(self) -> dict[str, Any]:
-        """As of ``Batch``, with boundaries under the names that transformers passes to attention functions."""
+        """Keyword arguments of the forward, with boundaries by the names of transformers' attention functions."""
         longest = max(self.lengths)
         return super().model_inputs() | {
             "cu_seq_lens_q": self.cu_seqlens,

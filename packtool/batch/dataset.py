@@ -110,7 +110,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
                 raise
         good, skipped = [], []
         for sample, key in zip(samples, micro_batch.samples, strict=True):
-            if (error := media_error(sample, self.spec)) is None:
+            if (error := sample_media_error(sample, self.spec)) is None:
                 good.append(sample)
             else:
                 position = key if isinstance(key, int) else None
@@ -170,7 +170,7 @@ def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
             )
 
 
-def media_error(sample: EncodedSample, spec: InputSpec) -> MediaError | None:
+def sample_media_error(sample: EncodedSample, spec: InputSpec) -> MediaError | None:
     """The error of loading a sample's media; None if they load."""
     try:
         check_unchanged([sample], spec)

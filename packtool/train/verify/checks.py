@@ -27,7 +27,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import own_attention
 from packtool.attention.support import refuse_leaky_inputs
 from packtool.batch.collate import collate_packs
-from packtool.batch.dataset import media_error
+from packtool.batch.dataset import sample_media_error
 from packtool.batch.prefix_tree import Node
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
@@ -264,7 +264,7 @@ def verify_before_training(
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     samples = run.source.first_samples(MAX_CHECKED_SAMPLES)
     if config.on_bad_media == "skip":
-        samples = [sample for sample in samples if media_error(sample, spec) is None]
+        samples = [sample for sample in samples if sample_media_error(sample, spec) is None]
     samples = shortest_samples(samples)
     if len(samples) > 1:
         min_shared = run.source.min_shared
