@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import packtool
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.config.data import ExportConfig
 from packtool.config.plan import PlanConfig

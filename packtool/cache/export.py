@@ -14,7 +14,6 @@ import numpy as np
 from packtool import storage
 from packtool.cache.executors import Executor, RayExecutor
 from packtool.cache.finish import (
-    ExportSummary,
     build_manifest,
     empty_export_error,
     length_counts,
@@ -24,7 +23,7 @@ from packtool.cache.finish import (
 )
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
-from packtool.cache.manifest import InputCounts, Manifest, SampleCounts, SourceInfo
+from packtool.cache.manifest import ExportSummary, InputCounts, Manifest, SampleCounts, SourceInfo
 from packtool.cache.repair import damaged_files, repair
 from packtool.cache.restart import (
     begin,

@@ -348,6 +348,57 @@ _PATTERNS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportSummary:
+    """The counts of an export, under the names of ``packtool export --json``.
+
+    Args:
+        truncated: samples that truncation changed.
+        dropped: rows left out by reason.
+        marks_added: rows whose missing picture marks were added.
+        length: p50, p90, p99 and max of the kept samples' tokens.
+        already_finished: nothing was done, because the cache was there.
+        pieces_added: samples beyond one a row: pieces of texts, turns, responses.
+        parts_left_out: turns and responses by reason, of rows of which others are kept.
+        num_missing_shards: shards that other parts of a job array have not finished; the counts are this part's then.
+        num_reused: shards that an earlier, interrupted run had finished.
+        rows_made: rows that this run encoded, without those of an earlier one's shards.
+    """
+
+    num_rows: int
+    num_samples: int
+    num_samples_by_split: Mapping[str, int]
+    truncated: int
+    dropped: Mapping[str, int]
+    marks_added: int
+    tokens: int
+    target_tokens: int
+    media_tokens: int
+    length: Mapping[str, int]
+    seconds: float
+    already_finished: bool = False
+    pieces_added: int
+    parts_left_out: Mapping[str, int]
+    num_missing_shards: int = 0
+    output_dir: str
+    num_reused: int = 0
+    rows_made: int = 0
+
+    @classmethod
+    def of(cls, rows: InputCounts, samples: SampleCounts, **figures: Any) -> ExportSummary:
+        """Return the summary of these counts and further ``figures``."""
+        names = {member.name for member in dataclasses.fields(cls)}
+        counts = {name: value for name, value in (vars(rows) | vars(samples)).items() if name in names}
+        return cls(num_rows=rows.rows, num_samples=samples.rows, **counts, **figures)
+
+    @classmethod
+    def of_manifest(cls, manifest: Manifest, **figures: Any) -> ExportSummary:
+        """Return the summary of a finished cache."""
+        by_split = {name: split.rows for name, split in manifest.splits.items()}
+        rows, samples = InputCounts.total([manifest]), SampleCounts.total(manifest.splits.values())
+        return cls.of(rows, samples, num_samples_by_split=by_split, **figures)
+
+
 def _check(manifest: Manifest) -> None:
     """Raise a WrongValue for the first name or number that an export would not write."""
     _named("fingerprint", manifest.fingerprint, "fingerprint")

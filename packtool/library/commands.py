@@ -14,7 +14,7 @@ from packtool.errors import ConfigError, did_you_mean
 from packtool.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
-    from packtool.cache.finish import ExportSummary
+    from packtool.cache.manifest import ExportSummary
     from packtool.library.options import EvalKeywords, ExportKeywords, VerifyKeywords
     from packtool.train.evaluate.run import EvalResult
     from packtool.train.verify.run import VerifyReport

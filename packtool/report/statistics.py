@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from packtool.cache.finish import ExportSummary
+    from packtool.cache.manifest import ExportSummary
     from packtool.train.prepare.result import TrainResult
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from packtool.cache.export import export
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from packtool.config.data import ExportConfig
 from packtool.progress import Progress, SilentProgress
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from packtool.cache.export import export
-from packtool.cache.finish import ExportSummary
-from packtool.cache.manifest import Manifest
+from packtool.cache.manifest import ExportSummary, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.encode.model_files import ModelFiles

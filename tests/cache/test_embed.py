@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from packtool.cache import shard, task
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
 from packtool.encode.blocks import encode_samples
 from packtool.errors import MismatchError, RowError, StoreDownError

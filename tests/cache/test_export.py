@@ -21,8 +21,7 @@ import pytest
 from packtool import storage
 from packtool.cache import executors
 from packtool.cache import export as export_module
-from packtool.cache.finish import ExportSummary
-from packtool.cache.manifest import Manifest
+from packtool.cache.manifest import ExportSummary, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.data import ExportConfig

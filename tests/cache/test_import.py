@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from packtool.cache.export import export
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.data import ImportConfig

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from packtool import storage
 from packtool.cache import lock
 from packtool.cache.export import export
-from packtool.cache.finish import ExportSummary
 from packtool.cache.lock import DirectoryLock, Holder
-from packtool.cache.manifest import Manifest
+from packtool.cache.manifest import ExportSummary, Manifest
 from packtool.config.data import ExportConfig
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress

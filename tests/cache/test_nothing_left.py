@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from packtool.cli.main import run
 from packtool.errors import DataError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from tests.cache.conftest import tree
 from tests.waiting import PATIENCE_S
 

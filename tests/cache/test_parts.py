@@ -15,8 +15,7 @@ import pytest
 
 from packtool.cache import repair as repair_module
 from packtool.cache import task as task_module
-from packtool.cache.finish import ExportSummary
-from packtool.cache.manifest import InputCounts, Manifest
+from packtool.cache.manifest import ExportSummary, InputCounts, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError

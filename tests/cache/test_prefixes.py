@@ -19,8 +19,8 @@ import pytest
 from packtool import storage
 from packtool.cache import repair as repair_module
 from packtool.cache import task as task_module
-from packtool.cache.finish import ExportSummary
 from packtool.cache.index import SplitPrefixes, prefix_batch, with_fields
+from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
 from packtool.cache.shard import PREFIX_BEFORE, PREFIXES
 from packtool.encode.media_spans import MediaTokens

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError
 

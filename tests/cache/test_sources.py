@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packtool.cache.finish import ExportSummary
+from packtool.cache.manifest import ExportSummary
 from packtool.errors import MismatchError
 from tests.cache.conftest import Told, tree
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from packtool.cache import task as task_module
-from packtool.cache.finish import ExportSummary
 from packtool.cache.index import with_estimates
+from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
 from packtool.cache.shard import ADDED, INDEX, UNKNOWN
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo

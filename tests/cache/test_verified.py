@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from packtool import storage
 from packtool.cache import local
-from packtool.cache.finish import ExportSummary
 from packtool.cache.local import LocalCopies
+from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader, ShardFile
 from packtool.config.data import VerifyCache
 from packtool.encode.encoded import EncodedSample
