@@ -41,7 +41,7 @@ from packtool.errors import (
     StoppedError,
 )
 from packtool.launch.processes import end_with_launcher, is_said_elsewhere
-from packtool.launch.world import LOST_PEER, is_launched, is_lost_peer
+from packtool.launch.world import LOST_PEER, is_launched, is_lost_peer, leave_process_group
 from packtool.terminal import show
 
 _VARIABLE = "PACKTOOL_LOG_LEVEL"
@@ -166,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if code == EXIT_INTERRUPTED:
         _exit_without_teardown(code)
+    if code == EXIT_OK or code > EXIT_INTERRUPTED:  # by agreement of all ranks; after an error, others may be gone
+        leave_process_group()
     sys.exit(code)
 
 

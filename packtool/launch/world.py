@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -127,6 +128,17 @@ T = TypeVar("T")
 LOST_PEER = "another process has ended, and this one with it; what that one says is what went wrong"
 # Messages of gloo, NCCL and torch's store about a process that has ended.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
+def leave_process_group() -> None:
+    """Close the connections to the other ranks, if there are any.
+
+    Gloo's threads may abort a process that exits with open connections (SIGABRT, "terminate called without an active
+    exception"), and NCCL asks for it.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def is_lost_peer(error: Exception) -> bool:

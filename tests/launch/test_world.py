@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from packtool.errors import ConfigError, MismatchError
-from packtool.launch.world import World
+from packtool.launch.world import World, leave_process_group
 from packtool.train.loop.checks import check_ranks_agree
 from packtool.train.prepare.checkpoint import RunState
 
@@ -66,3 +67,13 @@ def test_ranks_that_share_rows_differently_are_told_apart(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(MismatchError, match="sequence parallel: ulysses over 2 on rank 0, ring over 2 there"):
         check_ranks_agree(STATE, World(0, 2), "ulysses over 2")
+
+
+def test_a_rank_closes_its_connections(tmp_path: Path) -> None:
+    """Gloo's threads abort some processes that exit with open connections."""
+    import torch.distributed as dist
+
+    leave_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    leave_process_group()
+    assert not dist.is_initialized()
