@@ -20,7 +20,6 @@ from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import FAMILIES, ImageLimits, MediaKind, Medium, family_of
 from packtool.encode.families.boxes import QWEN_TOKENS, BoxForm, BoxTokens
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.template import CannotRender
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
 from packtool.rows.forms.columns import RowProblem, finite
@@ -116,17 +115,17 @@ class BoxWriter:
         is_well_formed = not any(_is_broken(text, tokens) for text in _texts(sample))
         if form is not None and form.notation == "tokens" and not is_well_formed:
             detail = f"the row's texts or names spell some of {', '.join(tokens.all)} where none belongs"
-            raise CannotRender("invalid_objects", detail)
+            raise RowProblem("invalid_objects", detail)
         return replace(sample, objects=None, control=self._control & {*tokens.all} if is_well_formed else frozenset())
 
     def _known_form(self) -> BoxForm:
         if self._form is None:
             known = ", ".join(name for family in FAMILIES if family.boxes is not None for name in family.model_types)
             detail = f"how {self._model_type} models write boxes is not known; it is of {known}"
-            raise CannotRender("objects_unsupported", detail)
+            raise RowProblem("objects_unsupported", detail)
         missing = [token for token in self._form.tokens.all if token not in self._control]
         if self._form.notation == "tokens" and missing:
-            raise CannotRender("objects_unsupported", f"the model's tokenizer has no {', '.join(missing)}")
+            raise RowProblem("objects_unsupported", f"the model's tokenizer has no {', '.join(missing)}")
         return self._form
 
 
@@ -145,7 +144,7 @@ class _SampleWriter:
         responses = tuple(replace(each, turns=tuple(map(self._turn, each.turns))) for each in sample.responses)
         if self._image_numbers:
             detail = f"'image_id' of 'objects' names {len(self._image_numbers)} pictures more than the texts have boxes"
-            raise CannotRender("object_marks", detail)
+            raise RowProblem("object_marks", detail)
         return replace(sample, turns=turns, responses=responses)
 
     def _turn(self, turn: Turn) -> Turn:
@@ -181,7 +180,7 @@ class _SampleWriter:
         except (ValueError, RecursionError) as error:
             if role != "assistant":
                 return None
-            raise CannotRender("invalid_objects", f"what follows {key[0].strip()} is no JSON: {error}") from error
+            raise RowProblem("invalid_objects", f"what follows {key[0].strip()} is no JSON: {error}") from error
         flat = list(chain.from_iterable(value)) if _is_nested(value) else value
         is_list = isinstance(flat, list) and all(finite(number) is not None for number in flat)
         return None if value is None or (role != "assistant" and not is_list) else (value, stop)
@@ -192,12 +191,12 @@ class _SampleWriter:
         corners = corners_of(value, key.strip(" :"), self._unit)
         if self._has_image_numbers:
             if not self._image_numbers:
-                raise CannotRender("object_marks", "the texts have more boxes than 'image_id' of 'objects' pictures")
+                raise RowProblem("object_marks", "the texts have more boxes than 'image_id' of 'objects' pictures")
             return Region(corners, self._image_numbers.popleft(), self._unit)
         if len(self._images) == 1:
             return Region(corners, 0, self._unit)
         detail = f"the row has {len(self._images)} pictures, and nothing says on which of them {value} lies"
-        raise CannotRender("object_image", detail + "; 'image_id' in 'objects' would")
+        raise RowProblem("object_image", detail + "; 'image_id' in 'objects' would")
 
     def _numbers(self, box: Region) -> list[int]:
         """Return the coordinates of a box as they are written."""
@@ -210,7 +209,7 @@ class _SampleWriter:
             if value > size * (1 + ROUNDING):
                 shown = ", ".join(f"{each:g}" for each in box.corners)
                 detail = f"[{shown}] is not inside picture {box.image} of {image.width}x{image.height} pixels"
-                raise CannotRender("box_outside", detail)
+                raise RowProblem("box_outside", detail)
             numbers.append(round(value / size * written))
         return numbers
 

@@ -29,11 +29,13 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowParts, expansion_of, joined
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
-from packtool.encode.template import CannotRender, ChatTemplate, TemplateFailure, strings_of
+from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import PieceTokenizer
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
+from packtool.rows.forms.columns import RowProblem
 from packtool.rows.forms.media import lone_mark_detail
+from packtool.rows.parsing import Problem
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 
@@ -191,16 +193,12 @@ class Encoder:
         """Encode a row that another tool has tokenized."""
         try:
             parts = self._prepared.tokenized(sample, self._media_of(sample))
-        except MediaProblem as problem:
+        except Problem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        return parts if isinstance(parts, Dropped) else fit_all(parts, self.spec)
+        return fit_all(parts, self.spec)
 
     def _media_of(self, sample: Sample) -> dict[str, list[Medium]]:
-        """Measure the media of a row, by kind.
-
-        Raises:
-            MediaProblem: if one cannot be used.
-        """
+        """Measure the media of a row, by kind; raise MediaProblem if one cannot be used."""
         pads = self.media_tokens.pads
         # Their order would be lost, since one placeholder token stands for both.
         if sample.images and sample.videos and pads.get("image") == pads.get("video", -1):
@@ -210,34 +208,34 @@ class Encoder:
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
-            media = self._media_of(sample)
-        except MediaProblem as problem:
+            rendered = self._rendered(sample)
+        except Problem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
+        return self._drop_too_long(rendered) or rendered
+
+    def _rendered(self, sample: Sample) -> _Rendered:
+        """Render a conversation and write out its media; raise a Problem if that is not possible."""
+        media = self._media_of(sample)
         if self._media.control_tokens and sample.lone_mark:
-            detail = lone_mark_detail(sample.lone_mark)
-            return Dropped(sample.source, sample.row, f"{sample.lone_mark}_marks", detail)
+            raise RowProblem(f"{sample.lone_mark}_marks", lone_mark_detail(sample.lone_mark))
         if self._media.one_picture_only and len(sample.images) > 1:
             detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
-            return Dropped(sample.source, sample.row, "media_unsupported", detail)
-        try:
-            pieces = self._pieces_of(sample)
-        except CannotRender as problem:
-            return Dropped(sample.source, sample.row, problem.reason, str(problem))
+            raise RowProblem("media_unsupported", detail)
+        pieces = self._pieces_of(sample)
         marks = [piece.media for piece in pieces]
         for kind, of_kind in media.items():
             num_marks = marks.count(kind)
             if num_marks != len(of_kind):
                 detail = f"the chat template left {num_marks} of {len(of_kind)} {kind}s in the conversation"
-                return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
+                raise RowProblem(f"{kind}_marks", detail)
         turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
         num_answers = 0 if sample.is_text else [turn.role for turn in sample.turns].count("assistant")
         has_own_loss = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (has_own_loss and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
-            return Dropped(sample.source, sample.row, "turns_not_found", detail)
+            raise RowProblem("turns_not_found", detail)
         layout = lay_out(pieces, media, self._media.parts, self.spec.max_length)
-        rendered = _Rendered(sample, pieces, turns, media, layout)
-        return self._drop_too_long(rendered) or rendered
+        return _Rendered(sample, pieces, turns, media, layout)
 
     def _drop_too_long(self, item: _Rendered) -> Dropped | None:
         """Drop a row whose text alone is certainly too long, before it is tokenized.
@@ -258,22 +256,20 @@ class Encoder:
         """Return the rendered conversation (a text for pretraining: the text itself) in pieces.
 
         Raises:
-            CannotRender: if the template refuses it.
+            RowProblem: if the template refuses it.
         """
         kinds = [kind for kind, refs in _refs_of(sample).items() if refs]
         strings = strings_of(sample)
         try:
             shield = Shield(self._vocabulary, strings, sample.control)
         except ValueError as error:
-            raise CannotRender("private_characters", str(error)) from error
+            raise RowProblem("private_characters", str(error)) from error
         if sample.is_text:
             text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
             return [*shield.split(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
         if self._template is None:
-            raise CannotRender(
-                "no_chat_template",
-                "the row is a conversation, and the model has no chat template: --chat-template FILE gives one",
-            )
+            detail = "the row is a conversation, and the model has no chat template: --chat-template FILE gives one"
+            raise RowProblem("no_chat_template", detail)
         as_list = self._media.content_as_list
         try:
             messages = []
@@ -284,18 +280,18 @@ class Encoder:
             tools = shield.value(sample.tools)
             rendered = self._template.render(messages, tools)
         except TemplateFailure as failure:
-            raise CannotRender("template_refused", str(failure)) from failure
+            raise RowProblem("template_refused", str(failure)) from failure
         except RecursionError as error:
-            raise CannotRender("template_refused", "the row's values nest too deep") from error
+            raise RowProblem("template_refused", "the row's values nest too deep") from error
         if (number := self._template.missing_turn(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
-            raise CannotRender("turn_left_out", detail)
+            raise RowProblem("turn_left_out", detail)
         return shield.split(rendered, self._media.placeholders)
 
     def _rendered_pieces(self, sample: Sample) -> list[Piece] | None:
         try:
             return self._pieces_of(sample)
-        except CannotRender:
+        except RowProblem:
             return None
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:

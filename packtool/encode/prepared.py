@@ -19,12 +19,13 @@ from packtool.encode.families import MediaEncoding, MediaKind, Medium, Part
 from packtool.encode.fit import Tokenized
 from packtool.encode.loss_scale import parse_loss_scale
 from packtool.encode.media_spans import MediaTokens, MediumSpan, Span, media_spans
-from packtool.rows.forms.columns import shown
-from packtool.rows.sample import Dropped, PreparedTokens, Sample
+from packtool.rows.forms.columns import RowProblem, shown
+from packtool.rows.sample import PreparedTokens, Sample
 
 _KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 _TEXT = -1
 _NOTHING = np.zeros(0, np.int32)
+_PREPARED_LIMITS = "give the limits on media that the rows were prepared with"
 # A medium's size in rows, and the field that has it; the number of tokens is compared with the tokens.
 _MEASURED = {name: name for name in ("height", "width", "grid", "indices")} | {"samples": "num_samples"}
 
@@ -52,33 +53,33 @@ class PreparedRows:
         self._ids = {token: control_ids[token] for token in media.control_tokens}
         self._pads = set(tokens.pads.values())
 
-    def tokenized(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized] | Dropped:
+    def tokenized(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:
         """Return the samples that a row is packed of, most often one.
 
         Args:
             sample: a row with ``tokens``.
             media: of the row, measured, by kind.
+
+        Raises:
+            RowProblem: if the tokens are not the model's, or do not agree with the media.
         """
         assert sample.tokens is not None, "the row was tokenized elsewhere"
         loss_scale = sample.loss_scale or self._spec.loss_scale
         scale = parse_loss_scale(loss_scale)
         if scale.rules:
             detail = f"--loss-scale {loss_scale} has a rule for what the assistant says, and the row is tokens"
-            return Dropped(sample.source, sample.row, "labels_given", detail)
+            raise RowProblem("labels_given", detail)
         ids = sample.tokens.ids
         if (wrong := (ids < 0) | (ids >= self._num_ids)).any():
             at = int(np.flatnonzero(wrong)[0])
             detail = f"token {at:,} is {ids[at]}, and the model's tokenizer ends at {self._num_ids - 1:,}"
-            return Dropped(sample.source, sample.row, "token_out_of_range", detail)
-        if changed := _changed(sample.tokens, media):
-            return Dropped(sample.source, sample.row, "media_changed", changed)
+            raise RowProblem("token_out_of_range", detail)
+        _check_unchanged(sample.tokens, media)
         spans = self._spans(ids.astype(np.int32), media)
-        if isinstance(spans, str):
-            return Dropped(sample.source, sample.row, "media_tokens", spans)
         edges = [*sample.tokens.starts.tolist(), len(ids)]
         if any(span.start < edge < span.end for edge in edges for span in spans):
             detail = "a medium begins in one of the samples that the row is packed of and ends in another"
-            return Dropped(sample.source, sample.row, "media_tokens", detail)
+            raise RowProblem("media_tokens", detail)
         parts = []
         for number, (start, stop) in enumerate(pairwise(edges)):
             part = _part(sample, sample.tokens, spans, media, start, stop)
@@ -93,8 +94,8 @@ class PreparedRows:
             parts.append(part)
         return parts
 
-    def _spans(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span] | str:
-        """Return the spans of media, ascending; or the reason why they do not agree with the tokens."""
+    def _spans(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
+        """Return the spans of media, ascending; raise RowProblem if they do not agree with the tokens."""
         groups: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in _KINDS}
         sample = EncodedSample(ids, ids, _NOTHING, channel=None, source="", row=0, **groups)
         for kind in _KINDS:
@@ -105,13 +106,15 @@ class PreparedRows:
             if kind == "audio":
                 needed += [video.audio.num_tokens for video in sample.videos if video.audio is not None]
             if pad is None and needed:
-                return f"the model's config.json names no token that stands for {kind}s, so they cannot be found"
+                detail = f"the model's config.json names no token that stands for {kind}s, so they cannot be found"
+                raise RowProblem("media_tokens", detail)
             if num_pads != sum(needed):
-                return _disagreement(kind, num_pads, needed)
+                raise RowProblem("media_tokens", _disagreement(kind, num_pads, needed))
         if not any(media.values()):
             return []
         if not self._tells_sounds_apart(sample):
-            return "the sounds and the videos' sound tracks are not opened by tokens that tell them apart"
+            detail = "the sounds and the videos' sound tracks are not opened by tokens that tell them apart"
+            raise RowProblem("media_tokens", detail)
         spans, numbers = [], dict.fromkeys(_KINDS, 0)
         for span in media_spans(sample, self._tokens):
             kind = next(kind for kind in _KINDS if any(span.medium is medium for medium in media[kind]))
@@ -120,7 +123,10 @@ class PreparedRows:
             for part in parts:
                 expected += [_TEXT] if isinstance(part, str) else [self._ids[part[0]]] * part[1]
             if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected):
-                return f"{kind} {numbers[kind]} has not the placeholder tokens, in number or order, that it needs here"
+                detail = (
+                    f"{kind} {numbers[kind]} has not the placeholder tokens, in number or order, that it needs here"
+                )
+                raise RowProblem("media_tokens", detail)
             spans.append(Span(kind, numbers[kind], *self._with_marks(ids, span, parts)))
             numbers[kind] += 1
         return spans
@@ -160,16 +166,15 @@ class PreparedRows:
         return num_marks
 
 
-def _changed(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> str:
-    """Return how a medium differs from its description in the row; "" if none does."""
+def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> None:
+    """Raise RowProblem if a medium differs from its description in the row."""
     for kind, described in tokens.measured.items():
         for number, (medium, expected) in enumerate(zip(media[kind], described, strict=False)):
             for key, name in _MEASURED.items():
                 size, old = getattr(medium, name, None), expected.get(key)
                 if old is not None and size is not None and list(np.ravel(size)) != list(np.ravel(old)):
-                    remedy = "give the limits on media that the rows were prepared with"
-                    return f"{kind} {number} has {key} {size} here, and {shown(old)} where the row was made: {remedy}"
-    return ""
+                    detail = f"{kind} {number} has {key} {size} here, and {shown(old)} where the row was made"
+                    raise RowProblem("media_changed", f"{detail}: {_PREPARED_LIMITS}")
 
 
 def _part(
@@ -205,7 +210,5 @@ def _disagreement(kind: str, num_pads: int, needed: Sequence[int]) -> str:
     if not needed:
         return f"{num_pads:,} placeholder tokens stand for {kind}s, and the row has no {kind}s"
     each = ", ".join(f"{number:,}" for number in needed[:8]) + (", ..." if len(needed) > 8 else "")
-    return (
-        f"{num_pads:,} placeholder tokens stand for {kind}s, and the row's {kind}s need {sum(needed):,} here ({each}): "
-        "give the limits on media that the rows were prepared with"
-    )
+    needs = f"the row's {kind}s need {sum(needed):,} here ({each})"
+    return f"{num_pads:,} placeholder tokens stand for {kind}s, and {needs}: {_PREPARED_LIMITS}"

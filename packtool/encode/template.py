@@ -332,15 +332,11 @@ def _mark_between(template: ChatTemplate, role: str, stops: Callable[[], Collect
     return "" if stop is None else mark[: mark.index(stop) + len(stop)]
 
 
-class CannotRender(RowProblem):
-    """A sample that no template can render."""
-
-
 def strings_of(sample: Sample) -> list[str]:
     """Return every string of a sample that a template may print.
 
     Raises:
-        CannotRender: if a template might print NaN or an infinite number, which JSON does not have.
+        RowProblem: if a template might print NaN or an infinite number, which JSON does not have.
     """
     strings = [turn.content for turn in sample.turns]
     stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
@@ -354,5 +350,5 @@ def strings_of(sample: Sample) -> list[str]:
         elif isinstance(value, (list, tuple)):
             stack += value
         elif isinstance(value, float) and not math.isfinite(value):
-            raise CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
+            raise RowProblem("invalid_content", f"the number {value} stands in tools or in a tool call")
     return strings

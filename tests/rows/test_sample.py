@@ -19,7 +19,7 @@ from packtool.rows.sample import DROP_REASONS, UNEXPECTED, Dropped, drop_notes, 
 from packtool.rows.source import SourceSpec
 
 ROOT = Path(packtool.__file__).parent
-_ARGUMENT = {"RowProblem": 0, "MediaProblem": 0, "CannotRender": 0, "Dropped": 2}
+_ARGUMENT = {"RowProblem": 0, "MediaProblem": 0, "Dropped": 2}
 """Position of the reason among the arguments of these calls."""
 
 
