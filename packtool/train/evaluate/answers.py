@@ -17,11 +17,7 @@ from packtool.train.prepare.trained import TrainedModel
 
 
 def exact_match(
-    model: str,
-    cached_dataset: str,
-    *,
-    packing_length: int,
-    progress: Progress | None = None,
+    model: str, cached_dataset: str, *, packing_length: int, progress: Progress | None = None
 ) -> list[tuple[int, int, bool]]:
     """Compare every assistant turn of a cache with a model's predictions from the true previous text (teacher forcing).
 
@@ -33,10 +29,6 @@ def exact_match(
     Returns:
         for every assistant turn, in the cache's order, the position of its sample, its 0-based number among the
         sample's assistant turns, and whether all of its targets are the most likely tokens given the previous ones.
-
-    Raises:
-        DataError: naming a picture that cannot be read.
-        UnsupportedModelError: for a model that cannot be packed.
     """
     progress = progress or SilentProgress()
     reader = CacheReader.open([cached_dataset])

@@ -53,7 +53,7 @@ from packtool.planning.pack_plan import Int64Array
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
 from packtool.train.model.loss import LossFunction
-from packtool.train.model.towers import base_model
+from packtool.train.model.towers import base_model, without_dropout
 
 _REMEDY = "The same command begins again"
 _ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part
@@ -187,11 +187,11 @@ def _ratio(sums: npt.NDArray[np.generic], counts: Int64Array) -> FloatArray:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationBatch:
-    """One micro-batch of S samples, and what scoring needs to know of these.
+    """One micro-batch of S samples, with their positions and origins.
 
     Args:
         batch: packed, or padded with a single sample.
-        where: where the samples lie in the sequence: ``seqlens``, ``cu_seqlens`` and ``prompts`` of ``sample_scores``.
+        where: the samples' positions: ``seqlens``, ``cu_seqlens`` and ``prompts`` of ``sample_scores``.
         labels: of samples that share prefixes, end to end and shifted, int64 (1, T'); None where the batch has them.
         samples: tokens, source, row and row part of each sample.
     """
@@ -290,7 +290,6 @@ def evaluate(
         parallel: ranks that share sequences with this one.
 
     Raises:
-        DataError: naming a picture that cannot be read.
         MismatchError: if the ranks have planned differently.
     """
     world, progress = world or World(), progress or SilentProgress()
@@ -352,7 +351,6 @@ def _score_all(
     progress: Progress,
     num_workers: int,
 ) -> RankScores:
-    """Run all micro-batches of this rank."""
     scores = [np.zeros((0, len(SCORES)))]
     origins: list[tuple[int, ...]] = []
     names: dict[str, int] = {}
@@ -461,17 +459,15 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
         model: bare, or with adapters.
         packed: keep packed samples apart; a model that is trained on padded rows has transformers' own attention.
     """
-    modes = [(module, module.training) for module in model.modules()]
     inner: Any = base_model(model)
     attention = inner.config.get_text_config()._attn_implementation
     was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(inner))
     switch = packed and not is_packed(model)
     if switch:
         set_attention(inner)
-    model.eval()
     try:
         # Not inference mode: tensors that a model caches in a forward pass must be usable in the next training step.
-        with torch.no_grad(), LossFunction.temporary(model) as loss_function:
+        with without_dropout(model), torch.no_grad(), LossFunction.temporary(model) as loss_function:
 
             def score(batch: Batch) -> tuple[Tensor, Tensor]:
                 targets = loss_function(model, batch)
@@ -482,8 +478,6 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
 
             yield score
     finally:
-        for module, was_training in modes:
-            module.training = was_training
         if switch:
             set_text_attention(inner, str(attention))
             if not was_isolated:

@@ -106,15 +106,8 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
         choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():
-        model = load_trained(
-            prepared.trained,
-            spec,
-            dtype,
-            packing=packing,
-            attn_impl=config.attn_impl,
-            parallel=parallel,
-            quantization=config,
-        )
+        settings = {"packing": packing, "attn_impl": config.attn_impl, "parallel": parallel, "quantization": config}
+        model = load_trained(prepared.trained, spec, dtype, **settings)
         if config.quant_bits is None:  # transformers places quantized models itself
             model = model.to(device)
         begin = time.perf_counter()
@@ -132,7 +125,6 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
 
 
 def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
-    """Write one row for each sample, with totals in the file's metadata."""
     reader, config = prepared.reader, prepared.config
     totals = {name: dataclasses.asdict(total) for name, total in evaluation.channel_totals.items() if name is not None}
     info = {

@@ -155,7 +155,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
 
 
 def _check_reports(args: TrainingArguments) -> None:
-    """Create the reporting callbacks as the Trainer will."""
+    """Raise if the Trainer could not create the reporting callbacks."""
     callbacks: dict[str, Any] = integration_utils.INTEGRATION_TO_CALLBACK
     for name in args.report_to or ():
         if name not in callbacks:
@@ -173,7 +173,7 @@ def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     with refused_by_transformers():
         if args.optim in _NEEDS_MODEL:
-            with contextlib.suppress(ValueError):  # about the missing model, see ``check_optimizer_of``
+            with contextlib.suppress(ValueError):  # about the missing model, which ``check_optimizer_of`` has
                 Trainer.get_optimizer_cls_and_kwargs(args)
             optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)
         else:
@@ -189,11 +189,7 @@ def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
 
 
 def check_optimizer_of(model: Any, args: TrainingArguments) -> None:
-    """Check the settings of an optimizer that is created from a model; do not train the model afterwards.
-
-    Raises:
-        ConfigError: with the optimizer's error.
-    """
+    """Check the settings of an optimizer that is created from a model; do not train the model afterwards."""
     if args.optim in _NEEDS_MODEL:
         with refused_by_transformers():
             Trainer.get_optimizer_cls_and_kwargs(args, model)

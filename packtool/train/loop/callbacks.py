@@ -252,8 +252,7 @@ class Report:
             return
         if logs["target_tokens"]:
             self.last_loss = float(logs["loss"])
-            if self.first_loss is None:
-                self.first_loss = self.last_loss
+            self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         if medians:
             self.progress.note(outlier_warning(step, medians, logs, None if streams else shlex.quote(output_dir)))
         if (warning := self._waiting.after(logs["data_wait"], logs["seconds"])) is not None:
@@ -281,7 +280,7 @@ def ends_epoch(timeline: Timeline | OpenTimeline, step: int) -> bool:
 
 
 class RunCallback(TrainerCallback):
-    """Does everything around the Trainer's steps, in one fixed order on every rank.
+    """Logs, evaluates and completes checkpoints around the Trainer's steps, in one fixed order on every rank.
 
     Args:
         lock: of the output directory, on the first rank.
@@ -303,18 +302,14 @@ class RunCallback(TrainerCallback):
         self._record = self.run.record()
         self._num_recorded = 0  # skipped samples of this rank that the ledger has
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the report, and write the run's history."""
         if self.report is not None:
             self.report.begin(state.max_steps)
         if self._record is not None and state.is_world_process_zero:
             self._record.begin(str(args.output_dir))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start a step, perhaps the first of a stage."""
         self.watch.begin_step()
         if self.report is not None and (line := self.run.source.stage_line(state.global_step)) is not None:
@@ -328,20 +323,12 @@ class RunCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Check the step's numbers: gradients are complete, weights are still the old ones.
-
-        Raises:
-            DivergedError: for NaN or infinite numbers of an earlier step.
-        """
+        """Check the step's numbers: gradients are complete, weights are still the old ones."""
         assert model is not None
         self.watch.before_update(state.global_step, model, args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Decide what follows a step: log, evaluation, checkpoint, the end.
-
-        Raises:
-            MismatchError: if another run has taken over the output directory.
-        """
+        """Evaluate after a step if it is due, decide whether to log, save or stop, and check the directory's lock."""
         self._mark_ends(args, state, control)
         is_evaluated = self._is_evaluated(state)
         self.watch.end_step(state, control, is_evaluated=is_evaluated)
@@ -359,8 +346,7 @@ class RunCallback(TrainerCallback):
         timeline = self.run.timeline
         state.epoch = timeline.epochs(state.global_step)
         is_end = state.global_step >= timeline.num_steps
-        if is_end:
-            control.should_log = True
+        control.should_log |= is_end
         if self.run.config.save_strategy == "epoch" and (is_end or ends_epoch(timeline, state.global_step)):
             control.should_save = True
         if self.steps.ended:
@@ -403,9 +389,8 @@ class RunCallback(TrainerCallback):
                 f"It has {', '.join(sorted(figures))}.",
             )
         figure, best = figures[name], state.best_metric
-        if math.isnan(figure):
-            return False
-        if best is not None and not (figure > best if config.prefers_greater else figure < best):
+        is_better = best is None or (figure > best if config.prefers_greater else figure < best)
+        if math.isnan(figure) or not is_better:
             return False
         state.best_metric = figure
         return True
@@ -464,9 +449,7 @@ class RunCallback(TrainerCallback):
                 point(output_dir, BEST, best)
         remove_oldest(output_dir, run.config.save_total_limit, last_good=self.watch.last_good, keep=best)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the progress."""
         if self.report is not None:
             self._progress.finish()

@@ -35,23 +35,14 @@ _MANY_STEPS = 1_000_000
 
 
 def load_spec(run: Run) -> InputSpec:
-    """Return the model's properties that collation needs, and check that the model can be trained.
-
-    Raises:
-        ConfigError: for a multimodal model of an unknown family, or quantization without bitsandbytes.
-        UnsupportedModelError: for a model that cannot be packed, or that Liger fails to patch.
-    """
+    """Return the model's properties that collation needs, and check that the model can be trained."""
     spec = input_spec(run)
     raise_together(_model_checks(run.config, spec.config))
     return spec
 
 
 def checks_without_rows(config: TrainConfig) -> list[Callable[[], object]]:
-    """Return the checks that do not depend on rows: calls that raise.
-
-    Raises:
-        ConfigError: for a model that cannot be trained at all, or a precision that this machine lacks.
-    """
+    """Return the checks that do not depend on rows: calls that raise."""
     model = InputSpec.load(absolute_model(config.model), MediaLimits()).config
 
     def check_trainable() -> None:
@@ -118,9 +109,6 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
 
     Returns:
         the estimate, and lines about the precision of weights.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as training.
     """
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
     model, args = _empty_model(run.config, spec.config, run.timeline.num_steps)

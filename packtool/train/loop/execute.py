@@ -69,13 +69,11 @@ def execute(
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
     result = trainer.loader.steps.counted(result)
-    mine = [sample for _, sample in trainer.skipped]
-    skipped = [sample for rank in all_gather_objects(mine, run.world.size) for sample in rank]
-    for line in early_end_lines(trainer, callback, result.steps):
-        progress.note(line)
+    skipped = [sample for rank in all_gather_objects(trainer.skipped, run.world.size) for _, sample in rank]
+    lines = list(early_end_lines(trainer, callback, result.steps))
     if spec.media_cache is not None:
-        progress.note(trainer.loader.all_media_reads().sentence(spec.media_cache))
-    for line in skipped_lines(skipped):
+        lines.append(trainer.loader.all_media_reads().sentence(spec.media_cache))
+    for line in (*lines, *skipped_lines(skipped)):
         progress.note(line)
     result = dataclasses.replace(
         result,
@@ -102,7 +100,7 @@ def execute(
 
 
 def _estimates_memory() -> bool:
-    """Return whether the memory estimate matters: on a CPU, memory is rarely the limit."""
+    """Return whether a run estimates its memory: on a CPU, memory is rarely the limit."""
     return torch.cuda.is_available()
 
 
@@ -126,7 +124,7 @@ def _start(run: Run, spec: InputSpec, progress: Progress) -> tuple[Run, Training
 def make_trainer(
     run: Run, args: TrainingArguments, spec: InputSpec, progress: Progress, lock: DirectoryLock | None
 ) -> tuple[PackTrainer, RunCallback]:
-    """Load the model, and create its trainer with everything that happens around its steps."""
+    """Load the model, and create its trainer and the callback that logs, evaluates and saves."""
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = StepLoader(run, spec)
@@ -135,8 +133,7 @@ def make_trainer(
     parallel = None
     if run.world.sequence_parallel_size > 1:
         device_type = "cuda" if on_gpu else "cpu"
-        own = run.world.sequence_parallel_size
-        stages = [axes for size, axes in run.axes_by_size.items() if size not in (1, own)]
+        stages = [axes for size, axes in run.axes_by_size.items() if size not in (1, run.world.sequence_parallel_size)]
         others = tuple(SequenceParallel.on_mesh(axes, device_type) for axes in stages)
         parallel = dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
     connect_deepspeed_on_cpus(config)
@@ -150,7 +147,7 @@ def make_trainer(
 
 
 def _last_checkpoint(config: TrainConfig, trainer: PackTrainer) -> str | None:
-    """Return the checkpoint that a run ends with: the best one if requested, else the last."""
+    """Return the best checkpoint if requested, else the last; None if the run saves none at its end."""
     if config.seeks_best and trainer.state.best_model_checkpoint is not None:
         return trainer.state.best_model_checkpoint
     if config.save_strategy in ("no", "best"):

@@ -53,11 +53,7 @@ def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
 
 
 def input_spec(run: Run) -> InputSpec:
-    """Return the model's properties that collation needs.
-
-    Raises:
-        ConfigError: for a multimodal model of an unknown family, or a media cache that cannot be created.
-    """
+    """Return the model's properties that collation needs."""
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     spec = spec.keeping_media(run.config, run.state.cache)
     return dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
@@ -124,13 +120,12 @@ class StepLoader:
 
     def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
         """Yield the batches of a step (0-based ``number``), and log each for ``--debug``."""
-        num = len(step.micro_batches)
         for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
             self.media_reads += batch.media_reads
             if _LOG.isEnabledFor(logging.DEBUG):
                 text = "; ".join(filter(None, (self.run.source.words(planned), _describe(batch))))
-                rank = self.run.world.data.rank
-                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", rank, number + 1, index, num, text)
+                where = self.run.world.data.rank, number + 1, index, len(step.micro_batches)
+                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", *where, text)
             yield batch
 
     def all_media_reads(self) -> MediaReads:
@@ -147,12 +142,10 @@ class StepLoader:
 
 
 def _describe(batch: Batch) -> str:
-    """Return the shapes, document lengths and targets of a micro-batch in one line."""
     tensors = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
     parts = [f"{name} {tuple(value.shape)}" for name, value in tensors.items() if isinstance(value, Tensor)]
-    lengths = getattr(batch, "lengths", None)
-    if lengths is not None:
-        parts.append("lengths " + "+".join(str(length) for length in lengths))
+    if (lengths := getattr(batch, "lengths", None)) is not None:
+        parts.append("lengths " + "+".join(map(str, lengths)))
     parts.append(f"{batch.num_target_tokens} targets")
     if batch.skipped:
         parts.append(f"{len(batch.skipped)} samples skipped")
@@ -172,7 +165,7 @@ class RankExchange:
         sums = torch.tensor(counts, dtype=torch.int64)
         dist.all_reduce(sums, group=self._group)
         # Ranks that share sequences have read the same.
-        return [int(number) for number in (sums // self._world.sequence_parallel_size).tolist()]
+        return (sums // self._world.sequence_parallel_size).tolist()
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all data-parallel ranks, by rank."""

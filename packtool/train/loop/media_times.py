@@ -117,8 +117,7 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
     """Load some of a plan's media, and measure the time.
 
     Raises:
-        ConfigError: if the caches have no media, or their model's processors are missing.
-        MediaError: naming a medium that cannot be read.
+        ConfigError: if the caches have no media.
     """
     reader, shared = preview.inputs.reader, preview.inputs.shared
     assert reader is not None, "called for caches only"
@@ -141,10 +140,10 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
         kinds = []
         for kind, pool in pools.items():
             if len(pool):
-                drawn = np.random.default_rng(config.seed).permutation(pool)[: MAX_SAMPLES + 1].tolist()
+                selected = np.random.default_rng(config.seed).permutation(pool)[: MAX_SAMPLES + 1].tolist()
                 # The first is loaded but not measured, because it includes loading processors.
-                drawn = drawn if len(drawn) > MAX_SAMPLES else [drawn[0], *drawn]
-                samples = map(reader.sample, drawn)
+                selected = selected if len(selected) > MAX_SAMPLES else [selected[0], *selected]
+                samples = map(reader.sample, selected)
                 measured, seconds, size, num_samples = _measured(kind, samples, spec, progress)
                 num_planned = np.isin(planned, pool).sum()  # a mixture may take samples several times or never
                 per_step = num_planned * trained * measured / num_samples / summary.num_steps / ranks

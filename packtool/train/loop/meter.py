@@ -22,7 +22,7 @@ from packtool.train.prepare.figures import StepFigures
 T = TypeVar("T")
 
 _ALL_CHANNELS = "all of them"
-_NUM_SUMS = 4  # per channel, see ``add_losses``
+_NUM_SUMS = 4  # per channel, from ``add_losses``
 _GIB = 2**30
 
 
@@ -158,14 +158,11 @@ class Meter:
                 name = "none" if channel is None else channel
                 mine[name] = [a + b for a, b in zip(mine[name], column, strict=True)]
         ranks = all_gather_objects(dict(mine), num_processes)
-        by_name: dict[str, list[float]] = {}
-        for name in sorted({name for rank in ranks for name in rank}):
-            by_name[name] = [
-                sum(column) for column in zip(*(rank[name] for rank in ranks if name in rank), strict=True)
-            ]
-        loss, count, correct, deviation = (
-            sum(column) for column in zip([0.0] * _NUM_SUMS, *by_name.values(), strict=True)
-        )
+        by_name = {
+            name: list(map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True)))
+            for name in sorted({name for rank in ranks for name in rank})
+        }
+        loss, count, correct, deviation = map(sum, zip([0.0] * _NUM_SUMS, *by_name.values(), strict=True))
         line = {"token_accuracy": correct / count} if count else {}
         if count and deviation:
             line["loss"] = loss / count

@@ -1,4 +1,4 @@
-"""transformers' Trainer, given whole optimizer steps.
+"""transformers' Trainer, which here receives complete optimizer steps.
 
 The Trainer gives every step the same number of micro-batches, except the last of an epoch, and resumes by counting
 them. Here the plan defines a step. One "batch" of the Trainer's dataloader is therefore a ``TrainingStep``, the whole
@@ -106,7 +106,7 @@ class DeviceCopies:
             on_device = batch.to(self._device, non_blocking=True)
         current = torch.cuda.current_stream(self._device)
         event: Any = torch.cuda.Event
-        begin, end = (event(enable_timing=True) for _ in range(2))
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record(current)
         current.wait_stream(self._stream)
         end.record(current)
@@ -191,7 +191,7 @@ class PackTrainer(Trainer):
         """Return the next step; its number of target tokens is planned, so ranks exchange nothing."""
         return list(islice(self._meter.timed(epoch_iterator), num_batches)), None
 
-    def training_step(  # type: ignore[override]  # get_batch_samples gives it whole steps
+    def training_step(  # type: ignore[override]  # get_batch_samples returns complete steps
         self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a step.
@@ -259,7 +259,6 @@ class PackTrainer(Trainer):
         return dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the Trainer's gradient norm, and record it for the watch."""
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         self.watch.record_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
         return norm
@@ -318,7 +317,7 @@ class PackTrainer(Trainer):
         return 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimizer, with own parameter groups for parts that have own learning rates."""
+        """Create the Trainer's optimizer, with separate parameter groups for parts with their own learning rates."""
         is_new = self.optimizer is None
         if self.config.master_weights == "kahan":
             betas = (self.args.adam_beta1, self.args.adam_beta2)
@@ -410,8 +409,8 @@ class PackTrainer(Trainer):
         assert self.model is not None
         is_adapter = isinstance(self.model, PeftModel)
         weights = [weight for weight in self.model.parameters() if weight.requires_grad or not is_adapter]
-        states = [state.values() for state in self._bare_optimizer.state.values()]
-        num_bytes = sum(value.nbytes for values in states for value in values if isinstance(value, Tensor))
+        values = [value for state in self._bare_optimizer.state.values() for value in state.values()]
+        num_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
         if not is_adapter:
             num_bytes += sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
         if is_adapter or self.saved.dtype.itemsize < 4:

@@ -137,19 +137,11 @@ class StepWatch:
         self._losses.append(loss.detach())
 
     def record_norm(self, norm: Tensor | float, *, is_scaled: bool = False) -> None:
-        """Record the gradient norm over all ranks, a 0-d tensor or a number.
-
-        Args:
-            is_scaled: float16's loss scale is adjusted by trying, so infinite norms are expected.
-        """
+        """Record the gradient norm over all ranks, 0-d; ignore that of float16's scaled loss, which may be infinite."""
         self._norm = 0.0 if is_scaled else norm
 
     def before_update(self, step: int, model: nn.Module, device: torch.device) -> None:
-        """Exchange the numbers of a step whose gradients are complete, before its update.
-
-        Args:
-            step: 0-based.
-        """
+        """Exchange the numbers of a 0-based step whose gradients are complete, before its update."""
         self.settle()
         is_bad = has_bad_number(self._losses, self._norm, device)
         numbers = torch.stack([torch.full_like(is_bad, self.signals.received), is_bad])
@@ -179,7 +171,7 @@ class StepWatch:
         return bool(is_bad)
 
     def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
-        """Settle a step that something is kept of, and let a run with a stop signal save and end."""
+        """Settle a step before it is logged, saved or evaluated, and let a run with a stop signal save and end."""
         is_kept = control.should_log or control.should_save or control.should_training_stop or is_evaluated
         if self.stopped_by or is_kept:
             self.settle()

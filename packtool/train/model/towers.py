@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ from packtool.errors import UnsupportedModelError
 def base_model(model: Any) -> Any:
     """Return the transformers model inside an adapter, or the model itself if it has none."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation mode; restore each module's mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def towers_of(model: nn.Module, model_type: str) -> Towers:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ from packtool.progress import Progress
 from packtool.train.model.load import resolve_dtype
 from packtool.train.model.memory import MAX_CHECKED_SAMPLES
 from packtool.train.model.sharding import zero_stage
-from packtool.train.model.towers import base_model
+from packtool.train.model.towers import base_model, without_dropout
 from packtool.train.prepare.run import Run
 from packtool.train.verify.pack_under_test import PackUnderTest
 
@@ -55,7 +55,7 @@ class Check:
             ``weights``.
         error: the largest error.
         allowed: the largest error that rounding explains.
-        where: describes the place of the largest error.
+        where: place of the largest error, in words.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Check:
         return math.inf if math.isnan(self.error) else self.error / self.allowed
 
     def sentence(self) -> str:
-        """Describe the failure."""
+        """Describe a failed check."""
         size = f"{self.error:.2g}, and rounding explains {self.allowed:.2g}"
         if self.name == "isolation":
             return f"packed samples leak: {self.where} by {size}"
@@ -188,34 +188,18 @@ def worst_of(checks: Sequence[Check]) -> list[Check]:
 
 
 def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
-    """Raise if packed samples are not what they are alone.
+    """Raise a MismatchError that names every failed check with its sample or parameter and its error.
 
     Args:
         shares: the samples share a prefix.
-
-    Raises:
-        MismatchError: naming every failed check with the sample or parameter, the error and the allowed error.
     """
-    failures = [check.sentence() for check in checks if not check.passed]
-    if failures:
+    if failures := [check.sentence() for check in checks if not check.passed]:
         instead = "--share-prefix false or " if shares else ""
         raise MismatchError(
             "\n".join(failures),
             f"Train with {instead}--packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the "
             "model's name.",
         )
-
-
-@contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation mode; restore each module's mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def nan_as_inf(error: float) -> float:
@@ -239,20 +223,13 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def verify_before_training(
-    run: Run,
-    model: nn.Module,
-    spec: InputSpec,
-    parallel: SequenceParallel | None,
-    progress: Progress,
+    run: Run, model: nn.Module, spec: InputSpec, parallel: SequenceParallel | None, progress: Progress
 ) -> None:
-    """Check a few samples of the first pack before the first step.
+    """Check a few samples of the first pack before the first step; raise a MismatchError if a check fails.
 
     Args:
         model: to be trained, not yet wrapped for several processes.
         parallel: ranks that share sequences with this one; None without sequence parallelism.
-
-    Raises:
-        MismatchError: if samples are not computed in the pack as they are alone.
     """
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
@@ -295,9 +272,6 @@ def verify_cheaply(
 
     Returns:
         the checks ``isolation``, ``loss`` and, of a tree, ``prefixes``.
-
-    Raises:
-        MismatchError: if the inputs could leak, or changes have no effect.
     """
     weights = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     # Frozen and trained weights may differ.
@@ -316,9 +290,8 @@ def verify_cheaply(
 
 def shortest_samples(samples: Sequence[EncodedSample], max_tokens: int = _MAX_TOKENS) -> list[EncodedSample]:
     """Return the shortest samples with at most ``max_tokens`` together, in their order; at least two."""
-    by_length = sorted(range(len(samples)), key=lambda number: samples[number].length)
     kept, num_tokens = set[int](), 0
-    for number in by_length:
+    for number in sorted(range(len(samples)), key=lambda number: samples[number].length):
         num_tokens += samples[number].length
         if num_tokens <= max_tokens or len(kept) < 2:
             kept.add(number)

@@ -26,7 +26,7 @@ from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS
 
 _UNCHANGED = -1
-"""Stands for a token that is not changed."""
+"""Marks a token that keeps its value."""
 
 _TOLERANCES = {
     torch.float32: {"isolation": 1e-5, "logits": 1e-4, "loss": 1e-5, "gradients": 2e-3},
@@ -120,12 +120,12 @@ class PackUnderTest:
         )
 
     def name(self, number: int) -> str:
-        """Describe a sample for the user."""
+        """Return the sample's name in messages."""
         sample = self.samples[number]
         return f"sample {number} ({sample.source}, row {sample.row})"
 
     def node_name(self, node: Node) -> str:
-        """Describe a node for the user: a sample's own tokens, or a shared prefix."""
+        """Return the name of a node in messages: of a sample, or of a shared prefix."""
         if not node.is_shared:
             return self.name(node.samples[0])
         return f"what {len(node.samples)} samples begin with, {self.name(node.samples[0])} among them,"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from packtool.planning.packing import pack, pack_trees
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
 from packtool.train.model.load import load_model, quiet_transformers, resolve_dtype
+from packtool.train.model.towers import without_dropout
 from packtool.train.prepare.check import open_caches
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
@@ -42,7 +44,6 @@ from packtool.train.verify.checks import (
     check_loss,
     check_prefixes,
     raise_if_failed,
-    without_dropout,
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
@@ -111,10 +112,18 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.trajectory is not None:
-        report = _verify_trajectory(config, reader, spec, device, progress)
+        packs, figures = _verify_trajectory(config, reader, spec, device, progress)
     else:
-        report = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
-    return dataclasses.replace(report, seconds=time.perf_counter() - begin)
+        packs, figures = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
+    samples = np.concatenate(packs)
+    return VerifyReport(
+        model=config.model,
+        num_packs=len(packs),
+        num_samples=len(samples),
+        num_tokens=int(reader.index.length[samples].sum()),
+        seconds=time.perf_counter() - begin,
+        **figures,
+    )
 
 
 def _verify_packs(
@@ -126,7 +135,8 @@ def _verify_packs(
     *,
     files: ModelFiles,
     world: World,
-) -> VerifyReport:
+) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
+    """Return the compared packs, and the report's fields that depend on the comparison."""
     capacity = _capacity(config, reader)
     shared, warning = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
     if warning is not None:
@@ -154,17 +164,19 @@ def _verify_packs(
         make_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
         tests = [make_test(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
         checks = _check_all(model, tests, progress)
-    report = _report(config, reader, device, packs, attention=kernel, dtype=dtype, checks=worst_of(checks))
-    return dataclasses.replace(report, num_shared_tokens=sum(test.num_shared_tokens for test in tests))
+    return packs, {
+        "device": device.type if device.type == "cpu" else str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention": kernel,
+        "num_shared_tokens": sum(test.num_shared_tokens for test in tests),
+        "checks": tuple(worst_of(checks)),
+    }
 
 
 def _verify_trajectory(
-    config: VerifyConfig,
-    reader: CacheReader,
-    spec: InputSpec,
-    device: torch.device,
-    progress: Progress,
-) -> VerifyReport:
+    config: VerifyConfig, reader: CacheReader, spec: InputSpec, device: torch.device, progress: Progress
+) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
+    """Return the packs of all steps, and the report's fields that depend on the comparison."""
     capacity, num_samples = _capacity(config, reader), config.samples_per_step or _SAMPLES_PER_STEP
     options = PlanOptions(max_length=capacity, packing_length=capacity, samples_per_step=num_samples)
     steps = plan_steps(config, options, reader)
@@ -177,33 +189,14 @@ def _verify_trajectory(
     with quiet_transformers():
         trained, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
     packs = [pack for packs, _ in steps for pack in packs]
-    report = _report(config, reader, device, packs, attention=kernel, dtype=torch.float32, checks=checks)
-    return dataclasses.replace(report, trajectory=trained)
-
-
-def _report(
-    config: VerifyConfig,
-    reader: CacheReader,
-    device: torch.device,
-    packs: Sequence[Sequence[int]],
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    checks: Sequence[Check],
-) -> VerifyReport:
-    samples = np.concatenate(packs)
-    return VerifyReport(
-        model=config.model,
-        device=device.type if device.type == "cpu" else str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        attention=attention,
-        num_packs=len(packs),
-        num_samples=len(samples),
-        num_tokens=int(reader.index.length[samples].sum()),
-        num_shared_tokens=0,
-        checks=tuple(checks),
-        seconds=0.0,
-    )
+    return packs, {
+        "device": str(device),
+        "dtype": "float32",
+        "attention": kernel,
+        "num_shared_tokens": 0,
+        "checks": checks,
+        "trajectory": trained,
+    }
 
 
 def _capacity(config: VerifyConfig, reader: CacheReader) -> int:

@@ -33,9 +33,10 @@ from packtool.errors import ConfigError
 from packtool.planning.options import PlanOptions
 from packtool.progress import Progress
 from packtool.train.model.loss import sum_of_losses
+from packtool.train.model.towers import without_dropout
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.timeline import Timeline
-from packtool.train.verify.checks import Check, nan_as_inf, without_dropout
+from packtool.train.verify.checks import Check, nan_as_inf
 from packtool.train.verify.pack_under_test import tolerances, without_boundaries
 
 _LEARNING_RATE, _WEIGHT_DECAY, _MAX_GRAD_NORM = 1e-4, 0.1, 1.0
@@ -72,11 +73,9 @@ def plan_steps(config: VerifyConfig, options: PlanOptions, reader: CacheReader) 
 
     Raises:
         ConfigError: if no two samples share a pack.
-        DataError: if no sample fits into one.
     """
-    lengths, targets = reader.index.length, reader.index.target_tokens
-    run = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory)
-    inputs = Inputs(config=run, options=options, lengths=lengths, targets=targets)
+    run, index = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory), reader.index
+    inputs = Inputs(config=run, options=options, lengths=index.length, targets=index.target_tokens)
     steps: list[StepSamples] = []
     for stretch in Timeline.of(inputs, ((0, 1, 1, 1),)).stretches():
         plan = stretch.plan
@@ -105,9 +104,6 @@ def compare_trajectories(
     Args:
         load: returns the model with packed attention and its initial weights, in float32.
         read: returns a sample by its number.
-
-    Raises:
-        MismatchError: if the inputs of packs could leak.
     """
 
     def packed(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
@@ -160,7 +156,6 @@ def _losses(
 
 
 def _check_losses(trained: Sequence[TrainedStep]) -> Check:
-    """Return the largest difference of the losses of any step."""
     worst = max(trained, key=lambda step: nan_as_inf(abs(step.packed - step.unpacked)))
     largest = max(1.0, *(abs(step.unpacked) for step in trained))
     where = f"in step {worst.step}, loss {worst.packed:.7g} packed and {worst.unpacked:.7g} unpacked,"
@@ -168,7 +163,6 @@ def _check_losses(trained: Sequence[TrainedStep]) -> Check:
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], num_steps: int) -> Check:
-    """Return the largest difference of any weight, and the part of AdamW's possible movement that is allowed."""
     worst = Check("weights", 0.0, _ROUNDING * _LEARNING_RATE * num_steps, "nowhere")
     for name, parameter in model.named_parameters():
         error = float((parameter.detach().cpu() - weights[name]).abs().max())
