@@ -65,8 +65,8 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     if problems:
         raise ConfigError("\n".join(problems), "Usual are embed_tokens and lm_head.")
     untyped: Any = model
-    head, embeddings = untyped.get_output_embeddings(), untyped.get_input_embeddings()
-    is_tied = head is not None and head.weight is embeddings.weight
+    head = untyped.get_output_embeddings()
+    is_tied = head is not None and head.weight is untyped.get_input_embeddings().weight
     settings = LoraConfig(
         r=run.lora_rank,
         lora_alpha=run.lora_alpha,
@@ -186,7 +186,7 @@ def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: boo
 def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:
     """Return a model with a saved adapter, or raise if not all of it fits.
 
-    peft silently drops weights that have no place in the model, and initializes missing ones.
+    peft would silently drop weights that the model does not have, and initialize missing ones.
 
     Args:
         model: the one that the adapter was trained on.

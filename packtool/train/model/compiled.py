@@ -106,19 +106,15 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 _LIGER_REMEDY = "Leave --use-liger-kernel out; the losses are the same."
-# Also used by the Trainer; packtool computes the loss itself.
+# Also used by the Trainer. Liger's losses are off, because packtool computes the loss itself.
 SETTINGS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
 
 def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> None:
-    """Raise if Liger's kernels would not be used, or would fail while the run starts.
+    """Raise without a GPU or the package, or for a model that this version of Liger does not know or fails to patch.
 
     Args:
         model: on the meta device; it is patched as the trained model will be.
-
-    Raises:
-        ConfigError: without a GPU, or without the package.
-        UnsupportedModelError: for a family that this version of Liger does not know, or fails to patch.
     """
     try:
         import liger_kernel.transformers as liger

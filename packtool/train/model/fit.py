@@ -31,13 +31,7 @@ from packtool.progress import Progress
 from packtool.simulate.cost import Constants
 from packtool.simulate.run import read_hardware
 from packtool.train.model.load import model_without_weights, quiet_transformers, resolve_dtype
-from packtool.train.model.memory import (
-    CachedTracer,
-    MemoryEstimate,
-    PassTracer,
-    estimate_memory,
-    parameter_sizes,
-)
+from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
@@ -78,7 +72,7 @@ class Proposal:
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds per token."""
+        """Seconds of an epoch divided by its tokens."""
         return self.seconds / self.tokens
 
     @property
@@ -118,9 +112,7 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     """Search settings that fit into ``--fit``, given those that the user has set.
 
     Raises:
-        ConfigError: if none fits, naming the nearest; or as for training.
-        UnsupportedModelError: for a model that cannot be packed, or traced.
-        DataError, MismatchError, StorageError: as for training.
+        ConfigError: if none fits, naming the nearest.
     """
     fit = Fit(config)
     runs = fit.settings()
@@ -146,7 +138,7 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
 
 
 class Fit:
-    """The search for settings of a model on caches; plans and traces nothing twice.
+    """A search for settings of a model on caches; plans and traces nothing twice.
 
     Attributes:
         proposals: settings that fit, the cheapest first.
@@ -194,9 +186,7 @@ class Fit:
             "num_tried": self.num_tried,
             "num_too_large": self.num_tried - len(self.proposals),
             "shareable": 0.0 if shared is None else shared.saved,
-            "proposals": [
-                proposal.figures(self.config.world_size, self.hardware.gpus_per_node) for proposal in self.proposals
-            ],
+            "proposals": [each.figures(self.config.world_size, self.hardware.gpus_per_node) for each in self.proposals],
         }
 
     def settings(self) -> list[TrainConfig]:

@@ -65,13 +65,11 @@ def resolve_dtype(
     Raises:
         ConfigError: for float16 on a CPU.
     """
-    name: str = run.torch_dtype
-    declined: tuple[str, ...] = ()
-    if isinstance(run, TrainConfig):
-        name, declined = run.computation_dtype, run.declined_dtypes
+    name: str = run.computation_dtype if isinstance(run, TrainConfig) else run.torch_dtype
     if name == "auto":
         dtype = checkpoint_dtype(config) if on_gpu else torch.float32
-        return torch.float32 if str(dtype).removeprefix("torch.") in declined else dtype
+        is_declined = isinstance(run, TrainConfig) and str(dtype).removeprefix("torch.") in run.declined_dtypes
+        return torch.float32 if is_declined else dtype
     if name == "float16" and not on_gpu:
         raise ConfigError(
             "--torch-dtype float16 needs a GPU, and so does --fp16 true", "Use float32 or bfloat16 on the CPU."
@@ -105,7 +103,6 @@ def load_model(
         experts: how processes divide a mixture's experts; None if each process has all experts.
 
     Raises:
-        ConfigError: for quantization without bitsandbytes.
         UnsupportedModelError: before any weight is read, if the model cannot be packed.
         MismatchError: if the checkpoint's files cannot be read, or lack weights, which would be random.
     """
@@ -131,7 +128,6 @@ def load_model(
 
 
 def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
-    """Read a model, and raise if its files are damaged or lack weights."""
     try:
         loaded, info = auto_class(config).from_pretrained(
             model,
@@ -172,12 +168,7 @@ def route_attention(
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Freeze parameters, add adapters with ``--train-type lora``, and keep trained weights in float32 if requested.
-
-    Raises:
-        ConfigError: if a name matches nothing, or nothing is left to train.
-        UnsupportedModelError: if a part that is to be frozen cannot be found.
-    """
+    """Freeze parameters, add adapters with ``--train-type lora``, and keep trained weights in float32 if requested."""
     towers = towers_of(model, model.config.model_type)
     recomputes = bool(run.gradient_checkpointing)
     in_vision = recomputes if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
@@ -207,14 +198,13 @@ def enable_checkpointing(model: Any) -> None:
 
 def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
     """Set ``requires_grad`` of every parameter: by part and name, unless ``--trainable-parameters`` names it."""
-    named = list(model.named_parameters())
-    frozen = run.frozen_parts
+    named, frozen = list(model.named_parameters()), run.frozen_parts
     _check_names([name for name, _ in named], run)
     budget = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
     for name, parameter in named:
         budget -= full_size(parameter)
-        is_frozen = towers.part_of(name) in frozen or (run.freeze_parameters_ratio > 0 and budget >= 0)
-        is_frozen = is_frozen or run.is_frozen(name)
+        in_ratio = run.freeze_parameters_ratio > 0 and budget >= 0
+        is_frozen = towers.part_of(name) in frozen or in_ratio or run.is_frozen(name)
         parameter.requires_grad_((run.is_unfrozen(name) or not is_frozen) and not towers.is_unused(name))
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
@@ -242,11 +232,7 @@ def _check_names(names: list[str], run: TrainConfig) -> None:
 
 
 def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """Return the model made trainable, on the meta device: takes a second instead of minutes, and no memory.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as ``make_trainable``.
-    """
+    """Return the model made trainable, on the meta device: takes a second instead of minutes, and no memory."""
     with weights_in_one_piece(), torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, dtype=loaded_dtype(dtype, model_config, config))
         return make_trainable(model, config)
@@ -264,7 +250,7 @@ def build_model(
         the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and tensors of the base
         model that transformers does not load, with their files.
     """
-    # Adapters are initialized at random: equally on every rank, and in every run with this seed.
+    # Every rank, and every run with this seed, initializes adapters with the same random weights.
     set_seed(run.config.seed)
     weights = run.resume_point.weights
     is_adapter = run.config.train_type == "lora"
@@ -287,16 +273,13 @@ def build_model(
     saved = SavedPrecision.of(spec.config, model)
     unloaded = {} if is_adapter else unloaded_tensors(model, run.source.files.directory)
     trained = make_trainable(model, run.config)
-    if weights is not None and isinstance(trained, PeftModel):
-        load_adapter_weights(trained, weights)
-    elif weights is not None:
-        load_masters(trained, weights)
     if weights is not None:
+        if isinstance(trained, PeftModel):
+            load_adapter_weights(trained, weights)
+        else:
+            load_masters(trained, weights)
         progress.note(f"weights are those of {weights}; optimizer, schedule and data begin anew")
-    lines = (
-        *precision_lines(trained, dtype, run.config, saved.dtype),
-        *unloaded_line(unloaded, run.config.model),
-    )
+    lines = [*precision_lines(trained, dtype, run.config, saved.dtype), *unloaded_line(unloaded, run.config.model)]
     for line in (*lines, *quantization_line(trained, spec.config.model_type, run.config)):
         progress.note(line)
     if run.config.torch_compile:

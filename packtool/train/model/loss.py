@@ -74,10 +74,10 @@ class LossFunction:
 
     def __init__(self, model: nn.Module) -> None:
         installed = getattr(getattr(head_of(model), "forward", None), "__self__", None)
-        self._is_new = not isinstance(installed, HeadLoss) and HeadLoss.applies_to(model)
-        self.head_loss: HeadLoss | None = HeadLoss(model) if self._is_new else None
-        if isinstance(installed, HeadLoss):
-            self.head_loss = installed
+        self.head_loss = installed if isinstance(installed, HeadLoss) else None
+        self._is_new = self.head_loss is None and HeadLoss.applies_to(model)
+        if self._is_new:
+            self.head_loss = HeadLoss(model)
         self._label_logits_only = takes_logits_to_keep(model)
 
     def __call__(self, model: nn.Module, batch: Batch) -> TargetLosses:
@@ -108,7 +108,7 @@ class HeadLoss:
 
     def __init__(self, model: nn.Module, chunk_logits: int | None = None) -> None:
         head: Any = head_of(model)
-        assert head is not None, "see applies_to"
+        assert head is not None, "applies_to is False"
         self._head = head
         self._previous_forward = vars(head).get("forward")
         self._head_forward = head.forward
@@ -198,7 +198,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class StepMean:
-    """The mean over a whole optimizer step, computed from the sums of its micro-batches.
+    """The mean over an optimizer step, computed from the sums of its micro-batches.
 
     Args:
         num_units: N, target tokens (or samples) of the step over all ranks; 0 counts as 1.
@@ -241,7 +241,7 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
 
     Args:
         model: takes ``batch.model_inputs()``; may be wrapped.
-        label_logits_only: compute logits only where some row has a label; see ``takes_logits_to_keep``.
+        label_logits_only: compute logits only where a row has a label; the model must take ``logits_to_keep``.
 
     Returns:
         the losses; their sum is exactly 0 for a micro-batch without targets, but has a graph through the whole model.
@@ -258,9 +258,12 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     size = len(logits) if torch.is_grad_enabled() else _ROWS_AT_ONCE
     pieces = list(zip(torch.split(logits, size), torch.split(labels, size), strict=True))
     losses = torch.cat(
-        [F.cross_entropy(rows.float(), some, ignore_index=IGNORE_INDEX, reduction="none") for rows, some in pieces]
+        [
+            F.cross_entropy(rows.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+            for rows, targets in pieces
+        ]
     )
-    correct = torch.cat([rows.detach().argmax(-1) == some for rows, some in pieces])
+    correct = torch.cat([rows.detach().argmax(-1) == targets for rows, targets in pieces])
     if len(losses) != len(positions):
         is_target = labels != IGNORE_INDEX
         losses, correct = losses[is_target], correct[is_target]

@@ -91,12 +91,10 @@ class MemoryEstimate:
         parts = f"weights {self.weights:.2f}, gradients {self.gradients:.2f}, optimizer {self.optimizer:.2f}"
         parts += f", gathered layers {self.gathered:.2f}" if self.gathered else ""
         parts += f", buckets of gradients {self.buckets:.2f}" if self.buckets else ""
+        prefix = f"estimated memory of a rank: {self.total:.2f} GiB ({parts}"
         if self.activations is None:
-            return f"estimated memory of a rank: {self.total:.2f} GiB ({parts}) and activations, which cannot be traced"
-        return (
-            f"estimated memory of a rank: {self.total:.2f} GiB ({parts}, activations {self.activations:.2f} for "
-            f"{self.num_tokens:,} tokens)"
-        )
+            return f"{prefix}) and activations, which cannot be traced"
+        return f"{prefix}, activations {self.activations:.2f} for {self.num_tokens:,} tokens)"
 
     def sentence_on(self, hardware: Hardware) -> str:
         """Compare the estimate with the memory of the machine that is planned for, in one sentence."""
@@ -232,9 +230,8 @@ def traced_pass_bytes(
         if shards:
             model.to(dtype)  # sharding computes in this precision, whatever it keeps
         autocast = dtype if dtype.itemsize == 2 and not shards else None
-        return trace_pass(
-            model, InputSpec(config.model, model_config, MediaLimits()), tokens, axes, autocast=autocast
-        ).peak
+        spec = InputSpec(config.model, model_config, MediaLimits())
+        return trace_pass(model, spec, tokens, axes, autocast=autocast).peak
 
 
 class CachedTracer:
@@ -244,12 +241,7 @@ class CachedTracer:
         self._traces: dict[tuple[str, torch.dtype], dict[tuple[RankTokens, Axes], int]] = {}
 
     def __call__(
-        self,
-        config: TrainConfig,
-        model_config: PreTrainedConfig,
-        dtype: torch.dtype,
-        tokens: RankTokens,
-        axes: Axes,
+        self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
         """Return the peak bytes of a pass."""
         traces, key = self._of(config, dtype), (tokens, dataclasses.replace(axes, reason=""))
@@ -262,8 +254,7 @@ class CachedTracer:
 
         A pass of a shared sequence holds no less than one of as many tokens of an unshared sequence.
         """
-        if tokens.computed > 2 * _LONG:
-            tokens = tokens.scaled(2 * _LONG)
+        tokens = tokens.scaled(2 * _LONG) if tokens.computed > 2 * _LONG else tokens
         comparable = (Axes(), dataclasses.replace(axes, reason=""))
         smaller = (
             num_bytes
@@ -282,13 +273,10 @@ class CachedTracer:
 
 
 def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
-    """Return the estimate of ``packtool train --dry-run`` for a rank on a GPU; takes seconds.
-
-    Args:
-        config: with a model.
+    """Return the estimate of ``packtool train --dry-run`` for a rank on a GPU, with the config's model; takes seconds.
 
     Raises:
-        ConfigError, UnsupportedModelError: if training would refuse the model, or transformers does not know it.
+        UnsupportedModelError: if transformers does not know the model.
     """
     plans = {
         (stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size): next(stage.stretches()).plan

@@ -48,7 +48,6 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
 
     Raises:
         ConfigError: if ``--adapter`` is no adapter, or the output directory is not empty.
-        MismatchError: if the base model is not where the adapter says.
         StorageError: if the model cannot be written; nothing of it is left then.
     """
     output = config.output.rstrip("/")

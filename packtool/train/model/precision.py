@@ -21,6 +21,7 @@ import contextlib
 import glob
 import importlib.util
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -145,9 +146,8 @@ class SavedPrecision:
         """
         # By memory address, so that tied weights stay one.
         rounded: dict[tuple[int, torch.Size], Tensor] = {}
-        saved = {}
+        saved = dict(state)
         for name, weight in state.items():
-            saved[name] = weight
             if self.rounds(name, weight):
                 key = weight.data_ptr(), weight.shape
                 if key not in rounded:
@@ -193,9 +193,9 @@ def load_masters(model: nn.Module, checkpoint: str) -> None:
     """
     path = os.path.join(checkpoint, MASTER_NAME)
     missing = []
-    by_parameter: dict[int, list[str]] = {}
+    names = defaultdict[int, set[str]](set)  # tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(name)
+        names[id(parameter)].add(name)
     opened: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
     with opened as file:
         masters = set(file.keys() if file is not None else ())
@@ -203,7 +203,7 @@ def load_masters(model: nn.Module, checkpoint: str) -> None:
         for name, parameter in model.named_parameters():
             if name in masters:
                 copy_weight(parameter, file.get_tensor(name))
-            elif parameter.requires_grad and not available & set(by_parameter[id(parameter)]):
+            elif parameter.requires_grad and not available & names[id(parameter)]:
                 missing.append(name)
     if missing:
         raise MismatchError(
@@ -283,8 +283,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 def full_size(parameter: Tensor) -> int:
     """Return the elements of a parameter of any shape, even if ZeRO-3 shards it or 4 bits pack two in a byte."""
-    packed = getattr(parameter, "quant_state", None)
-    if packed is not None:
+    if (packed := getattr(parameter, "quant_state", None)) is not None:
         return int(packed.shape.numel())
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
@@ -299,15 +298,11 @@ def quantization_config(
     """
     if options.quant_bits is None:
         return None
+    option = f"--quant-bits {options.quant_bits}"
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"--quant-bits {options.quant_bits}: bitsandbytes is not installed", "pip install bitsandbytes"
-        )
+        raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
     if getattr(config, "quantization_config", None):
-        raise ConfigError(
-            f"--quant-bits {options.quant_bits}: the weights of --model are quantized already",
-            "Give the model in 16 bits.",
-        )
+        raise ConfigError(f"{option}: the weights of --model are quantized already", "Give the model in 16 bits.")
     is_four = options.quant_bits == 4
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=is_four,
@@ -346,19 +341,13 @@ def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOpt
         for part in _ADAPTER_PARTS:
             name = name.replace(part, "")
         is_unquantized = any(name == part or name.startswith(f"{part}.") for part in unquantized)
-        is_unquantized = is_unquantized or name.endswith(_HEAD) or "lora_" in name
-        if isinstance(module, nn.Linear) and not is_unquantized:
+        if isinstance(module, nn.Linear) and not (is_unquantized or name.endswith(_HEAD) or "lora_" in name):
             layers.append(module)
     return layers
 
 
 def saved_bytes(layers: list[nn.Linear], options: QuantizationOptions, kept: int) -> int:
-    """Return the bytes that quantization saves.
-
-    Args:
-        layers: the quantized ones.
-        kept: bytes of a weight that is not quantized.
-    """
+    """Return the bytes that quantization of these layers saves; an unquantized weight has ``kept`` bytes."""
     numbers = sum(full_size(layer.weight) for layer in layers)
     if options.quant_bits == 8:  # a float32 scale for each row
         return numbers * (kept - 1) - sum(4 * layer.out_features for layer in layers)

@@ -90,12 +90,7 @@ def experts_transposed_correctly() -> Iterator[None]:
 
 
 def check_experts(model: nn.Module, config: TrainConfig) -> None:
-    """Raise if a model's experts cannot be divided by ``--expert-parallel-size``.
-
-    Raises:
-        ConfigError: if the number of experts is not divisible.
-        UnsupportedModelError: for a model without experts, or without a plan for them in transformers.
-    """
+    """Raise if a model's experts cannot be divided by ``--expert-parallel-size``, or if transformers cannot."""
     if not config.shares_experts:
         return
     option = f"--expert-parallel-size {config.expert_parallel_size}"
@@ -148,11 +143,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str) -> None:
-    """Read this rank's part of the optimizer's states, which any number of ranks wrote.
-
-    Raises:
-        MismatchError: if a run without expert parallelism wrote the checkpoint.
-    """
+    """Read this rank's part of the optimizer's states, which any number of ranks with expert parallelism wrote."""
     folder = os.path.join(checkpoint, OPTIMIZER_FOLDER)
     if not os.path.isdir(folder):
         raise MismatchError(f"{checkpoint} has no {OPTIMIZER_FOLDER}, as a run with spread experts has", ONLY_MODEL)

@@ -55,10 +55,10 @@ def _unused_modules(model: nn.Module, towers: Towers) -> Iterator[str]:
     if getattr(model.config, "downsample_mode", None) == "4x":
         yield from (name for name, _ in model.named_modules() if name.endswith(".vit_merger"))
     # Vision layers after the one whose output becomes the features, as in LLaVA.
-    setting = getattr(model.config, "vision_feature_layer", None)
-    if setting is None or not towers.vision:
+    layers = getattr(model.config, "vision_feature_layer", None)
+    if layers is None or not towers.vision:
         return
-    feature_layers = [setting] if isinstance(setting, int) else list(setting)
+    feature_layers = [layers] if isinstance(layers, int) else layers
     for name, module in model.get_submodule(towers.vision[0]).named_modules(prefix=towers.vision[0]):
         if name.endswith(".post_layernorm"):
             yield name
@@ -80,7 +80,7 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
         model: bare or adapted.
     """
     rates = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
-    if all(rate is None for rate in rates.values()):
+    if set(rates.values()) == {None}:
         return
     base = base_model(model)
     towers = towers_of(base, base.config.model_type)

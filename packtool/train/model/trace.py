@@ -204,17 +204,11 @@ def _create_weights(model: nn.Module) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the memory of the tensors that were created under this mode and still exist.
-
-    Attributes:
-        now: bytes now.
-        peak: maximum so far.
-    """
+    """Adds up the bytes of the tensors that were created under this mode and still exist: ``now``, and the ``peak``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self.now = 0
+        self.peak = self.now = 0
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -284,11 +278,9 @@ class _TracedBlocks(BlockKernel):
     name = "traced"
 
     def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """See ``BlockKernel``."""
         return _unwritten(q, v)
 
     def bwd(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
     ) -> Gradients:
-        """See ``BlockKernel``."""
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

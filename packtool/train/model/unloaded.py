@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -85,10 +86,10 @@ def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
         unloaded: names of tensors, and the file of each.
     """
     saved = tensor_files(output)
-    names_by_file: dict[str, list[str]] = {}
+    names_by_file = defaultdict[str, list[str]](list)
     for name, path in unloaded.items():
         if name not in saved:
-            names_by_file.setdefault(path, []).append(name)
+            names_by_file[path].append(name)
     if not saved or not names_by_file:
         return
     shards = sorted(set(saved.values()))
@@ -117,7 +118,6 @@ def tensor_files(directory: str) -> dict[str, str]:
 
 
 def _copy_tensors(source: str, names: list[str], path: str) -> None:
-    """Copy some tensors of a file to a new file."""
     if source.endswith(".safetensors"):
         with safe_open(source, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in names}

@@ -268,7 +268,7 @@ def verify_cheaply(
         dtype: of the computation, if autocast makes it differ from the weights'.
         parallel: ranks that share sequences, which all call this with the same samples; some samples are sharded,
             others local to one rank.
-        min_shared: minimum tokens of a shared prefix that is computed once; None computes all samples whole.
+        min_shared: minimum tokens of a shared prefix that is computed once; None shares nothing.
 
     Returns:
         the checks ``isolation``, ``loss`` and, of a tree, ``prefixes``.

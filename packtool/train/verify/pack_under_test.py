@@ -53,7 +53,7 @@ class PackUnderTest:
         dtype: of the model's computation.
         parallel: ranks that share the sequence and all call the same methods; each computes every sample alone.
         some_local: place two of three samples on one rank alone, as Skrull does.
-        min_shared: minimum tokens of a shared prefix that is computed once; None computes all samples whole.
+        min_shared: minimum tokens of a shared prefix that is computed once; None shares nothing.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class PackUnderTest:
         else:
             # Two neighbours are local to one rank: they could leak, too.
             size = parallel.cut.size
-            self.places = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
-            self.batch = collate_shard(self.samples, spec, parallel.cut, self.places).to(device)
+            self.placement = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
+            self.batch = collate_shard(self.samples, spec, parallel.cut, self.placement).to(device)
         self.lengths = [sample.length for sample in self.samples]
         # Padding after a sample and filler documents after the last one belong to no sample.
         self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
@@ -207,7 +207,7 @@ class PackUnderTest:
         ids[0] = torch.where(local == _UNCHANGED, ids[0], local)
         parts: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
-            parts = with_own_media(parts, self.places, self.spec, self.parallel.cut)
+            parts = with_own_media(parts, self.placement, self.spec, self.parallel.cut)
         elif self.min_shared is not None:
             parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
         return dataclasses.replace(self.batch, input_ids=ids, media=self._flipped(self.batch.media, parts, number))
