@@ -110,5 +110,5 @@ def _sample(row: dict[str, object], source: Source, number: int, may_hold_secret
 
 
 def _refs(sample: Sample) -> list[MediaRef]:
-    refs = [ref for group in (sample.images, sample.videos, sample.audios) for ref in group]
+    refs = [ref for group in sample.media.values() for ref in group]
     return refs + [frame for ref in refs for frame in ref.frames]

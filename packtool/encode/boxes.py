@@ -84,7 +84,7 @@ class BoxWriter:
         self._control, self._limits, self._measure = control, limits, measure
         self._tokens = QWEN_TOKENS if self._form is None else self._form.tokens
 
-    def ready(self, sample: Sample) -> Sample | Dropped:
+    def write(self, sample: Sample) -> Sample | Dropped:
         """Write a sample's boxes and names into its texts, or drop it with the reason.
 
         Control tokens of boxes and names that the texts themselves contain are taken as such, where they are

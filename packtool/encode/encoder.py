@@ -115,7 +115,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._is_hybrid_thinking = is_hybrid_thinking(files)
         expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._parts = RowParts(expansion, self._template, self._finder, self._rendered_pieces)
+        self._parts = RowParts(expansion, self._template, self._finder, self._pieces_of)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[object, ...], Medium] = {}
@@ -133,7 +133,7 @@ class Encoder:
         """
         if any(sample.tokens is not None for sample in samples):
             return [self._encode_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
-        ready = [self._boxes.ready(sample) for sample in samples]
+        ready = [self._boxes.write(sample) for sample in samples]
         rows = [each if isinstance(each, Dropped) else self._parts.of(each) for each in ready]
         results = iter(self._encode([part for row in rows if isinstance(row, list) for part in row]))
         return [joined(row, [next(results) for _ in row]) if isinstance(row, list) else row for row in rows]
@@ -204,7 +204,7 @@ class Encoder:
         if sample.images and sample.videos and pads.get("image") == pads.get("video", -1):
             detail = "a row may have pictures or videos, and this one has both"
             raise MediaProblem("media_unsupported", f"this model takes a video's frames as pictures: {detail}")
-        return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in _refs_of(sample).items()}
+        return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()}
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
@@ -258,7 +258,7 @@ class Encoder:
         Raises:
             RowProblem: if the template refuses it.
         """
-        kinds = [kind for kind, refs in _refs_of(sample).items() if refs]
+        kinds = [kind for kind, refs in sample.media.items() if refs]
         strings = strings_of(sample)
         try:
             shield = Shield(self._vocabulary, strings, sample.control)
@@ -287,12 +287,6 @@ class Encoder:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
             raise RowProblem("turn_left_out", detail)
         return shield.split(rendered, self._media.placeholders)
-
-    def _rendered_pieces(self, sample: Sample) -> list[Piece] | None:
-        try:
-            return self._pieces_of(sample)
-        except RowProblem:
-            return None
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
@@ -413,10 +407,6 @@ class _TrainedTurn(NamedTuple):
     first_unit: int
     last_unit: int
     header: tuple[int, ...] = ()
-
-
-def _refs_of(sample: Sample) -> dict[MediaKind, tuple[MediaRef, ...]]:
-    return {"image": sample.images, "video": sample.videos, "audio": sample.audios}
 
 
 def _tokenizer(files: ModelFiles) -> Tokenizer:

@@ -15,14 +15,14 @@ import numpy as np
 
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample, IntArray
-from packtool.encode.families import MediaEncoding, MediaKind, Medium, Part
+from packtool.encode.families import MediaEncoding, Medium, Part
 from packtool.encode.fit import Tokenized
 from packtool.encode.loss_scale import parse_loss_scale
 from packtool.encode.media_spans import MediaTokens, MediumSpan, Span, media_spans
 from packtool.rows.forms.columns import RowProblem, shown
+from packtool.rows.forms.media import MEDIA_KINDS
 from packtool.rows.sample import PreparedTokens, Sample
 
-_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 _TEXT = -1
 _NOTHING = np.zeros(0, np.int32)
 _PREPARED_LIMITS = "give the limits on media that the rows were prepared with"
@@ -96,12 +96,12 @@ class PreparedRows:
 
     def _spans(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
         """Return the spans of media, ascending; raise RowProblem if they do not agree with the tokens."""
-        groups: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in _KINDS}
+        groups: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}
         sample = EncodedSample(ids, ids, _NOTHING, channel=None, source="", row=0, **groups)
-        for kind in _KINDS:
+        for kind in MEDIA_KINDS:
             pad = self._tokens.pads.get(kind)
             num_pads = 0 if pad is None else int((ids == pad).sum())
-            alike = [other for other in _KINDS if self._tokens.pads.get(other) == pad]
+            alike = [other for other in MEDIA_KINDS if self._tokens.pads.get(other) == pad]
             needed = [medium.num_tokens for other in (alike if pad is not None else [kind]) for medium in media[other]]
             if kind == "audio":
                 needed += [video.audio.num_tokens for video in sample.videos if video.audio is not None]
@@ -115,9 +115,9 @@ class PreparedRows:
         if not self._tells_sounds_apart(sample):
             detail = "the sounds and the videos' sound tracks are not opened by tokens that tell them apart"
             raise RowProblem("media_tokens", detail)
-        spans, numbers = [], dict.fromkeys(_KINDS, 0)
+        spans, numbers = [], dict.fromkeys(MEDIA_KINDS, 0)
         for span in media_spans(sample, self._tokens):
-            kind = next(kind for kind in _KINDS if any(span.medium is medium for medium in media[kind]))
+            kind = next(kind for kind in MEDIA_KINDS if any(span.medium is medium for medium in media[kind]))
             parts = self._media.parts(span.medium, numbers[kind])
             expected: list[int] = []
             for part in parts:
@@ -186,7 +186,7 @@ def _part(
     stop: int,
 ) -> Tokenized:
     """Return one of the samples that a row is packed of: tokens [start, stop)."""
-    own: dict[str, list[Medium]] = {kind: [] for kind in _KINDS}
+    own: dict[str, list[Medium]] = {kind: [] for kind in MEDIA_KINDS}
     own_spans = []
     for span in spans:
         if start <= span.start < stop:

@@ -32,6 +32,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TurnFinder
 from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
+from packtool.rows.forms.columns import RowProblem
 from packtool.rows.sample import Dropped, RowPart, Sample, Turn
 
 _EMPTY = re.compile(rf"\A{EMPTY_THINKING}")
@@ -74,7 +75,7 @@ class RowParts:
         spec: of the encoder; its ``expand_turns`` comes from ``expansion_of``.
         template: None if there is none.
         finder: of the template's turns.
-        render: returns the pieces of a rendered sample; None if it cannot be rendered.
+        render: returns the pieces of a rendered sample; raises RowProblem if it cannot be rendered.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RowParts:
         spec: EncodeSpec,
         template: ChatTemplate | None,
         finder: TurnFinder | None,
-        render: Callable[[Sample], list[Piece] | None],
+        render: Callable[[Sample], list[Piece]],
     ) -> None:
         self._spec, self._template, self._finder, self._render = spec, template, finder, render
 
@@ -170,9 +171,12 @@ class RowParts:
         parts: dict[int, set[int]] = {}
         longer: list[Piece] | None = None  # the pieces of the previous sample
         for number in reversed(trained):
-            pieces = self._render(_up_to(sample, number))
-            turns = self._finder.find(pieces) if pieces is not None else []
-            if pieces is None or len(turns) != answers.index(number) + 1:
+            try:
+                pieces = self._render(_up_to(sample, number))
+            except RowProblem:
+                return {}
+            turns = self._finder.find(pieces)
+            if len(turns) != answers.index(number) + 1:
                 return {}
             text_pieces = list(pieces[: turns[-1].last])
             for turn in turns if ignores_empty else ():

@@ -14,7 +14,6 @@ from packtool.rows.lines import CHUNK_BYTES
 from packtool.rows.open_files import HashedFile, changed_error, check_encoding
 from packtool.rows.source import BLOCK_ROWS, RowBlock, Source
 
-_BLOCK_BYTES = 1 << 23
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 # Longest literal or escape: an error further from the window's end is not caused by that end.
@@ -57,7 +56,7 @@ def find_elements(path: str, file: HashedFile, max_bytes: int = MAX_ROW_BYTES) -
         stop, mark = text.separator()
         if mark not in (",", "]"):
             raise text.broken(row, f"expected , or ] and found {mark!r}" if mark else "the file ends inside the array")
-        if rows == BLOCK_ROWS or mark == "]" or is_long or stop - start >= _BLOCK_BYTES:
+        if rows == BLOCK_ROWS or mark == "]" or is_long or stop - start >= CHUNK_BYTES:
             yield RowBlock(start, stop, first, rows)
             start, first, rows = text.bytes_read, row, 0
         if mark == "]":

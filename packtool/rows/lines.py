@@ -161,7 +161,6 @@ def read_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[
             yield number, Dropped(source.label, number, "invalid_text", str(error))
 
 
-_BLOCK_BYTES = 1 << 23
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _BOM = "\ufeff".encode().decode("latin-1")
 _Record = tuple[int, list[str] | str]
@@ -227,7 +226,7 @@ def _blocks(records: Iterator[_Record], at: int) -> Iterator[RowBlock]:
             start, first, num_rows = at, first + num_rows, 0
         at += num_bytes
         num_rows += bool(fields)  # a blank line is not a record
-        if num_rows and (is_broken or num_rows == BLOCK_ROWS or at - start >= _BLOCK_BYTES):
+        if num_rows and (is_broken or num_rows == BLOCK_ROWS or at - start >= CHUNK_BYTES):
             yield RowBlock(start, at, first, num_rows)
             start, first, num_rows = at, first + num_rows, 0
     if num_rows:

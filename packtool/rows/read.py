@@ -179,7 +179,7 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
             f"--dataset {spec.name}: a sample can only be drawn of rows that were counted",
             "Leave out --streaming true, or the number behind #.",
         )
-    scanner = _Scanner(_found_source(spec))
+    scanner = _Scanner(_existing_source(spec))
     try:
         first = list(islice(scanner.blocks, _FIRST_BLOCKS))
         source = _with_form(spec, scanner.source, first, scanner.take_head())
@@ -211,14 +211,14 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
 
 
 def _scan(spec: SourceSpec) -> ScannedSource:
-    with closing(_Scanner(_found_source(spec))) as scanner:
+    with closing(_Scanner(_existing_source(spec))) as scanner:
         blocks = RowBlocks.of(scanner.blocks)
         digest = scanner.digest()
     source = _with_form(spec, scanner.source, blocks, scanner.take_head())
     return ScannedSource(spec, source, digest, blocks)
 
 
-def _found_source(spec: SourceSpec) -> Source:
+def _existing_source(spec: SourceSpec) -> Source:
     """Return the source of a file that must exist, without the form of its rows."""
     state, file_format = storage.find(spec.path), format_of(spec.path)
     if state is None or file_format is None:

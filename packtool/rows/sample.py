@@ -12,7 +12,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from packtool.config.data import BboxType
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, PacktoolError, RowError
 from packtool.rows.media_policy import ALLOWED_BY, NOT_ALLOWED, MediaPolicy
+
+MediaKind = Literal["image", "video", "audio"]
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,11 @@ class Sample:
     tokens: PreparedTokens | None = None
     objects: Objects | None = None
     control: frozenset[str] = frozenset()
+
+    @property
+    def media(self) -> dict[MediaKind, tuple[MediaRef, ...]]:
+        """Media by kind."""
+        return {"image": self.images, "video": self.videos, "audio": self.audios}
 
 
 _MAX_DETAIL, _MAX_SHOWN = 1000, 300

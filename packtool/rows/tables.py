@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ from packtool.rows.source import NumberedRow, RowBlock, Source, equal_blocks
 
 _BATCH_BYTES = 1 << 23
 _MAX_BATCH_ROWS = 1024
-_COPY_BYTES = 1 << 22
 _ARROW_FILE_MAGIC = b"ARROW1"
 
 
@@ -208,8 +208,7 @@ def _seekable(source: Source) -> Any:
     copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
         with open_text(source.path, source.compression) as file:
-            while data := file.read(_COPY_BYTES):
-                copy.write(data)
+            shutil.copyfileobj(file, copy, 1 << 22)
     except BaseException:
         copy.close()
         raise

@@ -16,7 +16,6 @@ from packtool.encode.families.record import (
     Family,
     ImageLimits,
     MediaEncoding,
-    MediaKind,
     MediaLimits,
     Medium,
     Part,
@@ -27,6 +26,7 @@ from packtool.encode.families.record import (
     thinker_of,
 )
 from packtool.encode.model_files import ModelFiles
+from packtool.rows.sample import MediaKind
 
 __all__ = [
     "FAMILIES",

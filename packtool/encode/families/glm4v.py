@@ -51,7 +51,6 @@ class Glm4v(QwenVL):
         return self._processor_videos.measure(ref)
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
-        """See ``MediaEncoding``."""
         if not isinstance(medium, EncodedVideo):
             return super().parts(medium, number)
         opening, closing = _VIDEO_MARKS

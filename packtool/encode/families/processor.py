@@ -26,7 +26,6 @@ from packtool.encode.families.record import (
     Family,
     ImageLimits,
     MediaEncoding,
-    MediaKind,
     Medium,
     Part,
     VideoLimits,
@@ -36,7 +35,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem, label
-from packtool.rows.sample import MediaRef
+from packtool.rows.sample import MediaKind, MediaRef
 
 
 def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str]:
@@ -321,7 +320,6 @@ class ProcessorFamily(MediaEncoding):
         self.placeholders = placeholders if self.content_as_list else {}
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
-        """See ``MediaEncoding``."""
         if kind == "video" and self._videos is not None:
             return self._videos.measure(ref)
         if kind != "image":
@@ -341,7 +339,6 @@ class ProcessorFamily(MediaEncoding):
         return EncodedImage(ref.path, ref.data, height, width, (), num_tokens)
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
-        """See ``MediaEncoding``."""
         if isinstance(medium, EncodedVideo):
             assert self._videos is not None, "it was measured"
             return self._videos.parts(medium)

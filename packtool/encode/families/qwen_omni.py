@@ -18,7 +18,6 @@ from packtool.encode.families.qwen_vl import QwenVL, image_limits
 from packtool.encode.families.record import (
     AudioLimits,
     Family,
-    MediaKind,
     MediaLimits,
     Medium,
     Part,
@@ -28,7 +27,7 @@ from packtool.encode.families.record import (
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem, label
-from packtool.rows.sample import MediaRef
+from packtool.rows.sample import MediaKind, MediaRef
 
 _FRAME_TOKENS = (128, 768)  # which the processors set whatever the settings say
 _MIN_SAMPLES = 201  # the feature extractor mirrors half a window at each end
@@ -56,7 +55,6 @@ class QwenOmni(QwenVL):
         self.control_tokens = (*marks[:2], *self._pads.values(), *marks[2:])
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
-        """See ``MediaEncoding``."""
         return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
 
     def _audio(self, ref: MediaRef) -> EncodedAudio:
@@ -86,7 +84,6 @@ class QwenOmni(QwenVL):
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
-        """See ``MediaEncoding``."""
         if isinstance(medium, EncodedAudio):
             return [(self._audio_opening, 1), (self._pads["audio"], medium.num_tokens), (self._audio_closing, 1)]
         if not isinstance(medium, EncodedVideo) or medium.audio is None:

@@ -29,7 +29,6 @@ from packtool.encode.families.record import (
     Family,
     ImageLimits,
     MediaEncoding,
-    MediaKind,
     MediaLimits,
     Medium,
     Part,
@@ -38,7 +37,7 @@ from packtool.encode.families.record import (
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem, label
-from packtool.rows.sample import MediaRef
+from packtool.rows.sample import MediaKind, MediaRef
 
 # Defaults of the processor's class.
 _DEFAULT_MIN_PIXELS = 56 * 56
@@ -99,8 +98,6 @@ def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, 
 class QwenVL(MediaEncoding):
     """Media of the Qwen-VL families; ``is_qwen3`` decides how videos are sampled and their times written."""
 
-    missing_video = "the tokenizer has no token for videos"
-
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         if options.use_audio_in_video:
             raise ConfigError(
@@ -117,12 +114,11 @@ class QwenVL(MediaEncoding):
         self.control_tokens = (self._opening, self._closing, *self._pads.values())
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
-        """See ``MediaEncoding``."""
         if kind == "image":
             return self._image(ref)
         if kind == "video" and kind in self._pads:
             return self._video(ref)
-        missing = self.missing_video if kind == "video" else "the model hears nothing"
+        missing = "the tokenizer has no token for videos" if kind == "video" else "the model hears nothing"
         raise MediaProblem("media_unsupported", f"{label(ref)}: {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
@@ -176,7 +172,6 @@ class QwenVL(MediaEncoding):
         return None
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
-        """See ``MediaEncoding``."""
         assert not isinstance(medium, EncodedAudio), "a model without ears measures no sound"
         pad = self._pads["image" if isinstance(medium, EncodedImage) else "video"]
         if isinstance(medium, EncodedImage) or not self._videos.even_ends:

@@ -15,9 +15,8 @@ from packtool.config.model import ModelPart
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.families.boxes import BoxForm
 from packtool.media.opening import MediaProblem
-from packtool.rows.sample import MediaRef
+from packtool.rows.sample import MediaKind, MediaRef
 
-MediaKind = Literal["image", "video", "audio"]
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 Part = str | tuple[str, int]
 """A piece of a medium's tokens: plain text, or a control token and its number of repetitions."""

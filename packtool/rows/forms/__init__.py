@@ -16,13 +16,11 @@ from typing import Any
 
 from packtool.errors import DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, listed
-from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import InlineMedia, LoneMark, check_marks, lone_mark, media_of, with_marks
-from packtool.rows.forms.messages import MESSAGES
+from packtool.rows.forms.messages import MESSAGES, RowForm, responses_of
 from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.prepared import PREPARED, TOKENS
 from packtool.rows.forms.queries import ALPACA, QUERY, TEXT
-from packtool.rows.forms.responses import responses_of
 from packtool.rows.sample import PreparedTokens, Sample, Turn, unexpected_drop
 from packtool.rows.source import Pairs, Source
 
@@ -117,9 +115,9 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         except DataError as error:
             raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
     form, fields, inline = FORMS[name], Fields(row, columns), InlineMedia(source)
-    if form.tokens is not None:
-        return _tokenized_sample(form.tokens(fields), fields, inline, number)
     turns = form.read(fields, inline)
+    if isinstance(turns, PreparedTokens):
+        return _tokenized_sample(turns, fields, inline, number)
     tools = _tools(fields)
     is_text = form is TEXT or (_is_text(turns) and tools is None and fields.get("system") is None)
     if not is_text:

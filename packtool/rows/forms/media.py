@@ -31,10 +31,10 @@ from packtool import storage
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, StorageError
 from packtool.rows.forms.columns import NAMES, Fields, RowProblem, finite, listed, shown
-from packtool.rows.sample import MediaRef, Turn
+from packtool.rows.sample import MediaKind, MediaRef, Turn
 from packtool.rows.source import Pairs, Source
 
-MEDIA_KINDS = ("image", "video", "audio")
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 CLIP = ("video_start", "video_end")
 """Keys of Qwen's tools for the first and last second of a video that are used."""
 _KEYS = ("url", "path", "data")
@@ -75,7 +75,7 @@ class InlineMedia:
         return MEDIA_MARKS[kind]
 
 
-def media_of(fields: Fields, inline: InlineMedia) -> dict[str, tuple[MediaRef, ...]]:
+def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[MediaRef, ...]]:
     """Return all media of a row by kind: those in its messages, or those of ``images``, ``videos`` and ``audios``."""
     media = {}
     for kind in MEDIA_KINDS:
@@ -284,7 +284,7 @@ class LoneMark(RowProblem):
         self.kind, self.column = kind, column
 
 
-def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
+def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
     """Return turns with one mark for each medium, and the number of marks that were added.
 
     Missing marks are put before the first user text, videos before sounds before images, as ms-swift does. Marks of
@@ -360,7 +360,7 @@ def _looks_like_media(value: Any, depth: int = 3) -> bool:
 
 def lone_mark(
     turns: Sequence[Turn],
-    media: Mapping[str, Sequence[MediaRef]],
+    media: Mapping[MediaKind, Sequence[MediaRef]],
     fields: Fields,
     *,
     is_text: bool,

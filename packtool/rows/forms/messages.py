@@ -5,28 +5,48 @@ a call. Consecutive calls, or an assistant's text and its calls, are one turn.
 
 A message's content is a text, or a list of parts as OpenAI and Anthropic write it. A list becomes one text, with marks
 where its media were.
+
+A row without an answer of its own may have several accepted ones (``responses``) and their weights. All of them are
+trained, so a rejected response must be left out or have the weight 0.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from packtool.constants import ROLES
 from packtool.rows.forms.columns import Columns, Fields, RowProblem, finite, is_list, json_problem, listed, shown
-from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import CLIP, FIXED, LIMITS, InlineMedia
 from packtool.rows.parsing import JsonProblem, parse_json
-from packtool.rows.sample import Turn
-from packtool.rows.source import Pairs
+from packtool.rows.sample import PreparedTokens, Response, Turn
+from packtool.rows.source import Pairs, Source
 
 _TEXTS = ("text", "input_text", "output_text")
 _MEDIA = {name: kind for kind in LIMITS for name in (kind, f"{kind}_url", f"input_{kind}")}
 _PART_TYPES = {*_TEXTS, *_MEDIA}
 _KEYS_OF_MEDIA = ("source", "url", "path", "bytes", "data", "file")
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """A form of rows.
+
+    Args:
+        name: of the form, in log lines.
+        shown: its columns, for a message about rows of unknown form.
+        fits: whether a file with these columns has the form, also by ``formatting`` (``alpaca`` or ``sharegpt`` of
+            ``dataset_info.json``, ``tokens`` of ``packtool import``, or None); registers the columns that it needs.
+        read: returns the turns of a row, or its tokens if another tool has tokenized it.
+    """
+
+    name: str
+    shown: str
+    fits: Callable[[Columns, str | None], bool]
+    read: Callable[[Fields, InlineMedia], list[Turn] | PreparedTokens]
 
 
 @dataclass
@@ -339,13 +359,51 @@ def _loss(who: str, message: Mapping[str, Any]) -> bool | None:
 
 def _loss_scale(who: str, message: Mapping[str, Any]) -> float | None:
     value = message.get("loss_scale")
-    if value is None:
-        return None
+    return None if value is None else _weight(f"{who} has loss_scale", value)
+
+
+def _weight(what: str, value: Any) -> float:
     number = finite(value)
     if number is None or not 0 <= number <= MAX_LOSS_SCALE:
-        known = f"it must be a number from 0 to {MAX_LOSS_SCALE:,}"
-        raise RowProblem("invalid_row", f"{who} has loss_scale {shown(value)}; {known}")
+        raise RowProblem("invalid_row", f"{what} {shown(value)}; it must be a number from 0 to {MAX_LOSS_SCALE:,}")
     return number
+
+
+def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple[Response, ...]:
+    """Read the responses of a row whose turns end without an answer; none if it has none."""
+    if (turns and turns[-1].role == "assistant") or fields.get("responses") is None:
+        return ()
+    values = fields.parsed("responses")
+    if not is_list(values) or not values:
+        raise RowProblem("invalid_row", f"'responses' is {shown(values)}, not a list of one or more answers")
+    weights = fields.parsed("response_weights")
+    if weights is None:
+        weights = [1] * len(values)
+    if not is_list(weights) or len(weights) != len(values):
+        detail = f"{len(values)} responses and {shown(weights)} as their weights: give one for each"
+        raise RowProblem("invalid_row", detail)
+    weights = [_weight("a response weighs", weight) for weight in weights]
+    answers = [tuple(_response_turns(f"response {number}", value, source)) for number, value in enumerate(values)]
+    responses = tuple(Response(turns, weight) for turns, weight in zip(answers, weights, strict=True) if weight)
+    if not responses:
+        raise RowProblem("invalid_row", "all of its responses weigh 0")
+    return responses
+
+
+def _response_turns(who: str, value: Any, source: Source) -> list[Turn]:
+    """Read a text, a message, or a list of messages that begins and ends with one of the assistant."""
+    if isinstance(value, Mapping):
+        value = [value]
+    inline = InlineMedia(source)
+    if is_list(value) and value and isinstance(value[0], Mapping) and "type" not in value[0]:
+        turns = turns_of(value, inline)
+    else:
+        turns = [Turn("assistant", content_of(who, value, inline).text)]
+    if turns[0].role != "assistant" or turns[-1].role != "assistant":
+        raise RowProblem("role_order", f"{who} does not begin and end with a turn of the assistant")
+    if inline.refs or inline.num_open:
+        raise RowProblem("invalid_media", f"{who} holds a medium; only what comes before responses may")
+    return turns
 
 
 def _fits(columns: Columns, formatting: str | None) -> bool:

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from packtool.constants import IGNORE_INDEX
 from packtool.rows.forms.columns import TOKEN_COLUMNS, Columns, Fields, RowProblem, shown
-from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import MEDIA_KINDS, InlineMedia, is_measured
-from packtool.rows.forms.messages import MAX_LOSS_SCALE
-from packtool.rows.sample import PreparedTokens, Turn
+from packtool.rows.forms.messages import MAX_LOSS_SCALE, RowForm
+from packtool.rows.sample import PreparedTokens
 
 TOKENS = "tokens"
 """The ``formatting`` that prefers tokens if a row also has their text."""
@@ -39,11 +38,7 @@ def _fits(columns: Columns, formatting: str | None) -> bool:
     return formatting in (None, TOKENS) and columns.find("input_ids") is not None
 
 
-def _no_turns(fields: Fields, inline: InlineMedia) -> list[Turn]:
-    return []
-
-
-def _read_tokens(fields: Fields) -> PreparedTokens:
+def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
     ids = _column(fields, "input_ids", None)
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "there is no token in 'input_ids'")
@@ -294,6 +289,5 @@ PREPARED = RowForm(
     "prepared",
     "input_ids, perhaps labels, attention_mask, position_ids: tokens that another tool has made",
     _fits,
-    _no_turns,
     _read_tokens,
 )

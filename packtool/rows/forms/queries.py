@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, shown
-from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import InlineMedia
-from packtool.rows.forms.messages import content_of, turns_of
+from packtool.rows.forms.messages import RowForm, content_of, turns_of
 from packtool.rows.sample import Turn
 
 
