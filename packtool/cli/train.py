@@ -64,7 +64,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     Invalid settings are reported here, once, before any process is started; a dry run starts none at all.
     """
     from packtool.rows.sources import with_local_copies
-    from packtool.train.prepare.place import refuse_other_run, with_defaults
+    from packtool.train.prepare.output_dir import refuse_other_run, with_defaults
 
     config = with_defaults(config)
     if begins_run():
@@ -121,7 +121,7 @@ def _prepare_train(config: TrainConfig, world: World) -> None:
 def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainResult:
     """Train; if that ends early, say which checkpoint can be resumed."""
     from packtool.report.tables import TerminalProgress
-    from packtool.train.prepare.place import newest_checkpoint
+    from packtool.train.prepare.output_dir import newest_checkpoint
     from packtool.train.run import train
 
     with TerminalProgress(enabled=world.is_first) as progress:
@@ -156,7 +156,7 @@ def _resume_advice(config: TrainConfig, invocation: Invocation, checkpoint: str 
 def _draw_curves(output_dir: str) -> str | None:
     """Draw ``curves.png``; a failure is a warning, because the run itself has succeeded."""
     from packtool.report.curves import write_curves
-    from packtool.train.prepare.place import METRICS_NAME
+    from packtool.train.prepare.output_dir import METRICS_NAME
 
     metrics = os.path.join(output_dir, METRICS_NAME)
     if not os.path.exists(metrics):

@@ -28,7 +28,7 @@ from packtool.train.loop.loader import input_spec, make_dataset
 from packtool.train.model.loss import label_positions
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import units_per_step
-from packtool.train.prepare.place import ResumePoint
+from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import workers_of
 

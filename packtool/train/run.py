@@ -1,4 +1,4 @@
-"""The second stage, as a recipe: caches (or rows) and options must fit, the plan follows, then the model learns."""
+"""Training as a recipe: check that caches (or rows) and options fit, plan, then train the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.prepare.from_rows import with_cache
-from packtool.train.prepare.place import checkpoint_of, locked_place, with_resumed_version
+from packtool.train.prepare.output_dir import checkpoint_of, locked_output_dir, with_resumed_version
 from packtool.train.prepare.result import TrainResult, settings_lines
 from packtool.train.prepare.resume import resume_lines
 from packtool.train.prepare.run import Run
@@ -26,8 +26,8 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
 
     Args:
         config: the run's settings.
-        progress: told of the plan and of every step, on the first rank only.
-        world: this process among the others; by default what torchrun says. A dry run may be given one to plan for.
+        progress: reports the plan and every step, on the first rank only.
+        world: this process among the others; by default from torchrun. A dry run can plan for another.
 
     Returns:
         the figures that are also written to ``OUTPUT_DIR/packtool_train.json``; losses on the first rank only.
@@ -38,16 +38,12 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
     world.check_shards(config)
-    with locked_place(config, world) as (config, lock):
+    with locked_output_dir(config, world) as (config, lock):
         return _train(config, progress, world, lock)
 
 
 def check_without_rows(config: TrainConfig) -> None:
-    """Refuse what training would refuse whatever its rows are, all of it at once.
-
-    Raises:
-        PacktoolError: with everything that is wrong.
-    """
+    """Raise a PacktoolError with every mistake that does not depend on the rows."""
     with imported_at_once():
         from packtool.train.loop.checks import checks_without_rows
 
@@ -55,11 +51,7 @@ def check_without_rows(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig, progress: Progress, world: World) -> None:
-    """Refuse a run that would fail, and make the cache of its rows, before processes are started.
-
-    Raises:
-        PacktoolError: as ``train`` before its first step.
-    """
+    """Refuse a run that would fail, and make the cache of its rows, before processes are started."""
     config = with_cache(config, progress, check_without_rows)
     if config.bucket_size == "auto":
         # Every process determines the size itself and reports it; the plan is only checked here.
@@ -68,7 +60,9 @@ def prepare(config: TrainConfig, progress: Progress, world: World) -> None:
 
 
 def _with_bucket(config: TrainConfig, progress: Progress, world: World) -> TrainConfig:
-    """The run with a number in place of ``--bucket-size auto``, which needs torch."""
+    """Replace ``--bucket-size auto`` by a number, for which torch is imported."""
+    if config.bucket_size != "auto":
+        return config
     with imported_at_once():
         from packtool.train.model.memory import with_bucket
 
@@ -76,14 +70,12 @@ def _with_bucket(config: TrainConfig, progress: Progress, world: World) -> Train
 
 
 def _train(config: TrainConfig, progress: Progress, world: World, lock: DirectoryLock | None) -> TrainResult:
-    """Train in a directory that is this run's."""
+    """Train in the locked output directory."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
     decided = with_recomputing(config)
     notes = recomputing_lines(config, decided)
     config = with_cache(decided, progress, check_without_rows)
-    if config.bucket_size == "auto":
-        config = _with_bucket(config, progress, world)
-    run = Run.of(config, world)
+    run = Run.of(_with_bucket(config, progress, world), world)
     result = run.expected()
     lines = (
         *settings_lines(run.config),
@@ -96,7 +88,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     )
     for line in lines:
         progress.note(line)
-    # From here on torch and transformers are needed; mistakes of the user should have been told by now.
+    # From here on torch and transformers are needed; mistakes of the user have been reported by now.
     with imported_at_once():
         from packtool.train.loop.checks import estimate_training, load_spec
         from packtool.train.loop.execute import execute

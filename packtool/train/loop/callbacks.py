@@ -40,7 +40,7 @@ from packtool.train.prepare.checkpoint import (
     write_run_state,
 )
 from packtool.train.prepare.history import options_kept
-from packtool.train.prepare.place import BEST, LAST, METRICS_NAME, best_of, point
+from packtool.train.prepare.output_dir import BEST, LAST, METRICS_NAME, best_of, point
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of

@@ -29,7 +29,7 @@ from packtool.train.model.load import build_model, quiet_transformers, resolve_d
 from packtool.train.model.precision import count_parameters
 from packtool.train.model.sharding import configure_fsdp, connect_deepspeed_on_cpus, shard_on_cpus
 from packtool.train.prepare.checkpoint import PREFIX
-from packtool.train.prepare.place import make_place
+from packtool.train.prepare.output_dir import make_output_dir
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import workers_of
@@ -114,7 +114,7 @@ def _start(run: Run, spec: InputSpec, progress: Progress) -> tuple[Run, Training
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
     args = training_arguments(run.config, num_steps=run.timeline.num_steps, dtype=dtype, on_gpu=on_gpu)
     check_ranks_agree(run.state, run.world, run.axes.name)
-    config = make_place(run.config, run.world)
+    config = make_output_dir(run.config, run.world)
     if config.add_version:
         progress.note(f"this run is in {config.output_dir}")
     args.output_dir = config.output_dir

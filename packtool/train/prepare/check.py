@@ -35,9 +35,6 @@ def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, 
 
     Args:
         files: of ``config.model``.
-
-    Raises:
-        MismatchError: naming both values, and the export that would mend it.
     """
     reader = CacheReader.open(directories, copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
@@ -56,9 +53,6 @@ def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> Non
 
     Args:
         recipe: whose sources are the caches, in their order.
-
-    Raises:
-        MismatchError: naming both values, and the export with those of the recipe.
     """
     for directory, manifest, source in zip(reader.directories, reader.manifests, recipe.sources, strict=True):
         limits = MediaOptions(**source.media_limits)

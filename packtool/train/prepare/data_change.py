@@ -153,11 +153,7 @@ def _match_contents(
 
 
 def _old_origins(source: SourceLedger, history: str) -> Origins:
-    """Read the rows that the samples of a removed cache came from.
-
-    Raises:
-        MismatchError: if neither the history nor the cache tells.
-    """
+    """Read the rows that the samples of a removed cache came from."""
     path = origins_path(history, source.fingerprint)
     if os.path.exists(path):
         return Origins.read(path)
@@ -182,11 +178,7 @@ def _open_unchanged(source: SourceLedger) -> CacheReader | None:
 
 
 def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
-    """Raise if rows cannot be matched because their file has changed and the old cache is gone.
-
-    Raises:
-        MismatchError: naming file and cache.
-    """
+    """Raise if rows cannot be matched because their file has changed and the old cache is gone."""
     now = {
         path: digest for origins in new.values() for path, digest in zip(origins.files, origins.digests, strict=True)
     }
@@ -283,9 +275,6 @@ def with_changed_data(
 
     Returns:
         the ledger of these caches, with the change; and the change of each cache, removed ones last.
-
-    Raises:
-        MismatchError: if the samples of a removed cache cannot be identified.
     """
     kept, leaving = _paired_caches(ledger.sources, reader)
     new = [cache for cache, source in enumerate(kept) if source is None]

@@ -78,11 +78,7 @@ class PreparedEvaluation:
 
 
 def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
-    """Check that model, caches and options fit, and assign the samples to ranks; takes a second.
-
-    Raises:
-        ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and what to do.
-    """
+    """Check that model, caches and options fit, and assign the samples to ranks; takes a second."""
     trained = TrainedModel.find(config.model, config.base_model)
     files = ModelFiles.load(trained.base)
     split = config.split or (VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT)

@@ -42,9 +42,6 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
 
     Args:
         check: called before rows are read; raises for mistakes that do not depend on them.
-
-    Raises:
-        ConfigError, DataError, RowError, StorageError: as ``cache.export.export``.
     """
     if not config.dataset or config.streaming:
         return config

@@ -39,7 +39,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.prepare.mixtures import recipe_of_anywhere
-from packtool.train.prepare.place import HISTORY
+from packtool.train.prepare.output_dir import HISTORY
 from packtool.train.prepare.result import options_given
 
 _RUN = "run.json"

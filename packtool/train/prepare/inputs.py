@@ -142,9 +142,6 @@ class Inputs:
 
         Args:
             max_length: tokens of a sample of any stage.
-
-        Raises:
-            ConfigError, DataError: naming the conflict with the run, or the source of which no sample is left.
         """
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))

@@ -51,11 +51,7 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
 
 
 def recipe_of_anywhere(path: str) -> bytes:
-    """The YAML of a file of ``--mix`` that could be read, with paths that are the same from every folder.
-
-    Raises:
-        StorageError: if it cannot be read.
-    """
+    """The YAML of a file of ``--mix`` that could be read, with paths that are the same from every folder."""
     import yaml  # here, because most runs need none of it
 
     value = parse_yaml(storage.read_bytes(path).decode(errors="replace"))

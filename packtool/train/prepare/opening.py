@@ -34,9 +34,6 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
 
     Args:
         planned: inputs of ``packtool plan`` for this run, whose plans are taken where they would be the same.
-
-    Raises:
-        ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
     """
     files = ModelFiles.load(config.model)
     directories, recipe = named_sources(config)
@@ -84,9 +81,6 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
 
     Args:
         packing_length: instead of ``config.packing_length``, for a sweep.
-
-    Raises:
-        ConfigError, DataError, MismatchError: as for training.
     """
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
@@ -140,9 +134,6 @@ def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_si
     Args:
         max_length: longer samples are left out.
         world_size: data-parallel ranks.
-
-    Raises:
-        ConfigError: if the size of Skrull's buckets is not known.
     """
     return part_of(
         PlanOptions,

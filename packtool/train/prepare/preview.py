@@ -232,11 +232,7 @@ class Preview:
         }
 
     def save(self, path: str) -> None:
-        """Write the packs for ``packtool train --plan``, and the steps of the first epoch for other readers.
-
-        Raises:
-            StorageError: if the file cannot be written.
-        """
+        """Write the packs for ``packtool train --plan``, and the steps of the first epoch for other readers."""
         reader = self.inputs.reader
         assert reader is not None, "checked with the settings"
         # A file keeps packs, without what other epochs of a mixture would draw.
@@ -264,9 +260,6 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
 
     Args:
         packing_length: instead of ``config.packing_length``, for a sweep.
-
-    Raises:
-        ConfigError, DataError, MismatchError: as for training.
     """
     inputs = open_to_plan(config, packing_length)
     begin = time.perf_counter()
@@ -292,9 +285,6 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
 
     Returns:
         all figures by name, as JSON has them.
-
-    Raises:
-        ConfigError, MismatchError: as training, and where the run keeps no history.
     """
     assert config.resume is not None, "asked for"
     directory = config.resume.rstrip("/")

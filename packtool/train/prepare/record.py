@@ -13,7 +13,7 @@ from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.planning.ledger import Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.history import Segment, begin_segment, history_of, keep_origins, ledger_name, write_ledger
-from packtool.train.prepare.place import HISTORY
+from packtool.train.prepare.output_dir import HISTORY
 from packtool.train.prepare.timeline import Timeline
 
 Skipped = Sequence[tuple[int, int]]

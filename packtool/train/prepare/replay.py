@@ -17,7 +17,7 @@ from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
 from packtool.train.prepare.history import Segment, ledger_name, read_history, read_ledger
 from packtool.train.prepare.opening import open_to_train
-from packtool.train.prepare.place import HISTORY, METRICS_NAME
+from packtool.train.prepare.output_dir import HISTORY, METRICS_NAME
 from packtool.train.prepare.timeline import Timeline
 
 

@@ -23,7 +23,7 @@ from packtool.planning.summary import (
     own_steps_line,
 )
 from packtool.train.prepare.mixtures import named_sources
-from packtool.train.prepare.place import RESULT_NAME
+from packtool.train.prepare.output_dir import RESULT_NAME
 from packtool.train.prepare.timeline import Timeline
 
 

@@ -17,7 +17,7 @@ from packtool.train.prepare.checkpoint import ONLY_MODEL, RunState, read_options
 from packtool.train.prepare.data_change import SourceChange, cache_differences, change_lines, with_changed_data
 from packtool.train.prepare.history import history_of, options_kept, read_ledger
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.place import ResumePoint
+from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.record import begin_ledger, ledger_of_plan
 from packtool.train.prepare.timeline import Timeline
 
@@ -51,9 +51,6 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
 
     Args:
         state: of a run that starts with these options and caches.
-
-    Raises:
-        MismatchError: if the run does not fit the checkpoint, or samples cannot be matched in other caches.
     """
     before, checkpoint, (config, _, reader) = resume_point.before, resume_point.checkpoint, inputs.of_run
     if before is None:
@@ -93,11 +90,7 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
 def _with_other_data(
     checkpoint: str, before: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
 ) -> ResumedState:
-    """Resume with other data: the rest of the epoch is planned again.
-
-    Raises:
-        MismatchError: if the checkpoint keeps no ledger, or samples cannot be matched.
-    """
+    """Resume with other data: the rest of the epoch is planned again."""
     if ledger is None:
         raise MismatchError(
             f"{checkpoint} is of an older packtool and keeps no ledger, so nobody knows which samples of the caches "

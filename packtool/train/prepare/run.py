@@ -25,7 +25,7 @@ from packtool.train.prepare.heaviest import length_step, max_tokens, num_fillers
 from packtool.train.prepare.history import Segment, options_kept
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
-from packtool.train.prepare.place import ResumePoint, with_resumed_version
+from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.resume import resume
@@ -72,9 +72,6 @@ class Run:
         Args:
             resume_point: by default the one that the options and the output directory name.
             planned: as for ``open_to_train``.
-
-        Raises:
-            ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and how to fix it.
         """
         config = with_resumed_version(config)
         if config.streaming:

@@ -29,10 +29,6 @@ def axes_of(
     Args:
         lengths: (N,), tokens of the samples, as far as they are known.
         trained: the model will be.
-
-    Raises:
-        ConfigError: if the model's heads cannot be shared so.
-        UnsupportedModelError: if its sequences cannot be shared at all.
     """
     if world.sequence_parallel_size == 1:
         return Axes()

@@ -208,9 +208,6 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
 
     Args:
         model: its ``config.json``.
-
-    Raises:
-        UnsupportedModelError: with ``--share-prefix true``, if the model cannot resume from a prefix.
     """
     if config.share_prefix == "false":
         return None, None

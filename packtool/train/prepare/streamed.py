@@ -179,9 +179,6 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
 
     Returns:
         the rows from the beginning, the state of a run that starts there, and messages for the user.
-
-    Raises:
-        ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and how to fix it.
     """
     files = ModelFiles.load(config.model, config.chat_template)
     max_length = length_of_rows(config, files)

@@ -54,10 +54,6 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
 
     Args:
         model: of the run, for caches whose own is gone.
-
-    Raises:
-        ConfigError: if a source needs the model's files, and they are not there.
-        MismatchError: if a cache cannot have what the recipe says of it.
     """
     if recipe is None or not any(source.loss_scale or source.media_limits for source in recipe.sources):
         return reader.index.target_tokens

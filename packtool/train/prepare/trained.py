@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packtool.config.settings import load_json
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.prepare.place import LAST
+from packtool.train.prepare.output_dir import LAST
 
 ADAPTER_FILE = "adapter_config.json"
 

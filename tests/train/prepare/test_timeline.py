@@ -21,7 +21,7 @@ from packtool.train.loop.loader import StepLoader
 from packtool.train.prepare.cached import CachedSource
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.place import ResumePoint
+from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 from tests.batch.reduced import reduced_spec

@@ -21,7 +21,7 @@ from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageEr
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.callbacks import RunCallback
-from packtool.train.prepare.place import METRICS_NAME, locked_place, newest_checkpoint
+from packtool.train.prepare.output_dir import METRICS_NAME, locked_output_dir, newest_checkpoint
 from packtool.train.run import train
 from tests.forked import started
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
@@ -55,13 +55,13 @@ def test_a_directory_where_another_run_is_at_work_is_refused_before_anything_is_
 ) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     config = tiny.config(tmp_path, **settings, model="no such model")
-    with locked_place(tiny.config(tmp_path), World()):
+    with locked_output_dir(tiny.config(tmp_path), World()):
         before = sorted(path.name for path in tmp_path.iterdir())
         with pytest.raises(MismatchError, match=r"another training on host .*, process \d+, since \d{4}-") as caught:
             train(config, SilentProgress())
         assert sorted(path.name for path in tmp_path.iterdir()) == before
         assert (caught.value.exit_code, run_command("train", config)) == (4, 4)
-        with locked_place(dataclasses.replace(config, dry_run=False), World(1, 2)) as (_, lock):
+        with locked_output_dir(dataclasses.replace(config, dry_run=False), World(1, 2)) as (_, lock):
             assert lock is None, "only the first process of a run locks"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
@@ -81,7 +81,7 @@ def test_versions_run_side_by_side_and_one_that_runs_is_not_resumed(tiny: TinyWo
     config = tiny.config(tmp_path, add_version=True, max_steps=1)
     done = train(config, SilentProgress())
     resumed = dataclasses.replace(config, resume_from_checkpoint="true")
-    with locked_place(resumed, World()) as (placed, _):
+    with locked_output_dir(resumed, World()) as (placed, _):
         assert placed.output_dir == done.output_dir
         with pytest.raises(MismatchError, match="another training"):
             train(resumed, SilentProgress())
@@ -98,7 +98,7 @@ def test_a_lock_of_a_killed_run_holds_up_nobody(tiny: TinyWorld, tmp_path: Path)
 
 
 def _killed_while_holding(config: TrainConfig) -> None:
-    with locked_place(config, World()):
+    with locked_output_dir(config, World()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -184,7 +184,7 @@ def test_the_next_number_follows_the_largest(tiny: TinyWorld, tmp_path: Path) ->
     for name in ("v2-20260101-000000", "v10-20260101-000000", "v11", "x"):
         (tmp_path / name).mkdir()
     config = tiny.config(tmp_path, add_version=True)
-    with locked_place(config, World()) as (first, _), locked_place(config, World()) as (second, _):
+    with locked_output_dir(config, World()) as (first, _), locked_output_dir(config, World()) as (second, _):
         for placed, number in ((first, 11), (second, 12)):
             assert Path(placed.output_dir).name.startswith(f"v{number}-")
             assert Path(placed.output_dir).is_dir()

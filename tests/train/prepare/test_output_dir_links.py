@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from packtool.progress import SilentProgress
-from packtool.train.prepare.place import best_of, point, remove_names
+from packtool.train.prepare.output_dir import best_of, point, remove_names
 from packtool.train.run import train
 from tests.train.test_resume import make_checkpoint
 from tests.train.tiny import TinyWorld, export_rows

@@ -4,10 +4,10 @@ OUTPUT_DIR/                                 without --add-version
 OUTPUT_DIR/v0-20260131-120000/              with it: the first run, and when it began
 OUTPUT_DIR/v1-20260201-090000/              the second
 OUTPUT_DIR/last, OUTPUT_DIR/best            links to checkpoints; copies of the model where there are no links
-OUTPUT_DIR/history/                         see ``prepare.history``
+OUTPUT_DIR/history/                         the history of the run (``prepare.history``)
 
 A run never writes into the directory of another one. Its first process locks the directory before anything is loaded;
-all ranks check the directory, and only the lock is written before they have met.
+all ranks check the directory, and only the lock is written before they communicate.
 """
 
 from __future__ import annotations
@@ -43,15 +43,9 @@ HISTORY = "history"
 """Folder of an output directory for what checkpoints do not hold."""
 
 # A copy is for loading, not for resuming.
-_OF_THE_RUN = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "trainer_state*", "training_args*")
 _NOT_COPIED = (
-    *_OF_THE_RUN,
-    "packtool_state*",
-    "packtool_ledger*",
-    "master_weights*",
-    "pytorch_model_fsdp*",
-    "global_step*",
-    "stream-*",
+    *("optimizer*", "scheduler*", "rng_state*", "scaler*", "trainer_state*", "training_args*", "stream-*"),
+    *("packtool_state*", "packtool_ledger*", "master_weights*", "pytorch_model_fsdp*", "global_step*"),
 )
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -97,16 +91,12 @@ def _remove(path: str) -> None:
 RESULT_NAME = "packtool_train.json"
 METRICS_NAME = "metrics.jsonl"
 _OTHER_NAMES = ("skipped.jsonl", "curves.png")
-_PLACE = "Give a directory that is there and may be written to, or one that can be made."
+_REMEDY = "Give a directory that is there and may be written to, or one that can be made."
 _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """Fill in ``--model`` from the first cache, and ``--output-dir`` with ms-swift's default ``output/MODEL/vN-TIME``.
-
-    Raises:
-        ConfigError, MismatchError, StorageError: if no cache can be read.
-    """
+    """Fill in ``--model`` from the first cache, and ``--output-dir`` as ms-swift does: ``output/MODEL/vN-TIME``."""
     model = config.model or exported_model(named_sources(config)[0][0])
     if config.output_dir:
         return dataclasses.replace(config, model=model)
@@ -155,11 +145,7 @@ class ResumePoint:
 
     @classmethod
     def of(cls, config: TrainConfig) -> ResumePoint:
-        """Find the checkpoint that the options and the output directory name.
-
-        Raises:
-            ConfigError, MismatchError: as ``checkpoint_of``.
-        """
+        """Find the checkpoint that the options and the output directory name."""
         checkpoint, notes = checkpoint_of(config)
         if config.resume_only_model or checkpoint is None:
             return cls(weights=checkpoint, notes=tuple(notes))
@@ -178,11 +164,7 @@ class ResumePoint:
         data_may_change: bool = False,
         other_data: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """Raise unless a run with this state may resume here; arguments as for ``RunState.check_continues``.
-
-        Raises:
-            MismatchError: naming every difference, or what the checkpoint lacks.
-        """
+        """Raise unless a run with this state may resume here; arguments as for ``RunState.check_continues``."""
         if self.checkpoint is not None and self.before is not None:
             state.check_continues(self.checkpoint, self.before, data_may_change=data_may_change, other_data=other_data)
             check_resumable(self.checkpoint, world.rank, world.size)
@@ -193,16 +175,13 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
 
     Returns:
         its directory, and messages on damaged ones.
-
-    Raises:
-        ConfigError: if there is no such checkpoint, or the output directory holds another run, or cannot be used.
-        MismatchError: if it is damaged.
     """
     _check_is_possible(config.output_dir)
     checkpoint, notes = find_checkpoint(
         config.resume_from_checkpoint, config.output_dir, only_model=config.resume_only_model
     )
-    resumes_here = checkpoint is not None and _is_in(checkpoint, config.output_dir)
+    run_dir = None if checkpoint is None else os.path.realpath(os.path.dirname(checkpoint))
+    resumes_here = run_dir == os.path.realpath(config.output_dir)
     if resumes_here and config.overwrite_output_dir:
         raise ConfigError(
             f"--overwrite-output-dir would remove {checkpoint}, which this run is to go on from",
@@ -229,17 +208,13 @@ def refuse_other_run(config: TrainConfig) -> None:
 
 
 @contextlib.contextmanager
-def locked_place(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
+def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
     """Make and lock the output directory, in the first process of a run; a dry run only checks that it is free.
 
     Directories that are still empty at the end are removed again.
 
     Yields:
         the settings, in the first process with the numbered folder of ``--add-version``; and its lock, if any.
-
-    Raises:
-        ConfigError, StorageError: if the directory cannot be made.
-        MismatchError: if another run is at work there.
     """
     config = with_resumed_version(config)
     _check_is_possible(config.output_dir)
@@ -255,7 +230,7 @@ def locked_place(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfi
             config = dataclasses.replace(config, output_dir=_new_version(config.output_dir))
             missing.insert(0, config.output_dir)
     except OSError as error:
-        raise StorageError(f"--output-dir {config.output_dir} cannot be made: {error.strerror}", _PLACE) from error
+        raise StorageError(f"--output-dir {config.output_dir} cannot be made: {error.strerror}", _REMEDY) from error
     try:
         with DirectoryLock(os.path.abspath(config.output_dir), what="training") as lock:
             yield config, lock
@@ -283,7 +258,7 @@ def _new_version(output_dir: str) -> str:
             return folder
 
 
-def make_place(config: TrainConfig, world: World) -> TrainConfig:
+def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
     """Empty the output directory with ``--overwrite-output-dir``; returns the settings with that of the first rank."""
     if world.is_first and config.overwrite_output_dir:
         _clear(config.output_dir)
@@ -298,14 +273,14 @@ def make_place(config: TrainConfig, world: World) -> TrainConfig:
 def _check_is_possible(output_dir: str) -> None:
     """Raise unless the directory can be made and written to."""
     if not output_dir:
-        raise ConfigError("--output-dir is empty", _PLACE)
+        raise ConfigError("--output-dir is empty", _REMEDY)
     there = os.path.abspath(output_dir)
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise ConfigError(f"--output-dir {output_dir}: {there} is no directory", _PLACE)
+        raise ConfigError(f"--output-dir {output_dir}: {there} is no directory", _REMEDY)
     if not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"--output-dir {output_dir}: {there} may not be written to", _PLACE)
+        raise StorageError(f"--output-dir {output_dir}: {there} may not be written to", _REMEDY)
 
 
 def _clear(output_dir: str) -> None:
@@ -327,10 +302,6 @@ def _clear(output_dir: str) -> None:
 def _left_by_a_run(output_dir: str) -> list[str]:
     names = sorted(os.listdir(output_dir)) if os.path.isdir(output_dir) else []
     return [name for name in names if name in (RESULT_NAME, METRICS_NAME) or re.fullmatch(PREFIX + r"\d+", name)]
-
-
-def _is_in(checkpoint: str, output_dir: str) -> bool:
-    return os.path.realpath(os.path.dirname(checkpoint)) == os.path.realpath(output_dir)
 
 
 def _versions(output_dir: str) -> list[str]:
