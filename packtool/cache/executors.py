@@ -89,7 +89,7 @@ class Executor:
             report: called with rows, drops and tokens while tasks run.
 
         Raises:
-            PacktoolError: what a task raised; the others are stopped. Or a worker died.
+            PacktoolError: if a worker died; the errors of tasks pass through, and the other tasks are stopped.
         """
         if self._pool.num_proc == 1 or len(tasks) <= 1:
             for task in tasks:
@@ -142,15 +142,15 @@ def _block_pandas() -> None:
     pyarrow imports it with the first array, only to check the type of the values. That takes a quarter of the start-up
     time of a worker.
     """
-    finder = SimpleNamespace(find_spec=_no_pandas)
+
+    def find_spec(name: str, *_: object) -> None:
+        if name == "pandas":
+            raise ImportError(f"{name} is not looked for")
+
+    finder = SimpleNamespace(find_spec=find_spec)
     sys.meta_path.insert(0, finder)
     pa.array([])  # tries the import once
     sys.meta_path.remove(finder)
-
-
-def _no_pandas(name: str, *_: object) -> None:
-    if name == "pandas":
-        raise ImportError(f"{name} is not looked for")
 
 
 class RayExecutor(Executor):

@@ -165,12 +165,12 @@ def _split_prefixes(lines: pa.ListArray) -> SplitPrefixes:
     return SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns))
 
 
-def _prefix_problem(found: SplitPrefixes, lengths: IntArray) -> str:
+def _prefix_problem(split: SplitPrefixes, lengths: IntArray) -> str:
     """Return what is wrong with the prefixes of samples: they must rise and be no longer than their sample."""
-    sizes = np.diff(found.offsets)
+    sizes = np.diff(split.offsets)
     if len(sizes) != len(lengths):
         return f"it has {len(sizes)} lines, not {len(lengths)}"
-    ends, owners = found.prefixes.lengths, np.repeat(np.arange(len(sizes)), sizes)
+    ends, owners = split.prefixes.lengths, np.repeat(np.arange(len(sizes)), sizes)
     if len(ends) and ((ends < 1) | (ends > lengths[owners])).any():
         return "a prefix is longer than its sample"
     if ((np.diff(ends) <= 0) & (np.diff(owners) == 0)).any():

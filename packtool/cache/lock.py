@@ -28,7 +28,7 @@ from packtool import storage
 from packtool.config.settings import load_json
 from packtool.errors import MismatchError, StorageError
 
-_PREFIX, _PART, _SUFFIX = ".lock-", "part-", ".json"
+_PREFIX, _SUFFIX = ".lock-", ".json"
 _RENEWED_S, _STALE_S = 30.0, 300.0
 
 
@@ -129,14 +129,14 @@ def holders(directory: str) -> dict[str, Holder]:
 
 
 def refuse_if_busy(directory: str, *, is_part: bool = False, own: str = "") -> None:
-    """Raise a MismatchError if another run is writing there; parts of an export do not exclude each other.
-
-    Args:
-        own: name of the caller's lock.
-    """
+    """Raise a MismatchError if a run with another lock than ``own`` writes there; parts do not exclude each other."""
     for name, holder in holders(directory).items():
         if name != own and holder.is_live and not (is_part and holder.part):
-            raise _busy(directory, name, holder)
+            raise MismatchError(
+                f"{directory} is being written by another {holder}",
+                "Wait for it, end it, or give another --output-dir. If that machine is gone for good, run again in "
+                f"{_STALE_S / 60:.0f} minutes or remove {storage.join(directory, name)}.",
+            )
 
 
 def remove_stale(directory: str, *, own: str = "") -> bool:
@@ -146,14 +146,6 @@ def remove_stale(directory: str, *, own: str = "") -> bool:
         if is_lock(name) and name != own and name not in alive:
             storage.remove(storage.join(directory, name))
     return not alive - {own}
-
-
-def _busy(directory: str, name: str, holder: Holder) -> MismatchError:
-    return MismatchError(
-        f"{directory} is being written by another {holder}",
-        "Wait for it, end it, or give another --output-dir. If that machine is gone for good, run again in "
-        f"{_STALE_S / 60:.0f} minutes or remove {storage.join(directory, name)}.",
-    )
 
 
 class DirectoryLock:
@@ -172,7 +164,7 @@ class DirectoryLock:
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:
         self._directory = directory
         self._holder = Holder.this_process(part, what)
-        self._name = f"{_PREFIX}{_PART}{self._holder.run}{_SUFFIX}" if part else ""
+        self._name = f"{_PREFIX}part-{self._holder.run}{_SUFFIX}" if part else ""
         self._is_lost = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)

@@ -114,7 +114,7 @@ def value_of(kind: Any, raw: Any, place: str) -> Any:
     return raw
 
 
-# What messages call each type, and the types of its values in JSON.
+# The name of each type in messages, and the types of its values in JSON.
 _PLAIN_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
     str: ("a text", (str,)),
     bool: ("true or false", (bool,)),
@@ -254,10 +254,6 @@ class Identity:
     rows_per_shard: int | None
     format_version: int = FORMAT_VERSION
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the identity as plain JSON values."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(InputCounts):
@@ -318,9 +314,10 @@ class Manifest(InputCounts):
                     f"{directory} is no cache, and #{amount} behind one is for training: caches are taken whole here",
                     f"Leave out #{amount}.",
                 )
+            is_there = storage.is_remote(directory) or storage.is_directory(directory)
             raise MismatchError(
                 f"{directory} is no finished cache: "
-                + (f"it has no {MANIFEST_NAME}" if _may_be_there(directory) else "there is no such directory"),
+                + (f"it has no {MANIFEST_NAME}" if is_there else "there is no such directory"),
                 "Run packtool export to make it, or to finish it, with that --output-dir.",
             )
         data = storage.read_bytes(path)
@@ -446,11 +443,7 @@ def _named(place: str, value: str, kind: str) -> None:
 
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:
     """Return the fingerprint of a cache: a digest of its identity and of the digests of its sources."""
-    plain = identity.as_dict()
+    plain = dataclasses.asdict(identity)
     plain["spec"] = {key: value for key, value in plain["spec"].items() if key not in PATH_SETTINGS}
     text = json.dumps([plain, [(source.digest, source.settings) for source in sources]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _may_be_there(directory: str) -> bool:
-    return storage.is_remote(directory) or storage.is_directory(directory)

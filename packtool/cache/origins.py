@@ -125,8 +125,7 @@ def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np
 
 def _digest(sample: EncodedSample) -> bytes:
     digest = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
-    media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
-    for medium in media:
+    for medium in sample.media:
         digest.update(_medium_key(medium).encode(errors="surrogatepass"))
     return digest.digest()
 

@@ -150,8 +150,9 @@ class CacheReader:
         except MismatchError as error:
             raise MismatchError(f"{error.message} (when row {row} of it was read)", error.remedy) from error
         sample = file.sample(row)
-        if not has_media_files(sample):
-            return sample
+        files = [file for medium in sample.media for file in files_of(medium)]
+        if not any(path is not None and data is None and not storage.is_remote(path) for path, data in files):
+            return sample  # it has no files that may change after the export
         if cache not in self._prefixes:
             self._prefixes[cache] = self._mapped_prefixes(cache)
         if (prefixes := self._prefixes[cache]) is None:
@@ -184,20 +185,17 @@ class CacheReader:
     def _shard_file(self, cache: int, shard: int) -> ShardFile:
         key = cache, shard
         if key not in self._open:
-            self._open[key] = self._open_shard(cache, shard)
+            path, sums = self._local_shard(cache, shard)
+            if (is_copy := storage.is_remote(self.directories[cache])) and not os.path.exists(path):
+                path, sums = self._local_shard(cache, shard)  # another run has just made room
+            self._open[key] = ShardFile(path, sums, _FETCH_AGAIN if is_copy else None)
             if len(self._open) > _MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)
         self._open.move_to_end(key)
         return self._open[key]
 
-    def _open_shard(self, cache: int, shard: int) -> ShardFile:
-        path, sums = self._local_shard(cache, shard)
-        if storage.is_remote(self.directories[cache]) and not os.path.exists(path):
-            path, sums = self._local_shard(cache, shard)  # another run has just made room
-        return ShardFile(path, sums, _FETCH_AGAIN if storage.is_remote(self.directories[cache]) else None)
-
     def _local_shard(self, cache: int, shard: int) -> tuple[str, bytes | None]:
-        """The shard's path on this machine, and the checksums of its blocks unless nothing is verified."""
+        """Return the shard's path on this machine, and the checksums of its blocks unless nothing is verified."""
         info = self.manifests[cache].splits[self.split].shards[shard]
         path = storage.join(self.directories[cache], self.split, info.file)
         fingerprint = self.manifests[cache].fingerprint
@@ -272,13 +270,6 @@ class CacheReader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict(), "_prefixes": {}}
-
-
-def has_media_files(sample: EncodedSample) -> bool:
-    """Return whether a medium of a sample is in a local file."""
-    media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
-    files = (file for medium in media for file in files_of(medium))
-    return any(path is not None and data is None and not storage.is_remote(path) for path, data in files)
 
 
 class ShardFile:
@@ -416,18 +407,14 @@ def _medium(kind: type[Medium], row: dict[str, Any]) -> Medium:
 
 def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:
     channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
-    of = list(zip(parts, manifests, strict=True))
-    codes = [_common_codes(part["channel"], manifest.channels, channels) for part, manifest in of]
-    known = [with_estimates(part, manifest.identity.media_limits) for part, manifest in of]
+    codes, known = [], []
+    for part, manifest in zip(parts, manifests, strict=True):
+        common = [*map(channels.index, manifest.channels), -1]  # the last is the code of samples without a channel
+        codes.append(np.array(common, np.int32)[part["channel"]])
+        known.append(with_estimates(part, manifest.identity.media_limits))
     names = [field.name for field in fields(SplitIndex) if not field.name.startswith("channel")]
     joined: dict[str, Any] = {name: np.concatenate([part[name] for part in known]) for name in names}
     return SplitIndex(channel=np.concatenate(codes), channels=channels, **joined)
-
-
-def _common_codes(codes: IntArray, names: Sequence[str], channels: Sequence[str]) -> IntArray:
-    place = {name: code for code, name in enumerate(channels)}
-    table: npt.NDArray[np.int32] = np.array([*(place[name] for name in names), -1], np.int32)
-    return table[codes]
 
 
 def _root(directory: str) -> str:
@@ -459,9 +446,9 @@ def check_sizes(root: str, manifest: Manifest, split: str) -> None:
     for shard in manifest.splits[split].shards:
         state = states.get(shard.file)
         if state is None or state.size != shard.bytes:
-            found = "is missing" if state is None else f"has {state.size} bytes"
+            problem = "is missing" if state is None else f"has {state.size} bytes"
             raise MismatchError(
-                f"{storage.join(root, split, shard.file)} {found}, the manifest says {shard.bytes}",
+                f"{storage.join(root, split, shard.file)} {problem}, the manifest says {shard.bytes}",
                 "Copy the cache again, or export it again.",
             )
 
@@ -475,9 +462,8 @@ def _check_alike(first_root: str, first: Manifest, root: str, manifest: Manifest
     }
     ours, others = a.media_limits.without_bounds, b.media_limits.without_bounds
     pairs |= {name: (ours.get(name), others.get(name)) for name in ours | others}
-    different = [f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
-    if different:
-        lines = "\n".join(different)
+    lines = "\n".join(f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here)
+    if lines:
         raise MismatchError(
             f"{first_root} and {root} cannot be trained together, they were exported with different settings:\n{lines}",
             "Export one of them again with the settings of the other.",

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from packtool import storage
@@ -93,16 +93,15 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
     """
     if (manifest := _read_manifest(directory)) is None:
         return None
-    different = differences(manifest.identity.as_dict(), identity.as_dict())
+    different = differences(asdict(manifest.identity), asdict(identity))
     there = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
     here = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
     if there != here:
         shown = (", ".join(f"{path} {settings}".strip() for path, settings in sources) for sources in (there, here))
         different.append("dataset: {} there, {} here".format(*shown))
     else:
-        different += [
-            line for source, spec in zip(manifest.sources, specs, strict=True) for line in _changed(source, spec)
-        ]
+        pairs = zip(manifest.sources, specs, strict=True)
+        different += [f"{source.path} has changed since" for source, spec in pairs if _has_changed(source, spec)]
     if different:
         lines = "\n".join(f"  - {line}" for line in different)
         raise MismatchError(
@@ -112,15 +111,11 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
     return manifest
 
 
-def _changed(source: SourceInfo, spec: SourceSpec) -> list[str]:
+def _has_changed(source: SourceInfo, spec: SourceSpec) -> bool:
     if not storage.exists(spec.path):
-        return []  # only the cache remains
+        return False  # only the cache remains
     state = storage.stat(spec.path)
-    if (state.size, state.modified) == (source.size, source.modified):
-        return []
-    if state.size == source.size and scan(spec).digest == source.digest:
-        return []
-    return [f"{source.path} has changed since"]
+    return state.size != source.size or (state.modified != source.modified and scan(spec).digest != source.digest)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -65,10 +65,7 @@ SAMPLES = pa.schema(
 
 PARTS = pa.schema(
     [
-        (
-            "part",
-            pa.struct([(name, pa.int32()) for name in ("turn", "num_turns", "response", "num_responses")]),
-        ),
+        ("part", pa.struct([(name, pa.int32()) for name in ("turn", "num_turns", "response", "num_responses")])),
         ("borders", _INTS),
     ]
 )
@@ -288,10 +285,9 @@ def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatc
         "part": [None if sample.part is None else vars(sample.part) for sample in samples],
         "borders": [sample.borders for sample in samples],
     }
-    arrays = [columns[field.name] for field in schema]
     arrays = [
-        values if isinstance(values, pa.Array) else pa.array(values, field.type)
-        for values, field in zip(arrays, schema, strict=True)
+        values if isinstance(values := columns[field.name], pa.Array) else pa.array(values, field.type)
+        for field in schema
     ]
     return pa.record_batch(arrays, schema=schema)
 
@@ -383,5 +379,4 @@ def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
 
 def _size(sample: EncodedSample) -> int:
     """Return the number of bytes of a sample's media."""
-    media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
-    return sum(len(data) for medium in media for _, data in files_of(medium) if data is not None)
+    return sum(len(data) for medium in sample.media for _, data in files_of(medium) if data is not None)

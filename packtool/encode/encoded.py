@@ -137,6 +137,11 @@ class EncodedSample:
         return len(self.input_ids)
 
     @property
+    def media(self) -> list[EncodedImage | EncodedVideo | EncodedAudio]:
+        """Its images, then its videos, then its audios."""
+        return [*self.images, *self.videos, *self.audios]
+
+    @property
     def num_media_tokens(self) -> int:
         """The number of placeholder tokens of all media."""
         if not (self.images or self.videos or self.audios):

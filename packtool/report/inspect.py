@@ -425,11 +425,6 @@ def medium_text(medium: Medium) -> str:
     return f"[video {size} -> {tokens}{sound}]"
 
 
-def all_media(sample: EncodedSample) -> list[Medium]:
-    """The media of a sample: images, then videos, then audios."""
-    return [*sample.images, *sample.videos, *sample.audios]
-
-
 def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
     """Compare all files of a cache with its manifest, for ``packtool inspect --verify``.
 

@@ -14,7 +14,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.errors import ConfigError
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
-from packtool.report.inspect import all_media, medium_text, model_of_cache
+from packtool.report.inspect import medium_text, model_of_cache
 from packtool.terminal import escape_line
 
 
@@ -43,7 +43,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     numbers = saved.samples[members].tolist()
     samples = [reader.sample(number) for number in numbers]
     tokens = None
-    if any(branch.num_samples > 1 for branch in branches) and any(map(all_media, samples)):
+    if any(branch.num_samples > 1 for branch in branches) and any(sample.media for sample in samples):
         tokens = MediaTokens.of(model_of_cache(reader, model).config)
     prefixes, own = _layout(branches, numbers, samples, tokens)
     return {
@@ -74,7 +74,7 @@ def _layout(
         first = members[0]
         is_trained = np.any([sample.labels[branch.start : branch.stop] != IGNORE_INDEX for sample in members], axis=0)
         trained = at + np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))
-        media = all_media(first)
+        media = first.media
         if tokens is not None:
             spans = media_spans(first, tokens)
             media = [span.medium for span in spans if branch.start <= span.start < branch.stop]

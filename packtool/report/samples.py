@@ -42,7 +42,7 @@ from packtool.media.video import load_video
 from packtool.planning.prefix_trees import find_branches
 from packtool.progress import Progress
 from packtool.report.drawing import render
-from packtool.report.inspect import Decoder, Medium, all_media, dropped_rows, model_of_cache
+from packtool.report.inspect import Decoder, Medium, dropped_rows, model_of_cache
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 from packtool.rows.sample import MediaRef
 from packtool.terminal import escape_text
@@ -222,7 +222,7 @@ class Pages:
 
     def media_names(self, number: int) -> list[str]:
         """Media files of a sample: thumbnails of what is visible, and what can be played."""
-        media = all_media(self._reader.sample(number))
+        media = self._reader.sample(number).media
         return [name for i, medium in enumerate(media) for name in _media_files(number, i, medium).values()]
 
     def content(self, name: str) -> bytes | None:
@@ -272,7 +272,7 @@ class Pages:
         sample = self._reader.sample(number)
         # What the page needs of each medium, by the medium's identity: equal media may be shown several times.
         media: dict[int, dict[str, Any]] = {
-            id(medium): dict(_media_files(number, i, medium)) for i, medium in enumerate(all_media(sample))
+            id(medium): dict(_media_files(number, i, medium)) for i, medium in enumerate(sample.media)
         }
         parts = self._decoder.parts(sample)
         for region in self._decoder.regions(sample, parts):
@@ -304,7 +304,7 @@ class Pages:
     def _medium(self, number: int, i: int, suffix: str) -> bytes | None:
         if not 0 <= number < self.num_cached:
             return None
-        media = all_media(self._reader.sample(number))
+        media = self._reader.sample(number).media
         if i >= len(media) or f"media/{number}-{i}{suffix}" not in _media_files(number, i, media[i]).values():
             return None
         try:

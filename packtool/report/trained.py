@@ -184,7 +184,7 @@ def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, 
                 "channel": sample.channel,
                 "tokens": sample.length,
                 "target_tokens": int(replay.timeline.inputs.targets[position]),
-                "media": len(sample.images) + len(sample.videos) + len(sample.audios),
+                "media": len(sample.media),
             }
         )
     return figures

@@ -12,15 +12,15 @@ from packtool.cache.restart import delayed_gc
 from packtool.launch.processes import imported_at_once
 
 
-@pytest.fixture
-def _enabled() -> Iterator[None]:
-    """As in a process that no test has made."""
+@pytest.fixture(autouse=True)
+def _gc_state() -> Iterator[None]:
+    """Enable garbage collection, as in a new process, and restore its state after the test."""
+    was_enabled = gc.isenabled()
     gc.enable()
     yield
-    gc.disable()
+    (gc.enable if was_enabled else gc.disable)()
 
 
-@pytest.mark.usefixtures("_enabled")
 def test_what_was_imported_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     kept = [[] for _ in range(1000)]
@@ -31,7 +31,6 @@ def test_what_was_imported_is_not_looked_through_again(monkeypatch: pytest.Monke
     assert gc.get_freeze_count() >= frozen + len(kept)
 
 
-@pytest.mark.usefixtures("_enabled")
 def test_a_program_that_has_imported_it_all_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", sys)
     with imported_at_once():
@@ -39,7 +38,7 @@ def test_a_program_that_has_imported_it_all_is_left_alone(monkeypatch: pytest.Mo
 
 
 def test_collections_that_were_off_stay_off() -> None:
-    assert not gc.isenabled()
+    gc.disable()
     frozen = gc.get_freeze_count()
     with delayed_gc() as collect, imported_at_once():
         collect()

@@ -96,7 +96,7 @@ def rows_fingerprint(
     Args:
         with_times: include the times of the last change of local files; other machines have other clocks.
     """
-    identity = identity_of(export_config, files, media_encoding(files, export_config).limits).as_dict()
+    identity = dataclasses.asdict(identity_of(export_config, files, media_encoding(files, export_config).limits))
     identity["spec"] = {name: value for name, value in identity["spec"].items() if name not in PATH_SETTINGS}
     states = [(spec, storage.stat(spec.path)) for spec in specs]
     plain = [
