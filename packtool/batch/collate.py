@@ -231,11 +231,12 @@ def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
         }
         for kind in needed:
             pad = spec.pad_ids.get(kind)
-            found = int(np.count_nonzero(sample.input_ids == pad)) if pad is not None else 0
-            wanted = sum(number for other, number in needed.items() if spec.pad_ids.get(other) == pad)
-            if found != wanted:
+            num_placeholders = int(np.count_nonzero(sample.input_ids == pad)) if pad is not None else 0
+            num_needed = sum(number for other, number in needed.items() if spec.pad_ids.get(other) == pad)
+            if num_placeholders != num_needed:
                 raise DataError(
-                    f"row {sample.row} of {sample.source}: {found} {kind} tokens for media that need {wanted}",
+                    f"row {sample.row} of {sample.source}: {num_placeholders} {kind} tokens for media "
+                    f"that need {num_needed}",
                     "The cache does not belong to this model, or is damaged: run packtool export again.",
                 )
 
@@ -281,8 +282,8 @@ def collate_tree(
     counts = counts[:, fields["target_positions"].numpy()]
     # Nodes come after the nodes that they continue, so the last node of a sample is its end.
     ends = {number: document for document, node in enumerate(nodes) for number in node.samples}
-    whole = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
-    positions = [whole[node.samples[0]][:, node.start : node.stop] for node in nodes]
+    complete_positions = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
+    positions = [complete_positions[node.samples[0]][:, node.start : node.stop] for node in nodes]
     positions += [sample_positions(filler, spec) for filler in fillers]
     return TreeBatch(
         **fields,

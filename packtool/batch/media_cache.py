@@ -56,11 +56,11 @@ Frames = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class MediaReads:
-    """What was asked of a media cache.
+    """Hits and misses of a media cache.
 
     Args:
-        hits, misses: media that were there, and that had to be decoded.
-        problem: why something could not be kept, though there was room for it.
+        hits, misses: media found in the cache, and media that were decoded.
+        problem: reason why media could not be stored although there was room.
     """
 
     hits: int = 0
@@ -72,14 +72,14 @@ class MediaReads:
 
     @property
     def share(self) -> float:
-        """Media that were there, of all that were asked for."""
+        """Share of hits."""
         return self.hits / max(self.hits + self.misses, 1)
 
     def sentence(self, cache: MediaCache) -> str:
-        """What is to be said of them at the end."""
-        told = f"media cache: {self.share:.0%} of {self.hits + self.misses:,} pictures and videos were there; "
-        told += f"{cache.directory} holds {cache.used / 1e6:,.1f} MB of {written_bytes(cache.limit)}"
-        return told if self.problem is None else f"{told}; not all were kept: {self.problem}"
+        """Summary of a run."""
+        message = f"media cache: {self.share:.0%} of {self.hits + self.misses:,} pictures and videos were there; "
+        message += f"{cache.directory} holds {cache.used / 1e6:,.1f} MB of {written_bytes(cache.limit)}"
+        return message if self.problem is None else f"{message}; not all were kept: {self.problem}"
 
 
 @dataclass
@@ -100,20 +100,20 @@ class MediaCache:
     def __init__(self, directory: str, limit: int, name: str) -> None:
         self.directory, self.limit = os.path.abspath(directory), limit
         self.name = key_of(name)
-        self._given = (directory, limit, name)
+        self._arguments = (directory, limit, name)
         self._entries, self._runs = (os.path.join(self.directory, part) for part in ("entries", "runs"))
         self._held: BinaryIO | None = None
         self._reads, self._works = MediaReads(), True
 
     @classmethod
     def of(cls, options: MediaCacheOptions, name: str) -> MediaCache | None:
-        """What the options say; None for nothing."""
+        """Media cache of these options; None without one."""
         if options.media_cache is None or options.media_cache_size is None:
             return None
         return cls(options.media_cache, options.media_cache_size, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MediaCache, self._given
+        return MediaCache, self._arguments
 
     def take_reads(self) -> MediaReads:
         """The reads since the last call."""
@@ -136,12 +136,12 @@ class MediaCache:
             key: from ``key_of``; None counts a medium that is never kept.
             is_read_again: whether the plan's next epoch has it, too.
         """
-        found = None
+        frames = None
         with self._watched():
             if key is not None and self._begun():
-                found = self._whole(key, is_read_again)
-        self._reads += MediaReads(hits=int(found is not None), misses=int(found is None))
-        return found
+                frames = self._read_entry(key, is_read_again)
+        self._reads += MediaReads(hits=int(frames is not None), misses=int(frames is None))
+        return frames
 
     def keep(self, key: str, frames: Frames, *, is_read_again: bool = True) -> None:
         """Keep the frames of a medium, if there is room for them or somewhat that makes room."""
@@ -184,21 +184,21 @@ class MediaCache:
                     self._look_through(state, state.used - self.limit, of_living=True)
         return self._held is not None
 
-    def _whole(self, key: str, is_read_again: bool) -> Frames | None:
+    def _read_entry(self, key: str, is_read_again: bool) -> Frames | None:
         path = os.path.join(self._entries, key)
         try:
             data = np.fromfile(path, np.uint8)
         except FileNotFoundError:
             return None
-        found = _frames_of(data)
-        if found is None:
+        frames = _frames_of(data)
+        if frames is None:
             with self._locked() as state, suppress(FileNotFoundError):
                 state.used -= _on_disk(os.stat(path).st_size)
                 os.remove(path)
         else:
             with suppress(OSError):
                 self._touch(path, is_read_again)
-        return found
+        return frames
 
     def _touch(self, path: str, is_read_again: bool) -> None:
         now = time.time_ns()
@@ -260,7 +260,7 @@ class MediaCache:
             of_living: remove also what living runs read.
         """
         living = {_number(run.name) for run in os.scandir(self._runs) if not _let_go(run.path)}
-        found, state.used = [], 0
+        removable, state.used = [], 0
         for entry in os.scandir(self._entries):
             if entry.name.endswith(_PART) and _let_go(entry.path):
                 os.remove(entry.path)
@@ -268,8 +268,8 @@ class MediaCache:
             is_part, known = entry.name.endswith(_PART), entry.stat()
             state.used += _on_disk(known.st_size)
             if not is_part and (of_living or known.st_mtime_ns % _MS not in living):
-                found.append((known.st_mtime_ns, entry.path, _on_disk(known.st_size)))
-        for _, path, size in sorted(found):
+                removable.append((known.st_mtime_ns, entry.path, _on_disk(known.st_size)))
+        for _, path, size in sorted(removable):
             if num_bytes <= 0:
                 break
             os.remove(path)

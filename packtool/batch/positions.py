@@ -122,7 +122,7 @@ class RemovedPadding(NamedTuple):
 
 
 def alignment_for(*, tensor_parallel_size: int = 1, sequence_parallel_size: int = 1, zigzag: bool = False) -> int:
-    """What every row's length must be a multiple of, so that it can be cut for the ranks of both kinds.
+    """Number that every row's length must be a multiple of, so that both axes of ranks can split it.
 
     Args:
         tensor_parallel_size: ranks that share each layer's matrices.

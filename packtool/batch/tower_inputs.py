@@ -86,14 +86,14 @@ def tower_inputs(
     positions: dict[str, Tensor] = {kind: (flat == token).nonzero().squeeze(1) for kind, token in pads.items()}
     if spec.family.processor_inputs:
         return {"vision": TowerInputs({}, positions)}
-    found: dict[Tower, TowerInputs] = {}
+    inputs: dict[Tower, TowerInputs] = {}
     grids = [media[name] for _, name in spec.family.visual_inputs.values() if name in media]
     if grids:
         visual: dict[str, Tensor] = {kind: where for kind, where in positions.items() if kind != "audio"}
-        found["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual)
+        inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual)
     if (mask := media.get("feature_attention_mask")) is not None:
-        found["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
-    return found
+        inputs["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
+    return inputs
 
 
 def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
@@ -101,13 +101,13 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
     tower: Any = spec.meta_model.visual
     merge: int = tower.spatial_merge_size
     bounds = get_vision_cu_seqlens(grids)
-    found: dict[str, Tensor | int] = {
+    arguments: dict[str, Tensor | int] = {
         "position_ids": get_vision_position_ids(grids, merge),
         "cu_seqlens": bounds,
         "max_seqlen": _longest(bounds),
     }
     if hasattr(tower, "num_grid_per_side"):  # learned positions, resampled to each picture's size
-        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+        arguments["interp_indices"], arguments["interp_weights"] = get_vision_interpolation_indices_and_weights(
             grids,
             num_grid_per_side=tower.num_grid_per_side,
             mode=tower.interpolation_mode,
@@ -118,8 +118,8 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
         index, windows = get_vision_window_index(
             grids, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
         )
-        found |= {"window_index": index, "cu_window_seqlens": windows, "max_window_seqlen": _longest(windows)}
-    return found
+        arguments |= {"window_index": index, "cu_window_seqlens": windows, "max_window_seqlen": _longest(windows)}
+    return arguments
 
 
 def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
@@ -135,19 +135,19 @@ def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     chunks, chunk_lengths = helpers.chunk_and_pad_features(
         torch.arange(1, len(places) + 1)[None], lengths, tower.n_window
     )
-    found: dict[str, Tensor | int] = {
+    arguments: dict[str, Tensor | int] = {
         "frames": torch.cat([torch.tensor([mask.numel()]), places])[chunks[:, 0]],
         "chunk_lengths": chunk_lengths,
         "feature_lens": lengths,
     }
     if hasattr(tower, "n_window_infer"):
-        found["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
+        arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
         bounds = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
     else:
-        found["valid_indices"] = helpers.get_valid_indices(chunk_lengths)
-        found["pool_indices"] = helpers.get_pool_indices(lengths)
+        arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths)
+        arguments["pool_indices"] = helpers.get_pool_indices(lengths)
         bounds = helpers.get_audio_cu_seqlens(chunk_lengths)
-    return found | {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
+    return arguments | {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
 
 
 def _longest(bounds: Tensor) -> int:

@@ -75,8 +75,8 @@ def _messages(settings: Settings, terms: tuple[tuple[Alternative, ...], ...], me
             return
     for name in names if "{given}" in message or "{option}" in message else names[:1]:
         value = getattr(settings, name)
-        given = flag(name) if value is True else f"{flag(name)} {_text(value)}"
-        yield message.format_map({**vars(settings), "option": flag(name), "given": given})
+        option_text = flag(name) if value is True else f"{flag(name)} {_text(value)}"
+        yield message.format_map({**vars(settings), "option": flag(name), "given": option_text})
 
 
 def _holds(settings: Settings, negation: str, name: str, operator: str, wanted: str) -> bool:

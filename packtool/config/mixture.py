@@ -77,7 +77,7 @@ class MixOptions(Settings):
     @property
     def interleaving(self) -> tuple[float, ...]:
         """``--interleave-probs`` as numbers; ValueError if one is no number."""
-        words = [word for given in self.interleave_probs for word in given.replace(",", " ").split()]
+        words = [word for text in self.interleave_probs for word in text.replace(",", " ").split()]
         return tuple(float(word) for word in words)
 
     @property

@@ -45,8 +45,8 @@ def missing_packages(
     if executor == "ray":
         needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
     return [
-        f"{given}: {name} not installed: pip install {package}"
-        for given, modules, name, package in needs
+        f"{option}: {name} not installed: pip install {package}"
+        for option, modules, name, package in needs
         if not any(map(_is_installed, modules))
     ]
 

@@ -221,11 +221,11 @@ class PackingOptions(SharingOptions, StepOptions):
     seed: int = training_option(42, "Seed of packing, order and adapters.", minimum=0, maximum=2**32 - 1)
 
     @classmethod
-    def complete(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Apply ``--use-dynamic-bsz``, MindSpeed-RL's switch, to the given settings."""
-        if given.get("use_dynamic_bsz") is False:
-            return {name: value for name, value in given.items() if not name.startswith("dynamic_")}
-        return {"packing": False, **given} if given.get("use_dynamic_bsz") else given
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Apply ``--use-dynamic-bsz``, MindSpeed-RL's switch, to settings."""
+        if values.get("use_dynamic_bsz") is False:
+            return {name: value for name, value in values.items() if not name.startswith("dynamic_")}
+        return {"packing": False, **values} if values.get("use_dynamic_bsz") else values
 
     @property
     def has_no_rows(self) -> bool:

@@ -341,9 +341,9 @@ def _missing_problems(fields: Sequence[dataclasses.Field[Any]]) -> list[str]:
 
 
 def _warn_about_ineffective(
-    config: object, given: Sequence[dataclasses.Field[Any]], warn: Callable[[str], None]
+    config: object, given_fields: Sequence[dataclasses.Field[Any]], warn: Callable[[str], None]
 ) -> None:
-    for field in given:
+    for field in given_fields:
         needed, wanted = field.metadata["needs"] or (field.name, getattr(config, field.name))
         if (actual := getattr(config, needed)) != wanted:
             warn(f"{flag(field.name)} has no effect with {flag(needed)} {actual}: it goes with {flag(needed)} {wanted}")
@@ -358,11 +358,11 @@ def _given_values(
     problems: list[str],
 ) -> list[tuple[str, str, Any]]:
     """Return (source, key, value) of all given values, the weakest source first; unreadable ones go to ``problems``."""
-    given = [(f"--config, {key}", key, value) for key, value in file.items() if value is not None]
+    values = [(f"--config, {key}", key, value) for key, value in file.items() if value is not None]
     for name, field in fields.items():
         env = field.metadata["env"]
         if env and environ.get(env):
-            given.append((f"environment variable {env}", name, environ[env]))
+            values.append((f"environment variable {env}", name, environ[env]))
     for item in sets:
         key, equals, text = item.partition("=")
         if not equals:
@@ -379,13 +379,13 @@ def _given_values(
         nested: Any = {last: value} if parents else value
         for parent in reversed(parents[1:]):
             nested = {parent: nested}
-        given.append((f"--set {key}", parents[0] if parents else key, nested))
-    given += [
+        values.append((f"--set {key}", parents[0] if parents else key, nested))
+    values += [
         (option_names(fields[name])[0] if name in fields else name, name, value)
         for name, value in flags.items()
         if value is not None and value != ()
     ]
-    return given
+    return values
 
 
 def part_of(cls: type[T], config: object, **overrides: Any) -> T:
@@ -398,8 +398,8 @@ def part_of(cls: type[T], config: object, **overrides: Any) -> T:
         overrides: values that replace those of ``config``, or of fields that it lacks.
     """
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    given = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-    return cls(**{**given, **overrides})
+    values = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    return cls(**{**values, **overrides})
 
 
 def bound_problems(options: object) -> list[str]:

@@ -166,7 +166,7 @@ class Batches(Dataset[dict[str, Any]]):
         self._begin = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the last iteration has come, and what it goes through; plain numbers and text, alike on all ranks."""
+        """Position of the last iteration, and a description of its plan: numbers and text, the same on all ranks."""
         step, ends_step = self._base, True
         if self._place:
             epoch, in_epoch, _, place = self._locate(self._place - 1)
@@ -331,11 +331,11 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
             "Give it to packtool.plan, too.",
         )
     known = {field.name for field in fields(TrainConfig)}
-    given = {
+    plan_options = {
         field.name: value
         for field in fields(config)
         if field.name in known and (value := getattr(config, field.name)) != field.default
     }
     made_for = model or config.model or str(reader.manifests[0].identity.spec["model"])
     fixed = {"model": made_for, "output_dir": "", "eval_strategy": "no"}
-    return settings_of(TrainConfig, {**given, **fixed, **options})
+    return settings_of(TrainConfig, {**plan_options, **fixed, **options})

@@ -77,7 +77,7 @@ class Cache:
 
     @property
     def statistics(self) -> dict[str, Any]:
-        """What ``packtool inspect CACHE --json`` prints: settings, sources, drops by reason, figures of each split."""
+        """Figures of ``packtool inspect CACHE --json``: settings, sources, drops by reason, figures of each split."""
         return self._figures.copy()
 
     @cached_property

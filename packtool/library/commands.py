@@ -33,8 +33,8 @@ def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
     Raises:
         ConfigError: naming every option that is wrong, or not known.
     """
-    given = {name: _as_text(value) for name, value in options.items()}
-    return resolve(cls, given, environ=os.environ)
+    values = {name: _as_text(value) for name, value in options.items()}
+    return resolve(cls, values, environ=os.environ)
 
 
 def refuse_others(options: Mapping[str, Any], known: Collection[str]) -> None:

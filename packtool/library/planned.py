@@ -83,7 +83,7 @@ class PlannedSteps(Sequence[PlannedStep]):
 
 
 class Plan:
-    """Which samples share a pack, and which pack is trained when and where; made by ``packtool.plan``.
+    """Packs of an epoch, and their assignment to steps and ranks; made by ``packtool.plan``.
 
     In a notebook it shows its page.
 
@@ -98,12 +98,12 @@ class Plan:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What ``packtool plan --json`` prints, but for memory: packs, fill, steps, balance, FLOPs, fingerprints."""
+        """Figures of ``packtool plan --json`` without memory: packs, fill, steps, balance, FLOPs, fingerprints."""
         return self._figures.copy()
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """What ``packtool plan`` prints: (what, figure)."""
+        """Lines of ``packtool plan``: (name, figure)."""
         return plan_lines(self._figures)
 
     @cached_property
@@ -186,8 +186,8 @@ def plan(
     Raises:
         ConfigError, DataError, MismatchError, StorageError: as the command.
     """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    problems = [f"{name} is no option here: {instead}" for name, instead in ELSEWHERE.items() if name in given]
+    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    problems = [f"{name} is no option here: {instead}" for name, instead in ELSEWHERE.items() if name in values]
     if problems:
         raise ConfigError.from_problems(problems)
-    return Plan(settings_of(PlanConfig, {**given, "cached_dataset": caches}))
+    return Plan(settings_of(PlanConfig, {**values, "cached_dataset": caches}))

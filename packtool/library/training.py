@@ -24,7 +24,7 @@ P = TypeVar("P", bound=PreTrainedModel)
 
 @dataclass(frozen=True, eq=False)
 class Targets(Movable):
-    """What the loss of a micro-batch is made of besides logits: ``batch["targets"]``.
+    """Inputs of a micro-batch's loss besides the logits: ``batch["targets"]``.
 
     Args:
         labels: int64 (B, T), what each position is to predict, -100 where nothing.
@@ -54,7 +54,7 @@ class Targets(Movable):
 
 
 def loss(outputs: Any, batch: dict[str, Any]) -> Tensor:
-    """What a micro-batch adds to the mean over the target tokens of its whole step, to be differentiated.
+    """Contribution of a micro-batch to the mean loss over all target tokens of its step; differentiable.
 
         packtool.loss(model(**batch), batch).backward()
 

@@ -90,16 +90,16 @@ class Added(NamedTuple):
     patch_squares: Int64Array
 
     @classmethod
-    def of(cls, samples: Sequence[EncodedSample], found: tuple[PrefixTrees, PrefixHashes] | None = None) -> Added:
+    def of(cls, samples: Sequence[EncodedSample], sharing: tuple[PrefixTrees, PrefixHashes] | None = None) -> Added:
         """Compute the amounts of samples, with shared prefixes if their trees and prefixes are given."""
         rows = [
             (0, num_targets(sample), sample.num_media_tokens, sample.num_audio_tokens, sample.patch_squares)
             for sample in samples
         ]
         full = cls(*np.array(rows, np.int64).reshape(-1, 5).T)
-        if found is None:
+        if sharing is None:
             return full
-        trees, prefixes = found
+        trees, prefixes = sharing
         shared = np.zeros(len(samples), np.int64)
         shared[trees.samples] = trees.shared
         return cls(
@@ -244,13 +244,13 @@ class PackStream:
         """Pack an interval; return the packs, and the amounts that each sample adds."""
         options, capacity = self._options, self._options.packing_length
         lengths = np.array([sample.length for sample in samples], np.int32)
-        found = None if self._sharing is None else self._sharing.find_trees(samples, capacity)
-        added = Added.of(samples, found)
+        sharing = None if self._sharing is None else self._sharing.find_trees(samples, capacity)
+        added = Added.of(samples, sharing)
         kwargs: Any = {"seed": options.seed, "epoch": self._interval, "media_tokens": added.media_tokens}
-        if found is None:
+        if sharing is None:
             return pack(lengths, capacity, options, **kwargs), added
-        plan = pack_trees(found[0], lengths, capacity, options, **kwargs)
-        parts = TreeParts.of(plan, found[0])
+        plan = pack_trees(sharing[0], lengths, capacity, options, **kwargs)
+        parts = TreeParts.of(plan, sharing[0])
         if parts is not None and parts.placement == "together":
             plan = select_packs(plan, parts.move_together(plan.num_packs))
         return plan, added
