@@ -56,11 +56,9 @@ class BoxWriter:
     """Writes boxes and names into the texts of samples.
 
     Args:
-        files: the model's settings.
         options: form of boxes, and the unit of coordinates in JSON for rows that do not give it (``--bbox-type``).
         limits: of the model on pictures.
         control: tokens that the model's tokenizer knows.
-        measure: measures a picture.
 
     Raises:
         ConfigError: for pixels of resized pictures, of a model whose own processor resizes them.

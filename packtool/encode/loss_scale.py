@@ -117,13 +117,8 @@ def parse_loss_scale(text: str) -> LossScale:
 def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
     """Return the loss scale that applies for a requested one.
 
-    Args:
-        text: ``--loss-scale``, or the request of a set of rows or a training run.
-        is_hybrid_thinking: of the model's chat template.
-
-    Returns:
-        ``text``, with ``+ignore_empty_think`` after it where the template is one for hybrid thinking and the text has
-        no rule about empty thinking blocks.
+    That is ``text``, with ``+ignore_empty_think`` after it if the chat template is one for hybrid thinking and the text
+    has no rule about empty thinking blocks.
     """
     rules = parse_loss_scale(text).rules
     return text if not is_hybrid_thinking or _IGNORE in rules or KEEP_EMPTY_THINK in rules else f"{text}+{_IGNORE}"

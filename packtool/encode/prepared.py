@@ -34,9 +34,6 @@ class PreparedRows:
     """Reads rows tokenized by another tool.
 
     Args:
-        spec: decides labels and limits.
-        media: encoding of the model's media.
-        tokens: by which media are found.
         control_ids: ids of the tokens that mark media.
         num_ids: the tokenizer's tokens are the numbers below it.
     """

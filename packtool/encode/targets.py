@@ -153,11 +153,7 @@ def turn_finder(
 
 
 def role_tokens(template: ChatTemplate, tokens: Iterable[str]) -> list[str]:
-    """Return the added tokens that open a turn: DeepSeek's do, though none of them is marked as special.
-
-    Args:
-        tokens: texts of all added tokens.
-    """
+    """Return the added ``tokens`` that open a turn: DeepSeek's do, though none of them is marked as special."""
     try:
         question = template.render(_PROBE[:1])
         prompted = template.render(_PROBE[:1], add_generation_prompt=True)

@@ -101,11 +101,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def take_rounds(self, count: int) -> None:
-        """Take ``count`` rounds off those that a rendering may have.
-
-        Raises:
-            TemplateFailure: if there are no more.
-        """
+        """Take ``count`` rounds off those that a rendering may have; raise TemplateFailure if there are no more."""
         self.rounds_left -= count
         if self.rounds_left < 0:
             raise TemplateFailure(f"the template's loops and macros have more than {_MAX_ROUNDS:,} rounds")
@@ -212,8 +208,6 @@ class ChatTemplate:
         """Render a conversation as one string.
 
         Args:
-            messages: with ``role`` and ``content``.
-            tools: their descriptions.
             add_generation_prompt: append the opening of an assistant's turn.
             thinks: the switch of templates for hybrid thinking, which is named ``enable_thinking`` or ``thinking``;
                 None leaves it undefined.
@@ -254,17 +248,9 @@ class ChatTemplate:
         return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
     def missing_turn(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
-        """Return the number of the first turn with text that is not rendered, among turns not of the assistant.
+        """Return the number of the first turn, not of the assistant, whose text is not rendered; None if all are.
 
-        The result is remembered for each order of roles.
-
-        Args:
-            turns: of a row.
-            messages: the same as the template gets them.
-            tools: as the template gets them.
-
-        Returns:
-            None if all are rendered.
+        The result is remembered for each order of roles. ``messages`` are the turns as the template gets them.
         """
         roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
         if roles in self._missing_turns:
@@ -297,8 +283,6 @@ def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], 
     """Extend a chat template that ends answers only by opening the next turn: it ends the last answer too.
 
     Args:
-        text: the template.
-        variables: ``bos_token`` and its like.
         stops: returns the tokens that generation stops at, if they are needed.
 
     Returns:

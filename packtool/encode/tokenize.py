@@ -213,14 +213,6 @@ def _is_supported(pattern: str) -> bool:
     return re.fullmatch(r"[A-Za-z .:!]*", rest) is not None and not re.search(r"\[[^\]]*\\S", pattern)
 
 
-def _max_token_chars(tokenizer: Tokenizer) -> int:
-    """Return the most characters that one token can stand for; 0 if the tokenizer may lose some."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    if not _is_lossless(tokenizer) or any(not token.special and (token.lstrip or token.rstrip) for token in added):
-        return 0
-    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-
-
 def _is_lossless(tokenizer: Tokenizer) -> bool:
     model, normalizer = tokenizer.model, _settings(tokenizer.normalizer)
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -254,7 +246,6 @@ class PieceTokenizer:
 
     Args:
         tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
-        vocabulary: its control tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: ControlVocabulary) -> None:
@@ -313,7 +304,12 @@ class PieceTokenizer:
 
     @cached_property
     def _max_token_chars(self) -> int:
-        return _max_token_chars(self._tokenizer)
+        """Maximum number of characters that one token can stand for; 0 if the tokenizer may lose some."""
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        if any(not token.special and (token.lstrip or token.rstrip) for token in tokens):
+            return 0
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True) if _is_lossless(self._tokenizer) else ()
+        return max(map(len, vocabulary), default=0)
 
     def ends(self, pieces: Sequence[Piece], i: int, num: int) -> tuple[list[int], int] | None:
         """Return ``num`` or more first and last ids of a long piece's text, and how many ids are between them.

@@ -167,10 +167,6 @@ _Record = tuple[int, list[str] | str]
 """Number of bytes of a record, and its fields or what is wrong with it."""
 
 
-class _TooLongError(Exception):
-    """A record is too long, probably because its quote is never closed."""
-
-
 def find_records(
     path: str, file: HashedFile, kind: str, max_bytes: int = MAX_ROW_BYTES
 ) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
@@ -253,7 +249,7 @@ def _records(lines: Iterable[Line], kind: str, max_bytes: int) -> Iterator[_Reco
                 fields = next(reader)
             except StopIteration:
                 return
-            except (csv.Error, _TooLongError) as error:
+            except csv.Error as error:
                 problem = str(error)
                 continue
             if feed.ended_in_record:
@@ -290,7 +286,7 @@ class _Feed(Iterator[str]):
         self.record.append(line)
         if isinstance(line, int) or self._size > self._max_bytes:
             problem = "a quote is not closed" if len(self.record) > 1 else "the record does not end"
-            raise _TooLongError(f"{problem} within {self._max_bytes:,} bytes (--max-row-bytes)")
+            raise csv.Error(f"{problem} within {self._max_bytes:,} bytes (--max-row-bytes)")
         return line.decode("latin-1")
 
 

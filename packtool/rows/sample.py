@@ -407,25 +407,18 @@ def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
             error of the machine: no memory, no free file handle, a full disk.
     """
     is_ordinary = isinstance(error, Exception) or type(error).__name__ == _PANIC
-    if not is_ordinary or isinstance(error, (PacktoolError, MemoryError)):
+    is_machine_error = isinstance(error, OSError) and error.errno in _MACHINE_ERRORS
+    if not is_ordinary or is_machine_error or isinstance(error, (PacktoolError, MemoryError)):
         raise error
-    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
-        raise error
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(_PACKAGE + os.sep)]
     place = "an unknown place"
-    if own:
-        place = f"{os.path.relpath(own[-1].filename, _PACKAGE).replace(os.sep, '/')}:{own[-1].lineno}"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(_PACKAGE + os.sep):
+            place = f"{os.path.relpath(frame.filename, _PACKAGE).replace(os.sep, '/')}:{frame.lineno}"
     return Dropped(source, row, UNEXPECTED, f"{type(error).__name__} at {place}: {error}")
 
 
 def unforeseen_note(dropped: Mapping[str, int], where: str) -> str:
-    """Return a note on rows that met an unexpected exception; "" if none did.
-
-    Args:
-        dropped: number of rows by reason.
-        where: the file that lists them.
-    """
+    """Return a note on rows that met an unexpected exception and are listed in the file ``where``; "" if none did."""
     if not (count := dropped.get(UNEXPECTED, 0)):
         return ""
     rows = "1 row" if count == 1 else f"{count:,} rows"

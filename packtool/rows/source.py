@@ -168,7 +168,7 @@ class RowBlock(NamedTuple):
 
 
 def equal_blocks(num_rows: int) -> Iterator[RowBlock]:
-    """Return blocks of 64 rows of a file whose rows are found by their number."""
+    """Return blocks of 64 rows of a file with random access by row number."""
     return (
         RowBlock(start, min(start + BLOCK_ROWS, num_rows), start, min(BLOCK_ROWS, num_rows - start))
         for start in range(0, num_rows, BLOCK_ROWS)

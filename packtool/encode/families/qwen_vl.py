@@ -191,13 +191,7 @@ _UNBOUNDED = (1, 1 << 40)
 
 @lru_cache(maxsize=65536)
 def image_bounds(height: int, width: int, grid: Grid, limits: ImageLimits) -> Bounds:
-    """Infer (min, max) pixels that make a grid of a picture: the limits' own, unless it was exported at others.
-
-    Args:
-        height, width: of the picture.
-        grid: (1, h, w) in patches.
-        limits: of the run.
-    """
+    """Infer (min, max) pixels that make a grid (1, h, w) of a picture: the run's limits, unless exported at others."""
 
     def grid_of(bounds: Bounds) -> Grid:
         return image_grid(height, width, replace(limits, min_pixels=bounds[0], max_pixels=bounds[1]))

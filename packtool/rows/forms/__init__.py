@@ -101,13 +101,7 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
-    """Read one row.
-
-    Args:
-        row: the parsed object.
-        source: its file, with the form of its rows.
-        number: 0-based row.
-    """
+    """Read row ``number`` (0-based) of a source, in the form of its rows; detect the form if the source has none."""
     name, columns = source.form, source.columns
     if name is None:
         try:

@@ -106,11 +106,7 @@ def _media_of_column(fields: Fields, kind: str, source: Source) -> list[MediaRef
 
 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
-    """Read a medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames.
-
-    Args:
-        depth: objects and lists around it.
-    """
+    """Read a medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames."""
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:
         raise RowProblem("invalid_media", f"{name} lies in more than {_MAX_NESTING} objects and lists")
@@ -271,13 +267,7 @@ _CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
 
 
 class LoneMark(RowProblem):
-    """A row has a mark of a medium that it does not have.
-
-    Args:
-        kind: of the medium.
-        column: of the row, that may have the medium; "" if none does.
-        detail: explanation for the user.
-    """
+    """A row has a mark of a medium that it does not have; ``column`` may hold the medium, "" if none does."""
 
     def __init__(self, kind: str, column: str, detail: str) -> None:
         super().__init__(f"{kind}_marks", detail)
@@ -308,11 +298,7 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
 
 
 def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:
-    """Return whether a column of a row could hold media, by its name or by a value like a path, URL or bytes.
-
-    Args:
-        columns: (this project's name, the file's name) of columns that the user named.
-    """
+    """Return whether a column of a row could hold media, by its name (or the user's) or a value like a path or URL."""
     named = {column for name, column in columns if name[:-1] in MEDIA_MARKS}
     return any(_column_could_hold(key, value, named) for key, value in row.items() if isinstance(key, str))
 
@@ -397,11 +383,7 @@ def lone_mark(
 
 
 def lone_mark_detail(kind: str, column: str = "") -> str:
-    """Return what is wrong with a row that asks about a medium it does not have, and the remedy.
-
-    Args:
-        column: of the row, that may have the medium.
-    """
+    """Describe a row that asks about a medium it lacks, with the remedy; ``column`` may hold the medium."""
     return f"{MEDIA_MARKS[kind]} stands in a question, and the row has no {kind}s{_remedy(column, kind)}"
 
 
@@ -428,13 +410,9 @@ def _names_a_file(value: Any, suffixes: tuple[str, ...]) -> bool:
 
 
 def check_marks(problems: Sequence[LoneMark], where: str) -> None:
-    """Raise DataError if the media of a file are all in one column with an unknown name.
-
-    Args:
-        problems: of its first rows, if none of these can be used.
-        where: the file, for messages.
-    """
-    if not problems or not problems[0].column or any(problem.column != problems[0].column for problem in problems):
+    """Raise DataError if the unusable first rows of the file ``where`` all miss media from the same unknown column."""
+    columns = {problem.column for problem in problems}
+    if len(columns) != 1 or "" in columns:
         return
     kind, column = problems[0].kind, problems[0].column
     raise DataError(
