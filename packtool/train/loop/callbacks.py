@@ -403,7 +403,6 @@ class RunCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Report a log line."""
         if self.report is not None and logs and logs.keys() & {"loss", "eval_loss"}:
             self.report.write_line(state.global_step, logs, str(args.output_dir))
 
@@ -450,7 +449,6 @@ class RunCallback(TrainerCallback):
         remove_oldest(output_dir, run.config.save_total_limit, last_good=self.watch.last_good, keep=best)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End the progress."""
         if self.report is not None:
             self._progress.finish()
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import TrainingArguments
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import SkippedSample
@@ -53,8 +52,8 @@ def execute(
     """
     run = run.with_config(dataloader_num_workers=workers_of(run))
     with quiet_transformers():
-        run, args = _start(run, spec, progress)
-        trainer, callback = make_trainer(run, args, spec, progress, lock)
+        trainer, callback = _make_trainer(run, spec, progress, lock)
+        run = trainer.loader.run
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
@@ -104,11 +103,13 @@ def _estimates_memory() -> bool:
     return torch.cuda.is_available()
 
 
-def _start(run: Run, spec: InputSpec, progress: Progress) -> tuple[Run, TrainingArguments]:
-    """Start the process group, check that all ranks planned the same, and create the output directory.
+def _make_trainer(
+    run: Run, spec: InputSpec, progress: Progress, lock: DirectoryLock | None
+) -> tuple[PackTrainer, RunCallback]:
+    """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
 
     Returns:
-        the run with the directory that all ranks write to, and the Trainer's arguments.
+        the trainer, whose loader has the run with the directory that all ranks write to; and its callback.
     """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
@@ -118,16 +119,8 @@ def _start(run: Run, spec: InputSpec, progress: Progress) -> tuple[Run, Training
     if config.add_version:
         progress.note(f"this run is in {config.output_dir}")
     args.output_dir = config.output_dir
-    return run.with_config(output_dir=config.output_dir), args
-
-
-def make_trainer(
-    run: Run, args: TrainingArguments, spec: InputSpec, progress: Progress, lock: DirectoryLock | None
-) -> tuple[PackTrainer, RunCallback]:
-    """Load the model, and create its trainer and the callback that logs, evaluates and saves."""
-    config, on_gpu = run.config, torch.cuda.is_available()
-    dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
-    loader = StepLoader(run, spec)
+    run = run.with_config(output_dir=config.output_dir)
+    config, loader = run.config, StepLoader(run, spec)
     signals = StopSignals(launched=run.world.size > 1)
     watch = StepWatch(signals, loader.names, on_nan=config.on_nan, world=run.world, progress=progress)
     parallel = None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from packtool.attention.parallel.axes import Axes
@@ -252,11 +251,7 @@ class Fit:
 
     def min_bytes(self, proposal: Proposal) -> float:
         """Return a lower bound of a rank's bytes from the traces so far: a pass of more tokens holds no less."""
-
-        def at_least(run: TrainConfig, _: Any, dtype: torch.dtype, tokens: RankTokens, axes: Axes) -> int:
-            return self._tracer.at_least(run, dtype, tokens, axes)
-
-        return self._estimate(proposal, at_least).total * _GIB
+        return self._estimate(proposal, self._tracer.at_least).total * _GIB
 
     def _estimate(self, proposal: Proposal, tracer: PassTracer) -> MemoryEstimate:
         run = proposal.run
@@ -371,7 +366,6 @@ def cheapest_first(proposals: list[Proposal]) -> list[Proposal]:
 
 
 def _nothing_fits(fit: Fit, candidates: list[Proposal]) -> ConfigError:
-    """Return the error that names the nearest settings, their excess, and other remedies."""
     config, nearest = fit.config, min(candidates, key=fit.min_bytes)
     for other in sorted(candidates, key=fit.min_bytes):
         # A lower bound above the best estimate needs no trace.

@@ -249,7 +249,9 @@ class CachedTracer:
             traces[key] = traced_pass_bytes(config, model_config, dtype, tokens, axes)
         return traces[key]
 
-    def at_least(self, config: TrainConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes) -> int:
+    def at_least(
+        self, config: TrainConfig, _: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
+    ) -> int:
         """Return the bytes of the largest traced pass with no more tokens of any kind; 0 if there is none.
 
         A pass of a shared sequence holds no less than one of as many tokens of an unshared sequence.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -163,13 +163,13 @@ def _verify_packs(
         set_attention(model, config.attn_impl, parallel)
         make_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
         tests = [make_test(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
-        checks = _check_all(model, tests, progress)
+        checks = worst_of(list(_check_all(model, tests, progress)))
     return packs, {
         "device": device.type if device.type == "cpu" else str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "attention": kernel,
         "num_shared_tokens": sum(test.num_shared_tokens for test in tests),
-        "checks": tuple(worst_of(checks)),
+        "checks": tuple(checks),
     }
 
 
@@ -239,14 +239,12 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
     return [plan.pack(number).tolist() for number in chosen]
 
 
-def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress: Progress) -> list[Check]:
-    checks: list[Check] = []
+def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress: Progress) -> Iterator[Check]:
     functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
     calls = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
     progress.start("verify", len(calls))
     with without_dropout(model):
         for check, test in calls:
-            checks.append(check(test))
+            yield check(test)
             progress.advance(1)
     progress.finish()
-    return checks

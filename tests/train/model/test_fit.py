@@ -209,7 +209,7 @@ def test_a_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch)
     assert [called for called, _ in calls] == [tokens] * 2, "with sharding and without"
 
     def at_least(axes: Axes = alone, **given: int) -> int:
-        return trace.at_least(config, none, RankTokens(**given), axes)
+        return trace.at_least(config, none, none, RankTokens(**given), axes)
 
     assert at_least(computed=200, vision=10) == at_least(computed=1 << 20, vision=1 << 19) == known
     assert at_least(Axes(1, 2), computed=200, vision=10) == known, "sharing a sequence needs no less"
