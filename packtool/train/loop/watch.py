@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,9 +62,7 @@ class StopSignals:
             self._previous = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, previous in self._previous.items():
             ends = bool(self.received) and self._launched and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if ends else previous)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class RouterBalance:
             )
         self._num_layers = len(routers)
         for router, logits_index in routers:
-            router.register_forward_hook(_Hook(self, logits_index))
+            # Not a closure: a copy of the model would share it.
+            router.register_forward_hook(partial(self._after_router, logits_index))
 
     @contextmanager
     def of(self, batch: Batch, step_tokens: int, world_size: int) -> Iterator[None]:
@@ -77,17 +79,15 @@ class RouterBalance:
         balances, self._balances = self._balances, []
         return torch.stack(balances).sum() if balances else torch.zeros(())
 
-    def balanced(self, output: Tensor, logits: Tensor, experts: Tensor) -> Tensor:
-        """Return a router's output with the gradient of its balance attached.
-
-        Args:
-            output: weights of the chosen experts, of any shape.
-            logits: (T, E).
-            experts: int64 (T, k), chosen for each token.
-        """
-        if self._tokens is None or not torch.is_grad_enabled() or not output.requires_grad:
+    def _after_router(self, logits_index: int, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Return a router's output, with the balance's gradient attached to the weights of the chosen experts."""
+        others = [index for index in range(len(output)) if index != logits_index]
+        weights = next(index for index in others if output[index].is_floating_point())
+        if self._tokens is None or not torch.is_grad_enabled() or not output[weights].requires_grad:
             return output
-        return _WithBalance.apply(output, load_balance(logits, experts, self._tokens), self)
+        experts = next(output[index] for index in others if not output[index].is_floating_point())
+        balance = load_balance(output[logits_index].flatten(0, -2), experts.flatten(0, -2), self._tokens)
+        return (*output[:weights], _WithBalance.apply(output[weights], balance, self), *output[weights + 1 :])
 
     def backward_of(self, balance: Tensor) -> Tensor:
         """Record a layer's balance, once however often the layer is recomputed, and return its gradient, 0-d."""
@@ -122,21 +122,6 @@ class _WithBalance(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (balance,) = ctx.saved_tensors
         return gradients[0], ctx.owner.backward_of(balance), None
-
-
-class _Hook:
-    """Runs after one router; a class, so that models with it can be copied."""
-
-    def __init__(self, owner: RouterBalance, logits_index: int) -> None:
-        self._owner, self._logits_index = owner, logits_index
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        logits = output[self._logits_index].flatten(0, -2)
-        others = [index for index in range(len(output)) if index != self._logits_index]
-        experts = next(output[index] for index in others if not output[index].is_floating_point())
-        weights = next(index for index in others if output[index].is_floating_point())
-        balanced = self._owner.balanced(output[weights], logits, experts.flatten(0, -2))
-        return (*output[:weights], balanced, *output[weights + 1 :])
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:

@@ -71,7 +71,7 @@ class Check:
     @property
     def excess(self) -> float:
         """The error relative to the allowed one; infinite for NaN."""
-        return math.inf if math.isnan(self.error) else self.error / self.allowed
+        return nan_as_inf(self.error) / self.allowed
 
     def sentence(self) -> str:
         """Describe a failed check."""
