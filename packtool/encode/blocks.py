@@ -41,11 +41,7 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
 
 
 def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source, Iterable[RowBlock]]]) -> None:
-    """Refuse conversations without a chat template at once, by the first good row of each source.
-
-    Raises:
-        ConfigError: if a source holds conversations, and the model has no chat template.
-    """
+    """Raise ConfigError if a source's first good row is a conversation, and the model has no chat template."""
     if files.chat_template:
         return
     for source, blocks in sources:

@@ -52,7 +52,6 @@ class Shield:
     """Stands private-use characters in for control-token text and picture marks, for one row.
 
     Args:
-        vocabulary: the control tokens.
         strings: every string of the row.
         spared: control tokens that stay control tokens in them.
 

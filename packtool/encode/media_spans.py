@@ -116,7 +116,6 @@ def join_pieces(
     """Concatenate the ids of all units.
 
     Args:
-        unit_ids: of each unit's text.
         encode: returns the ids of another text after a control token.
     """
     units = layout.units

@@ -65,16 +65,14 @@ class ModelFiles:
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
         config = _read_json(directory, "config.json")
         if config is None:
-            raise ConfigError(
-                f"--model {model}: there is no config.json", "Give the directory of a transformers model."
-            )
+            remedy = "Give the directory of a transformers model."
+            raise ConfigError(f"--model {model}: there is no config.json", remedy)
         tokenizer = _tokenizer_json(directory)
         template = (
             _chat_template(directory, tokenizer_config) if chat_template is None else read_template(chat_template)
         )
-        template, end_mark = ended_template(
-            template, _named_tokens(tokenizer_config), partial(_stop_tokens, directory, tokenizer)
-        )
+        stop_tokens = partial(_stop_tokens, directory, tokenizer)
+        template, end_mark = ended_template(template, _named_tokens(tokenizer_config), stop_tokens)
         images, videos = "preprocessor_config.json", "video_preprocessor_config.json"
         return cls(
             directory=directory,
@@ -210,11 +208,7 @@ def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
 
 
 def read_template(path: str) -> str:
-    """Read a file with a chat template.
-
-    Raises:
-        ConfigError: if it cannot be read, or is empty.
-    """
+    """Read a file with a chat template; raise ConfigError if it cannot be read, or is empty."""
     try:
         text = _read_text(path)
     except (OSError, ValueError) as error:

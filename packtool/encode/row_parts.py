@@ -73,8 +73,6 @@ class RowParts:
 
     Args:
         spec: of the encoder; its ``expand_turns`` comes from ``expansion_of``.
-        template: None if there is none.
-        finder: of the template's turns.
         render: returns the pieces of a rendered sample; raises RowProblem if it cannot be rendered.
     """
 

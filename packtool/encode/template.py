@@ -178,7 +178,6 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        text: the Jinja text.
         variables: ``bos_token`` and its like.
         content_as_list: contents that are text are given as a list of one text.
 

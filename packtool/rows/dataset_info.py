@@ -57,15 +57,10 @@ class DatasetInfo:
 
     @property
     def names(self) -> list[str]:
-        """Names of the datasets."""
         return list(self._entries)
 
     def get(self, name: str) -> Mapping[str, Any] | None:
-        """Return the checked entry of a dataset; None if there is none.
-
-        Raises:
-            ConfigError: if the entry is invalid.
-        """
+        """Return the entry of a dataset, None if there is none; raise ConfigError if it is invalid."""
         if name not in self._entries:
             return None
         entry = self._entries[name]

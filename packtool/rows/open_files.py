@@ -64,11 +64,7 @@ class _Decompressed(io.RawIOBase):
 
 
 class HashedFile:
-    """A file that is read from its beginning to its end while a digest of its content is computed.
-
-    Args:
-        path: for messages.
-    """
+    """A file that is read from its beginning to its end while a digest of its content is computed."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
         self._file, self._path, self._digest = file, path, blake2b(digest_size=16)

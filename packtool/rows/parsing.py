@@ -30,8 +30,7 @@ class Problem(ValueError):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
+        self.reason, self.detail = reason, detail
 
 
 class JsonProblem(Problem):

@@ -281,12 +281,17 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     shown = storage.masked(name)
     if (magic := _MAGIC.search(name)) and not name.startswith("http"):
         is_output = _output_finder(storage.parent(name[: magic.start()]))
-        matches = (match for match in storage.glob(name) if not is_output(match))
-        # A pattern with ** matches directories and the files in them.
-        files = list(dict.fromkeys(path for match in matches for path in _files_of_match(match, option)))
+        files: list[str] = []
+        for path in storage.glob(name):
+            if is_output(path):
+                continue
+            if storage.is_directory(path):
+                files += _files_in(path, option)
+            elif format_of(path) and not storage.name(path).startswith(".") and not _is_metadata(path):
+                files.append(path)
         if not files:
             raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN_FORMATS}.")
-        return files
+        return list(dict.fromkeys(files))  # a pattern with ** matches directories and the files in them
     identifier = None if storage.is_remote(name) and not name.startswith(HUB_PREFIX) else hub_id(name)
     if identifier is not None and (name.startswith(HUB_PREFIX) or format_of(name) is None):
         return hub_files(identifier)
@@ -300,12 +305,6 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     if format_of(name) is None and "/" not in name:
         remedy = "Check the path; for a name in LLaMA-Factory's dataset_info.json, add --dataset-info DIR."
     raise DataError(f"{option} {shown}: there is no such file", remedy)
-
-
-def _files_of_match(path: str, option: str) -> list[str]:
-    if storage.is_directory(path):
-        return _files_in(path, option)
-    return [path] if format_of(path) and not storage.name(path).startswith(".") and not _is_metadata(path) else []
 
 
 def _output_finder(folder: str) -> Callable[[str], bool]:

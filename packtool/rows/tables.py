@@ -70,7 +70,6 @@ class TableReader:
         raise NotImplementedError
 
     def num_rows(self) -> int:
-        """Return the number of rows of the file."""
         with self._data_errors():
             return self._count_rows()
 

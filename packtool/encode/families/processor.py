@@ -108,11 +108,7 @@ def _bounds(own: dict[str, float], unit: str, min_value: int, max_value: int) ->
 
 
 def refuse_own_limits(ref: MediaRef) -> None:
-    """Refuse a medium with limits of its row where the model's processor decides sizes.
-
-    Raises:
-        MediaProblem: naming the limit.
-    """
+    """Raise MediaProblem for a medium with limits of its row, where the model's processor decides sizes."""
     if ref.limits:
         detail = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
         raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
@@ -360,11 +356,7 @@ class ProcessorFamily(MediaEncoding):
 
 
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
-    """Refuse limits on Qwen's media for another family.
-
-    Raises:
-        ConfigError: naming each.
-    """
+    """Raise ConfigError that names each limit on Qwen's media, for a model of another family."""
     problems = []
     for field in dataclasses.fields(MediaOptions):
         if field.name != "resize" and getattr(options, field.name) is not None:

@@ -70,9 +70,7 @@ def corners_of(value: Any, who: str, unit: BboxType) -> tuple[float, ...]:
         raise RowProblem("invalid_objects", detail)
     limit = _MAX_COORDINATES.get(unit)
     if min(corners) < -ROUNDING or (limit is not None and max(corners) > limit * (1 + ROUNDING)):
-        rule = (
-            "no coordinate is less than 0" if limit is None else f"coordinates of bbox_type {unit} are 0 to {limit:g}"
-        )
+        rule = f"coordinates of bbox_type {unit} are 0 to {limit:g}" if limit else "no coordinate is less than 0"
         raise RowProblem("box_outside", f"{who} is {shown(value)}: {rule}")
     return corners
 
@@ -111,9 +109,9 @@ def _by_objects(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -
         unit = _unit(each.get("bbox_type")) or "real"
         boxes.append(_regions(each.get("bbox"), f"'bbox' of {who}", image, unit, num_images))
     marks = {mark for mark in (NAME_MARK, BOX_MARK) for turn in turns for text in turn.texts if mark in text}
-    return Objects(
-        tuple(names) if NAME_MARK in marks or not marks else (), tuple(boxes) if BOX_MARK in marks or not marks else ()
-    )
+    if marks:
+        names, boxes = names if NAME_MARK in marks else [], boxes if BOX_MARK in marks else []
+    return Objects(tuple(names), tuple(boxes))
 
 
 def _regions(value: Any, who: str, image: int, unit: BboxType, num_images: int) -> tuple[Region, ...]:

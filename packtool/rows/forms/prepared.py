@@ -44,9 +44,8 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
         raise RowProblem("empty_tokens", "there is no token in 'input_ids'")
     mask = _column(fields, "attention_mask", len(ids), takes_bools=True)
     if mask is not None and mask.min() < 0:
-        raise RowProblem(
-            "invalid_tokens", f"'attention_mask' has {mask.min()}; it must be 0 for padding, else 1 or more"
-        )
+        detail = f"'attention_mask' has {mask.min()}; it must be 0 for padding, else 1 or more"
+        raise RowProblem("invalid_tokens", detail)
     kept = np.ones(len(ids), bool) if mask is None else mask != 0
     if not kept.any():
         raise RowProblem("empty_tokens", "all of its tokens are padding: 'attention_mask' is 0 everywhere")
@@ -235,11 +234,8 @@ def _check_labels(ids: _Ints, labels: _Ints, trained: npt.NDArray[np.bool_]) -> 
         return
     has_label = trained[:-1]
     if has_label.any() and (labels[:-1][has_label] == ids[1:][has_label]).all():
-        raise RowProblem(
-            "labels_shifted",
-            "each label is the next token, so the labels are shifted already; here a label stands at its own token "
-            "and the loss shifts",
-        )
+        detail = "each label is the next token, so the labels are shifted already"
+        raise RowProblem("labels_shifted", f"{detail}; here a label stands at its own token and the loss shifts")
     at = int(wrong[0])
     detail = f"token {at:,} is {ids[at]} and its label {labels[at]}, which is neither the token nor {IGNORE_INDEX}"
     raise RowProblem("labels_differ", detail)
