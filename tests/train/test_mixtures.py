@@ -28,7 +28,7 @@ from packtool.report.statistics import train_lines
 from packtool.report.trained import step_figures
 from packtool.train.prepare.figures import RankStep
 from packtool.train.prepare.history import read_ledger
-from packtool.train.prepare.mixtures import recipe_of_anywhere
+from packtool.train.prepare.mixtures import portable_recipe
 from packtool.train.prepare.preview import resumed_figures
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
@@ -216,7 +216,7 @@ def test_plan_resume_finds_shares_for_other_caches(
 def test_recipes_of_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mix.yaml").write_text("temperature: 2\nsources: [a, {path: b#20%, loss_weight: 1e-1}, {path: 's3://c/d'}]")
-    recipe = parse_recipe(recipe_of_anywhere("mix.yaml").decode(), "mix.yaml", MixOptions())
+    recipe = parse_recipe(portable_recipe("mix.yaml").decode(), "mix.yaml", MixOptions())
     assert [source.path for source in recipe.sources] == [str(tmp_path / "a"), str(tmp_path / "b#20%"), "s3://c/d"]
     assert (recipe.temperature, recipe.sources[1].loss_weight) == (2.0, 0.1)
 

@@ -33,8 +33,8 @@ from packtool.train.model.load import model_without_weights, quiet_transformers,
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import RankTokens
-from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.opening import open_to_train
+from packtool.train.prepare.peak_memory import max_rank_tokens, seen_media, share_media
 from packtool.train.prepare.result import option_words
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
@@ -219,7 +219,7 @@ class Fit:
         assert run.packing_length is not None
         plan = self._plan(run.packing_length, self.config.world_size // size)
         shares = self._shares(run.packing_length, size)
-        micro_batches = heaviest_tokens(
+        micro_batches = max_rank_tokens(
             run, plan, self.files.config, index.media_tokens, index.audio_tokens, shares if size > 1 else None
         )
         return Proposal(

@@ -38,7 +38,7 @@ from packtool.train.model.sharding import expert_weights, zero_stage
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing
 from packtool.train.prepare.figures import RankTokens
-from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media, with_longest
+from packtool.train.prepare.peak_memory import max_rank_tokens, seen_media, share_media, with_longest
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 
@@ -306,7 +306,7 @@ def _planned_memory(
         index, shared = preview.inputs.reader.index, preview.inputs.shared
         tokens = index if shared is None else shared
         shares = share_media(seen_media(index, files.config), files.config, plan, size) if size > 1 else None
-        micro_batches = heaviest_tokens(run, plan, files.config, tokens.media_tokens, tokens.audio_tokens, shares)
+        micro_batches = max_rank_tokens(run, plan, files.config, tokens.media_tokens, tokens.audio_tokens, shares)
     with quiet_transformers():
         empty = model_without_weights(run, model, dtype)
     return estimate_memory(

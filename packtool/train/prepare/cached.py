@@ -23,10 +23,10 @@ from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import share_figures
 from packtool.planning.pack_plan import select_packs
 from packtool.train.prepare.costs import RunCosts, sample_costs
-from packtool.train.prepare.figures import RankStep, RankTokens, SampleFigures, StepFigures, Steps, figures_of_steps
-from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
+from packtool.train.prepare.figures import RankStep, RankTokens, SampleFigures, Steps, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.mixtures import counts_in, mixture_lines
+from packtool.train.prepare.peak_memory import max_rank_tokens, seen_media, share_media
 from packtool.train.prepare.result import schedule_lines
 from packtool.train.prepare.shared_prefixes import first_pair
 from packtool.train.prepare.timeline import Timeline, TrainedStage
@@ -72,7 +72,7 @@ class CachedSource:
 
     @property
     def logs_channels(self) -> bool:
-        """Whether losses are logged by channel; the channels of a mixture are its sources."""
+        """True if losses are logged by channel; the channels of a mixture are its sources."""
         return self.inputs.mixture is not None or self.inputs.of_run[0].enable_channel_loss
 
     def expected(self) -> dict[str, Any]:
@@ -128,18 +128,13 @@ class CachedSource:
         return shapes or [(self.inputs.options.packing_length, self.world.sequence_parallel_size)]
 
     def peak_memory_batches(self, config: TrainConfig, number: int) -> tuple[RankTokens, ...]:
-        """The micro-batches of one rank that may need most memory, in the next epoch of one of ``step_shapes``.
-
-        Args:
-            config: of its steps.
-            number: of the shape.
-        """
+        """The micro-batches of one rank that may need most memory, in the next epoch of ``step_shapes[number]``."""
         model, stages = self.files.config, self._stages
         plan = self.timeline.stretch(max(self.start, stages[number].first) if stages else self.start).plan
         (_, size), shares = self.step_shapes[number], None
         if size > 1:
             shares = share_media(seen_media(self.reader.index, model), model, plan, size)
-        return heaviest_tokens(config, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
+        return max_rank_tokens(config, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
         """The shortest samples of the first micro-batch, in its order, or two that share a prefix."""
@@ -188,12 +183,12 @@ class CachedSource:
         return (self.inputs.wanted_of(epoch + 1) > 0) | (self.inputs.wanted_of(epoch) > 1)
 
     def stage_line(self, step: int) -> str | None:
-        """The message that a stage begins after so many steps; None if none does."""
+        """The message that a stage begins after ``step`` steps; None if none does."""
         return self.timeline.stage_line(step) if self.inputs.stages else None
 
 
 class CachedSteps(Steps):
-    """The steps of one rank as planned: ranks need not tell each other anything."""
+    """The steps of one rank as planned, which need no communication."""
 
     def __init__(self, source: CachedSource) -> None:
         self._source = source
@@ -208,11 +203,7 @@ class CachedSteps(Steps):
             rank = source.world.shared_by(source.world.size // plan.steps.world_size).data.rank
             steps = zip(source.planned_epoch(plan, stretch.epoch).steps(rank, first), figures, strict=True)
             for micro_batches, step_figures in islice(steps, stretch.stop - stretch.first - first):
-                yield RankStep(micro_batches, partial(_unchanged, step_figures))
-
-
-def _unchanged(figures: StepFigures) -> StepFigures:
-    return figures
+                yield RankStep(micro_batches, lambda figures=step_figures: figures)  # type: ignore[misc]
 
 
 def sample_figures(inputs: Inputs) -> SampleFigures:

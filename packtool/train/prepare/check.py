@@ -31,11 +31,7 @@ _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
 
 def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, files: ModelFiles) -> CacheReader:
-    """Open all caches of a run, and check that they are for its model and options.
-
-    Args:
-        files: of ``config.model``.
-    """
+    """Open all caches of a run, and check that they are for its model and options."""
     reader = CacheReader.open(directories, copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
@@ -49,11 +45,7 @@ def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, 
 
 
 def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> None:
-    """Check that a recipe's limits on media are those of the caches' export.
-
-    Args:
-        recipe: whose sources are the caches, in their order.
-    """
+    """Check that a recipe's limits on media are those of the caches' export."""
     for directory, manifest, source in zip(reader.directories, reader.manifests, recipe.sources, strict=True):
         limits = MediaOptions(**source.media_limits)
         try:
@@ -82,7 +74,7 @@ def check_model(
         "model type": (there.model_type, files.model_type),
         "tokenizer": (there.tokenizer_hash, files.tokenizer_hash),
     }
-    if not there.spec.get("chat_template"):  # a given one is the cache's, not the model's
+    if not there.spec.get("chat_template"):  # one of --chat-template is the cache's, not the model's
         pairs["chat template"] = (there.template_hash, files.template_hash)
     different = [f"  - {name}: {theirs} there, {ours} here" for name, (theirs, ours) in pairs.items() if theirs != ours]
     if different:
@@ -117,19 +109,19 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptio
     """Check that limits on videos and sounds have the same effect as the export's."""
     spec = manifest.identity.spec
     names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
-    given = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}
-    if not given or manifest.identity.media_limits.video is None:
+    changed = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}
+    if not changed or manifest.identity.media_limits.video is None:
         return
-    merged = MediaOptions(**{name: value for name, value in {**spec, **given}.items() if name in _MEDIA_NAMES})
+    merged = MediaOptions(**{name: value for name, value in {**spec, **changed}.items() if name in _MEDIA_NAMES})
     if media_encoding(files, merged).limits == manifest.identity.media_limits:
         return
     shown = ", ".join(
-        f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in given.items()
+        f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in changed.items()
     )
     raise MismatchError(
         f"{directory} was exported with other limits on videos or sounds: {shown}",
         "Leave that setting out, for the cache's is taken, or export into another directory:\n"
-        f"  {export_command(directory, manifest, **given)}",
+        f"  {export_command(directory, manifest, **changed)}",
     )
 
 
@@ -184,14 +176,9 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     different = [f"  - {name}: {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
     if different:
         lines = "\n".join(different)
-        command = [
-            "packtool",
-            "plan",
-            *config.cached_dataset,
-            "--packing-length",
-            str(config.packing_length or saved.capacity),
-            *(["--share-prefix", config.share_prefix] if config.share_prefix != "auto" else []),
-        ]
+        command = ["packtool", "plan", *config.cached_dataset]
+        command += ["--packing-length", str(config.packing_length or saved.capacity)]
+        command += ["--share-prefix", config.share_prefix] if config.share_prefix != "auto" else []
         raise MismatchError(
             f"--plan {path} belongs to another run:\n{lines}",
             f"Leave --plan out, or make another plan:\n  {shlex.join([*command, '--save', _unused(str(path))])}",
@@ -268,7 +255,7 @@ def _amount_words(settings: dict[str, Any]) -> str:
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:
-    """A limit in pixels, however it was given; None when it was not."""
+    """A limit in pixels, from pixels or from tokens; None without a limit."""
     if pixels is not None:
         return pixels
     return None if tokens is None else tokens * limits.pixels_per_token

@@ -93,11 +93,7 @@ def damages(checkpoint: str, sums: Sums, *, only_model: bool = False) -> Iterato
 
 
 def check_resumable(checkpoint: str, rank: int, size: int) -> None:
-    """Raise a MismatchError if files are missing that a run needs to resume exactly, as with ``save_only_model``.
-
-    Args:
-        rank: of this process, of ``size``.
-    """
+    """Raise a MismatchError if files are missing that a rank needs to resume exactly, as with ``save_only_model``."""
     names = _files(checkpoint)
     missing = [what for what, pattern in _NEEDED.items() if not any(pattern.fullmatch(name) for name in names)]
     ranks = [name for name in names if re.fullmatch(r"rng_state_\d+\.pth", name)]
@@ -134,7 +130,7 @@ def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None =
 
 
 def _is_about_storage(error: Exception) -> bool:
-    """Whether an error comes from the file system; safetensors and torch have their own classes for these."""
+    """Return whether an error comes from the file system; safetensors and torch have their own classes for these."""
     return isinstance(error, OSError) or any(word in str(error) for word in (*_NO_SPACE_WORDS, *_TORCH_WORDS))
 
 
@@ -263,11 +259,11 @@ class RunState:
         return self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size
 
     def is_assigned_anew_after(self, other: RunState) -> bool:
-        """Whether packs are assigned to another number of ranks than in that state."""
+        """Return whether packs are assigned to another number of ranks than in that state."""
         return not self.streaming and self.world_size != other.world_size
 
     def has_other_data(self, other: RunState) -> bool:
-        """Whether epochs are planned from other samples than in that state, or in another way."""
+        """Return whether epochs are planned from other samples than in that state, or in another way."""
         return not self.streaming and (self.cache, self.plan) != (other.cache, other.plan)
 
     def check_continues(
@@ -439,7 +435,7 @@ def _saved_at(checkpoint: str) -> tuple[float, int] | None:
 
 
 def is_checkpoint(directory: str) -> bool:
-    """Whether a directory is named as checkpoints are."""
+    """Return whether a directory is named as checkpoints are."""
     return os.path.basename(os.path.abspath(directory)).startswith(PREFIX)
 
 

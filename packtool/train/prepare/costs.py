@@ -42,7 +42,7 @@ from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
 from packtool.train.prepare.trained import ADAPTER_FILE
 
-MOST_PARAMETERS = 100_000_000
+MAX_PARAMETERS = 100_000_000
 """Models up to this size keep their activations: these fit anywhere."""
 
 
@@ -57,8 +57,8 @@ def with_recomputing(config: TrainConfig) -> TrainConfig:
     try:
         num_parameters = ModelSizes.of_config(ModelFiles.load(config.model).config).num_parameters
     except (KeyError, TypeError, ValueError):  # a configuration of unknown form, which need not be small
-        num_parameters = MOST_PARAMETERS + 1
-    return dataclasses.replace(config, gradient_checkpointing=num_parameters > MOST_PARAMETERS)
+        num_parameters = MAX_PARAMETERS + 1
+    return dataclasses.replace(config, gradient_checkpointing=num_parameters > MAX_PARAMETERS)
 
 
 def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
@@ -95,11 +95,9 @@ class RunCosts:
 
 
 def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: bool) -> CostModel:
-    """FLOPs of a model, or of one with 8 billion weights if its ``config.json`` does not give the sizes.
+    """FLOPs of a model with these trained weights; of 8 billion weights if its ``config.json`` gives no sizes.
 
     Args:
-        model: its ``config.json``.
-        learning: which weights are trained.
         recomputes: as for ``CostModel.of_config``.
     """
     try:
@@ -145,8 +143,6 @@ def with_model(
     """Add a model's FLOPs to the options, and for Skrull the speed of devices and links.
 
     Args:
-        model: its ``config.json``.
-        learning: which weights are trained.
         way: how ranks share sequences; ``auto`` depends on model and hardware alone, so that every machine plans alike
             (``simulate.cost.exchanges_of``).
     """
@@ -184,12 +180,7 @@ class ExpectedTime:
     trained_bytes: int
 
     def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
-        """Seconds of each step of an epoch, (S,).
-
-        Args:
-            index: of the caches.
-            shares: the rank that processes each medium.
-        """
+        """Seconds of each step of an epoch, (S,); ``shares`` has the rank that processes each medium."""
         steps = plan.steps
         cells = self._cells(config, plan, index, shares)
         ranks = steps.rank_sums(cells)
@@ -247,13 +238,13 @@ class ExpectedTime:
             return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
 
         flops = cells(work)
-        looked = towers = cells(tower_work(cost, index).flops.astype(np.float64))
+        tower_flops = towers = cells(tower_work(cost, index).flops.astype(np.float64))
         if sequence_parallel_size > 1:
             towers = shares.max_per_rank(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
         speed = times.flops_per_second
         attention = cells(attention_work) / sequence_parallel_size / speed
         busy = (
-            (flops - looked) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
+            (flops - tower_flops) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
         ) / speed
         busy += times.waited(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
         return np.maximum(busy, max(times.launch_seconds, self.collectives(config)[0]))

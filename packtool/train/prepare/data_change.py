@@ -347,10 +347,10 @@ def _only(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedge
 def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
     """Describe the differences between the caches of a checkpoint and those of this run, a line for each."""
     kept, leaving = _paired_caches(sources, reader)
-    places = {source.directory for source in leaving}
+    replaced = {source.directory for source in leaving}
     directories = [storage.absolute(directory) for directory in reader.directories]
     lines = [
-        f"{directory}: {'is another export now' if directory in places else 'was not there'}"
+        f"{directory}: {'is another export now' if directory in replaced else 'was not there'}"
         for directory, source in zip(directories, kept, strict=True)
         if source is None
     ]

@@ -13,7 +13,6 @@ from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
 from packtool.cache.views import RelabeledReader, SampleReader
 from packtool.config.commands import MAX_TOKENS_OPTION, EvalConfig
-from packtool.config.packing import SharingOptions
 from packtool.config.train import EvalStrategy, TrainConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.model_files import ModelFiles
@@ -25,7 +24,7 @@ from packtool.train.prepare.check import check_model
 from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.sequence_parallel import axes_of
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared
+from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.prepare.trained import TrainedModel
 
 
@@ -50,7 +49,7 @@ def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
-    shared, _ = shared_of_evaluation(config, files, val, plan)
+    shared, _ = find_shared(config, files.config, val, capacity=plan.max_tokens, limit=len(plan.lengths))
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
     return Validation(val, RelabeledReader(val, choices) if any(choices) else val, plan)
@@ -65,7 +64,7 @@ class PreparedEvaluation:
         reader: of all caches.
         plan: of all ranks.
         axes: how sequences are shared.
-        notes: what is to be said of prefixes that samples share.
+        notes: messages on prefixes that samples share.
     """
 
     config: EvalConfig
@@ -98,32 +97,19 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
-    shared, told = shared_of_evaluation(config, files, reader, plan)
+    shared, message = find_shared(config, files.config, reader, capacity=plan.max_tokens, limit=len(plan.lengths))
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
-        told = shared.line(cost_of(files.config, ALL_WEIGHTS))
+        message = shared.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
         _check_writable(config.output)
-    return PreparedEvaluation(config, world, trained, reader, plan, axes, () if told is None else (told,))
-
-
-def shared_of_evaluation(
-    config: SharingOptions, files: ModelFiles, reader: CacheReader, plan: EvaluationPlan
-) -> tuple[SharedPrefixes | None, str | None]:
-    """The prefixes that samples share within the micro-batches of an evaluation; as ``find_shared``."""
-    return find_shared(config, files.config, reader, capacity=plan.max_tokens, limit=len(plan.lengths))
+    return PreparedEvaluation(config, world, trained, reader, plan, axes, () if message is None else (message,))
 
 
 def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConfig, list[str]]:
-    """The settings of a run with ``--eval-strategy`` and ``--eval-steps`` decided, and what is to be said of it.
+    """The settings of a run with ``--eval-strategy`` and ``--eval-steps`` decided, and messages for the user.
 
-    As ms-swift has it: a val split is evaluated when checkpoints are saved, unless something else is asked for.
-
-    Args:
-        reader: of the caches that are trained.
-
-    Raises:
-        ConfigError: if the best checkpoint or an early stop is asked for and there is nothing to evaluate.
+    As in ms-swift, a val split is evaluated when checkpoints are saved, unless the options differ.
     """
     every = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
@@ -132,18 +118,18 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
     if all(num) and strategy != "no":
         when = f"every {every:,} steps" if strategy == "steps" else "at the end of every epoch"
-        told = (
+        message = (
             f"the val split ({sum(num):,} samples) is evaluated {when} and at the end: --eval-strategy no leaves it out"
         )
-        return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [told]
+        return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [message]
     if config.seeks_best or config.early_stop_interval is not None:
         raise ConfigError(
             "the best checkpoint or an early stop is asked for, and nothing is evaluated",
             "Give caches with a val split (--val-dataset or --split-dataset-ratio at export), or leave out "
             "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
-    told = "only some of the caches have a val split: nothing is evaluated"
-    return dataclasses.replace(config, eval_strategy="no"), [told] if any(num) and strategy != "no" else []
+    message = "only some of the caches have a val split: nothing is evaluated"
+    return dataclasses.replace(config, eval_strategy="no"), [message] if any(num) and strategy != "no" else []
 
 
 def _check_writable(output: str) -> None:
@@ -170,9 +156,6 @@ def plan_of_samples(
         max_samples: of a micro-batch.
         limit: take only so many samples, the first ones.
         alignment: each is padded to a multiple of it.
-
-    Raises:
-        ConfigError: naming the first sample that alone is over the limit, and the longest one's length.
     """
     lengths = reader.index.length[:limit]
     aligned = aligned_lengths(lengths, alignment)

@@ -104,7 +104,7 @@ class Steps(ABC):
     """The steps of one rank from the first one to train.
 
     Attributes:
-        ended: whether the step that was begun last is the last one, whatever was expected.
+        ended: True once the step that was begun last is the last one.
     """
 
     ended = False
@@ -122,11 +122,7 @@ class Steps(ABC):
 
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:
-    """The figures of every step of an epoch.
-
-    Args:
-        is_dynamic: micro-batches hold no padding although nothing is packed.
-    """
+    """The figures of every step of an epoch; with ``is_dynamic``, unpacked micro-batches have no padding."""
     packs, steps = plan.packs, plan.steps
     tokens = packs.tokens_per_pack()
     if plan.placement is not None and plan.summary.skrull is not None:
@@ -159,8 +155,8 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
 def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:
     """The denominator of the loss of each step, over all ranks, (S,)."""
     packs = plan.packs
-    found: npt.NDArray[np.int64] = plan.steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples]))
-    return found
+    units: npt.NDArray[np.int64] = plan.steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples]))
+    return units
 
 
 def _flops_of(packs: PackPlan, flops: Costs | None) -> Costs:
@@ -223,6 +219,6 @@ class RankTokens:
         return RankTokens(**{name: math.ceil(share * value) for name, value in values.items()} | {"computed": computed})
 
     def holds_at_most(self, other: RankTokens) -> bool:
-        """Whether ``other`` has at least as many of every kind."""
+        """Return whether ``other`` has at least as many of every kind."""
         mine, theirs = ((t.computed, t.vision, t.audio, t.local_vision, t.local_audio, t.keys) for t in (self, other))
         return all(a <= b for a, b in zip(mine, theirs, strict=True))

@@ -31,7 +31,7 @@ _EXPORTS = "exports"
 
 
 def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
-    """Most tokens of a sample: ``--max-length``, else ``--packing-length``, else the model's, but at most 8,192."""
+    """Maximum tokens of a sample: ``--max-length``, else ``--packing-length``, else the model's, but at most 8,192."""
     return config.max_length or config.packing_length or default_max_length(files.config)
 
 
@@ -47,25 +47,20 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
         return config
     files = ModelFiles.load(config.model, config.chat_template)
     export_config = config.export_config("", length_of_rows(config, files))
-    # What is mixed by shares is a cache each: samples know their cache, and not their rows' file.
+    # Files that are mixed by shares get a cache each: samples know their cache, and not the file of their rows.
     sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
     exports = [dataclasses.replace(export_config, dataset=own) for own in sets]
-    places = [_place_of(config, each, files) for each in exports]
-    if not all(os.path.exists(os.path.join(place, MANIFEST_NAME)) for place in places):
+    root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
+    caches = [os.path.join(root, rows_fingerprint(each, files, sources_of(each))) for each in exports]
+    if not all(os.path.exists(os.path.join(cache, MANIFEST_NAME)) for cache in caches):
         check(config)
-    for each, place in zip(exports, places, strict=True):
-        _make_cache(dataclasses.replace(each, output_dir=place), progress)
+    for each, cache in zip(exports, caches, strict=True):
+        _make_cache(dataclasses.replace(each, output_dir=cache), progress)
     kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
     plain: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
     }
-    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=tuple(places))
-
-
-def _place_of(config: TrainConfig, export_config: ExportConfig, files: ModelFiles) -> str:
-    """The directory of the cache of these rows."""
-    root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
-    return os.path.join(root, rows_fingerprint(export_config, files, sources_of(export_config)))
+    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=tuple(caches))
 
 
 def _make_cache(export_config: ExportConfig, progress: Progress) -> None:
@@ -76,16 +71,13 @@ def _make_cache(export_config: ExportConfig, progress: Progress) -> None:
         summary = export(export_config, progress)
     for note in drop_notes(summary.dropped, summary.num_rows):
         progress.note(note)
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items(), key=_commonest))
+    by_count = sorted(summary.dropped.items(), key=lambda item: -item[1])
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in by_count)
     dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
-    found = "found" if summary.already_finished else "made"
+    status = "found" if summary.already_finished else "made"
     progress.note(
-        f"cache {found}: {directory} ({summary.num_samples:,} samples of {summary.num_rows:,} rows, {dropped})"
+        f"cache {status}: {directory} ({summary.num_samples:,} samples of {summary.num_rows:,} rows, {dropped})"
     )
-
-
-def _commonest(item: tuple[str, int]) -> int:
-    return -item[1]
 
 
 def rows_fingerprint(

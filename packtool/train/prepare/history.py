@@ -38,9 +38,9 @@ from packtool.constants import VERSION
 from packtool.errors import ConfigError, MismatchError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.checkpoint import finished_checkpoints
-from packtool.train.prepare.mixtures import recipe_of_anywhere
+from packtool.train.prepare.mixtures import portable_recipe
 from packtool.train.prepare.output_dir import HISTORY
-from packtool.train.prepare.result import options_given
+from packtool.train.prepare.result import non_default_options
 
 _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
@@ -94,7 +94,7 @@ class Segment:
 def options_kept(config: TrainConfig) -> dict[str, Any]:
     """The options of a run that a history or a checkpoint records: those other than defaults, as JSON has them."""
     kept: dict[str, Any] = {}
-    for name, value in options_given(config).items():
+    for name, value in non_default_options(config).items():
         if name in _NOT_KEPT:
             continue
         if name in _PATHS and os.path.exists(value):
@@ -148,14 +148,14 @@ def begin_segment(output_dir: str, segment: Segment, checkpoint: str | None) -> 
                 shutil.copytree(os.path.join(origin, HISTORY), folder, dirs_exist_ok=True)
     if (mix := segment.config.get("mix")) is not None:
         name = f"mix-{segment.first}.yaml"
-        storage.publish(os.path.join(folder, name), recipe_of_anywhere(mix))
+        storage.publish(os.path.join(folder, name), portable_recipe(mix))
         segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
     segments = {"segments": [dataclasses.asdict(each) for each in (*before, segment)]}
     storage.publish(os.path.join(folder, _RUN), (json.dumps(segments, indent=1) + "\n").encode())
 
 
 def has_history(output_dir: str) -> bool:
-    """Whether an output directory has a history."""
+    """Return whether an output directory has a history."""
     return os.path.exists(os.path.join(output_dir, HISTORY, _RUN))
 
 

@@ -138,11 +138,7 @@ class Inputs:
         )
 
     def mixed(self, recipe: Recipe, max_length: int) -> Inputs:
-        """Add the mixture of a recipe, or those of its stages.
-
-        Args:
-            max_length: tokens of a sample of any stage.
-        """
+        """Add the mixture of a recipe, or those of its stages."""
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := _stage_problems(recipe, self):
@@ -188,10 +184,10 @@ class Inputs:
 
     def plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
         """The plan of a full epoch; the last ones are cached."""
-        return (self.planner or self)._remembered(epoch, assignment)
+        return (self.planner or self)._cached_plan_of(epoch, assignment)
 
     @cached_property
-    def _remembered(self) -> Callable[[int, BatchShape], EpochPlan]:
+    def _cached_plan_of(self) -> Callable[[int, BatchShape], EpochPlan]:
         return lru_cache(maxsize=_KEPT_PLANS)(self._plan_of)
 
     def _plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
@@ -264,7 +260,7 @@ class Inputs:
         )
 
     def wanted_of(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
-        """How often an epoch has each sample of the caches, int64 (N,), even if it is too long to be trained.
+        """Occurrences of each sample of the caches in an epoch, int64 (N,), even if it is too long to be trained.
 
         Args:
             trained: how often the epoch trained each before the data changed, (N,); None if they did not.
@@ -388,11 +384,11 @@ class Inputs:
             last = len(self.stages) - 1
             return next((number for number in range(last) if ledger.step < self.stage_end(number)), last)
         if ledger.stage is None or ledger.stage[0] >= len(self.stages):
-            had = "none" if ledger.stage is None else f"at least {ledger.stage[0] + 1}"
+            before = "none" if ledger.stage is None else f"at least {ledger.stage[0] + 1}"
             assert self.recipe is not None, "stages are a recipe's"
             raise MismatchError(
-                f"{self.recipe.place} has {len(self.stages)} stages, and the run had {had}: nothing says in which of "
-                "them it is",
+                f"{self.recipe.place} has {len(self.stages)} stages, and the run had {before}: nothing says in which "
+                "of them it is",
                 "Say where stages end in steps, with --max-steps; or keep those that the run has had.",
             )
         return ledger.stage[0]

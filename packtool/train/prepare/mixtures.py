@@ -50,7 +50,7 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
     return tuple(source.path for source in sources), recipe if is_mixed else None
 
 
-def recipe_of_anywhere(path: str) -> bytes:
+def portable_recipe(path: str) -> bytes:
     """The YAML of a file of ``--mix`` that could be read, with paths that are the same from every folder."""
     import yaml  # here, because most runs need none of it
 
@@ -63,11 +63,7 @@ def recipe_of_anywhere(path: str) -> bytes:
 
 
 def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:
-    """Describe the samples of each source in an epoch, for the log.
-
-    Args:
-        first: the plan of the first epoch.
-    """
+    """Describe the samples of each source in an epoch, for the log."""
     drawn = "drawn anew in every epoch" if mixture.resample else "drawn once (--resample false)"
     yield f"mixture: {mixture.num_drawn:,} samples an epoch of {len(mixture.names)} sources, {drawn}:"
     yield from source_lines(share_figures(counts_in(first, mixture)))

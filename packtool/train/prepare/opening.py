@@ -129,37 +129,33 @@ def _files_to_plan(config: PlanConfig, reader: CacheReader | None) -> ModelFiles
 
 
 def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_size: int) -> PlanOptions:
-    """What the planner needs to know of a run.
-
-    Args:
-        max_length: longer samples are left out.
-        world_size: data-parallel ranks.
-    """
+    """The options of the planner, for samples of up to ``max_length`` and ``world_size`` data-parallel ranks."""
+    skrull = None
+    if options.schedule == "skrull":
+        bucket_size, num = options.bucket_tokens, options.sequence_parallel_ranks
+        if bucket_size is None:
+            remedy = "Give a number of tokens, as in --bucket-size 8192."
+            raise ConfigError("--bucket-size auto is not known here.", remedy)
+        # Zigzag splits a sharded sequence into 2 P parts, a pair for each process, so that all have equal work.
+        skrull = SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num, alignment=2 * num)
     return part_of(
         PlanOptions,
         options,
         max_length=max_length,
         packing_length=options.packing_length or max_length,
         world_size=world_size,
-        skrull=_skrull_options(options) if options.schedule == "skrull" else None,
+        skrull=skrull,
     )
 
 
-def _skrull_options(options: PlanConfig | TrainConfig) -> SkrullOptions:
-    bucket_size = options.bucket_tokens
-    if bucket_size is None:
-        raise ConfigError("--bucket-size auto is not known here.", "Give a number of tokens, as in --bucket-size 8192.")
-    num = options.sequence_parallel_ranks
-    # Zigzag splits a sharded sequence into 2 P parts, a pair for each process, so that all have equal work.
-    return SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num, alignment=2 * num)
-
-
 def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
-    """Said before the first step, for the one sample with a web address may come after hours."""
+    """Warn before the first step, for the one sample with a web address may come after hours."""
     for manifest in reader.manifests:
-        far = any('"media_access": "any"' in source.settings for source in manifest.sources)
-        kept = manifest.identity.spec["media"] == "reference" and any(s.media_tokens for s in manifest.splits.values())
-        if far and kept and config.media_access != "any":
+        allows_web = any('"media_access": "any"' in source.settings for source in manifest.sources)
+        has_references = manifest.identity.spec["media"] == "reference" and any(
+            s.media_tokens for s in manifest.splits.values()
+        )
+        if allows_web and has_references and config.media_access != "any":
             return [
                 "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
             ]

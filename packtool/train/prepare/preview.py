@@ -89,7 +89,8 @@ class Preview:
         assert summary.balance is not None, "a preview knows costs"
         balance, num_plain = summary.balance, summary.options.samples_per_plain_step
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
-        found: dict[str, Any] = {
+        keeps_packs = summary.options.packing and summary.skrull is None
+        figures: dict[str, Any] = {
             "num_samples": summary.num_samples,
             "num_samples_in_caches": summary.num_cached,
             "num_distinct_samples": summary.num_distinct,
@@ -101,7 +102,7 @@ class Preview:
             "packing_length": packs.capacity,
             "samples_per_pack": summary.samples_per_pack,
             "fill": summary.fill,
-            "waste_tokens": summary.num_packs * packs.capacity - summary.num_tokens if _trains_packs(summary) else None,
+            "waste_tokens": summary.num_packs * packs.capacity - summary.num_tokens if keeps_packs else None,
             "lower_bound": summary.lower_bound,
             "over_lower_bound": over,
             "plan_seconds": round(self.seconds, 4),
@@ -129,17 +130,15 @@ class Preview:
             mean = balance.mean if summary.skrull is None else summary.skrull.mean
             flops = balance.flops * mean * self.num_epochs if not self.inputs.stages else self.timeline.slowest_flops()
             slowest = flops / self.options.world_size / self.first_inputs.sequence_parallel_size
-            found["hours"] = slowest / (tflops * 1e12 * mfu) / 3600
-        return found
+            figures["hours"] = slowest / (tflops * 1e12 * mfu) / 3600
+        return figures
 
     @cached_property
     def unshared(self) -> PlanSummary:
         """The figures of the plan if no prefix were shared."""
         if self.inputs.shared is None:
             return self.plan.summary
-        options = self.options
-        shape = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
-        return self.inputs.unshared_summary(shape)
+        return self.inputs.unshared_summary(self.timeline.stages[0].sections[0].assignment)
 
     def _plain_batches(self) -> dict[str, Any]:
         """Figures of the same samples in padded batches, each of as many rows as packs hold samples on average."""
@@ -256,24 +255,14 @@ class Preview:
 
 
 def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
-    """Plan the first epoch.
-
-    Args:
-        packing_length: instead of ``config.packing_length``, for a sweep.
-    """
+    """Plan the first epoch; in a sweep with another ``packing_length`` than the settings have."""
     inputs = open_to_plan(config, packing_length)
     begin = time.perf_counter()
     inputs = inputs.prepared()
     options = inputs.options
     shape = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
     timeline = Timeline.of(inputs, ((0, *shape),))
-    plan = timeline.stages[0].sections[0].full
-    return Preview(inputs, timeline, plan, time.perf_counter() - begin)
-
-
-def _trains_packs(summary: PlanSummary) -> bool:
-    """Whether packs are trained as they are, with their free tokens."""
-    return summary.options.packing and summary.skrull is None
+    return Preview(inputs, timeline, timeline.stages[0].sections[0].full, time.perf_counter() - begin)
 
 
 def resumed_figures(config: PlanConfig) -> dict[str, Any]:
@@ -286,7 +275,7 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     Returns:
         all figures by name, as JSON has them.
     """
-    assert config.resume is not None, "asked for"
+    assert config.resume is not None, "the command has --resume"
     directory = config.resume.rstrip("/")
     output_dir = run_directory(directory)
     segments = read_history(output_dir)

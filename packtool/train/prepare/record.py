@@ -30,13 +30,7 @@ class RunRecord:
         checkpoint: that the run resumes from.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        timeline: Timeline,
-        segment: Segment,
-        checkpoint: str | None,
-    ) -> None:
+    def __init__(self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None) -> None:
         self.ledger, self._checkpoint = ledger, checkpoint
         self._timeline, self._segment = timeline, segment
 
@@ -55,17 +49,12 @@ class RunRecord:
             left_out: steps since then that changed no weight.
         """
         keep_origins(self._timeline.inputs.of_run[2], history_of(checkpoint))
-        ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
-        write_ledger(checkpoint, ledger)
-        self.ledger = ledger
+        self.ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
+        write_ledger(checkpoint, self.ledger)
 
 
 def ledger_after(
-    ledger: Ledger,
-    timeline: Timeline,
-    step: int,
-    skipped: Skipped = (),
-    left_out: Sequence[int] = (),
+    ledger: Ledger, timeline: Timeline, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()
 ) -> Ledger:
     """A ledger with all steps of a timeline up to ``step``; other arguments as for ``RunRecord.save``."""
     lengths, targets = timeline.inputs.lengths, timeline.inputs.targets
@@ -86,12 +75,12 @@ def ledger_after(
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     """The ledger of a checkpoint of an older packtool, from its plan; it has no skipped samples."""
     inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
-    _, _, reader = inputs.of_run
+    reader = inputs.of_run[2]
     lengths, targets = inputs.lengths, inputs.targets
     planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
 
     def taken(number: int) -> npt.NDArray[np.int64]:
-        """How often an epoch has each sample, (N,)."""
+        """Occurrences of each sample in an epoch, (N,)."""
         return np.asarray(planned if inputs.mixture is None else inputs.wanted_of(number), np.int64)
 
     before, in_epoch = np.zeros((2, len(lengths)), np.int64)
@@ -105,12 +94,10 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     for begun, ago, now, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):
         times = ago + now
         sources.append(
-            SourceLedger(
-                directory=begun.directory,
-                fingerprint=begun.fingerprint,
+            dataclasses.replace(
+                begun,
                 before=RowCounts.of(ago),
                 epoch=RowCounts.of(now),
-                skipped=begun.skipped,
                 num_samples=int(times.sum()),
                 tokens=int((times * length).sum()),
                 target_tokens=int((times * target).sum()),
@@ -121,6 +108,6 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
 
 def begin_ledger(reader: CacheReader) -> Ledger:
     """The ledger of a run before its first step."""
-    found = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
-    sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in found)
+    caches = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
+    sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in caches)
     return Ledger(sources=tuple(sources))

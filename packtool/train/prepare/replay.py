@@ -46,8 +46,8 @@ class Replay:
         while step < self.stop:
             stretch = self.timeline.stretch(step)
             plan, stop = stretch.plan, min(stretch.stop, self.stop)
-            for place in np.flatnonzero(plan.packs.samples == position):
-                pack = int(np.searchsorted(plan.packs.offsets, place, side="right")) - 1
+            for at in np.flatnonzero(plan.packs.samples == position):
+                pack = int(np.searchsorted(plan.packs.offsets, at, side="right")) - 1
                 number, rank, micro_batch = map(int, plan.steps.locations()[pack])
                 if step <= stretch.first + number < stop:
                     yield stretch.first + number, stretch.epoch, rank, micro_batch, pack
@@ -98,11 +98,11 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
         ) from error
     change = None
     if segment.changed_at is not None:
-        found = read_ledger(os.path.join(output_dir, HISTORY), ledger_name(segment.changed_at))
-        if found is None or found.change is None:
-            name = ledger_name(segment.changed_at)
+        name = ledger_name(segment.changed_at)
+        ledger = read_ledger(os.path.join(output_dir, HISTORY), name)
+        if ledger is None or ledger.change is None:
             raise MismatchError(f"{output_dir}/{HISTORY} lacks {name}, which says what was left then", "Copy it again.")
-        change = found.change
+        change = ledger.change
     state = inputs.state(segment.assignments[-1][1:])
     if (state.plan, state.steps) != (segment.plan, segment.steps):
         if config.plan is not None:
@@ -130,13 +130,13 @@ def _check_plan(path: str) -> None:
 
 def _check_cache(directory: str, fingerprint: str) -> None:
     try:
-        found = Manifest.read(directory).fingerprint
+        current = Manifest.read(directory).fingerprint
     except MismatchError as error:
         raise MismatchError(
             f"the cache {directory} of this run is gone: {error.message}", "Bring it back where it was."
         ) from error
-    if found != fingerprint:
+    if current != fingerprint:
         raise MismatchError(
-            f"the cache {directory} has changed since it was trained: it was {fingerprint} and is {found}",
+            f"the cache {directory} has changed since it was trained: it was {fingerprint} and is {current}",
             "Export it as it was: what its steps held is planned from the same cache only.",
         )

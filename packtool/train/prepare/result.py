@@ -104,22 +104,22 @@ def settings_lines(config: TrainConfig) -> Iterator[str]:
     yield f"settings: {shlex.join(option_words(config))}"
 
 
-def options_given(config: TrainConfig | PlanConfig | VerifyConfig) -> dict[str, Any]:
+def non_default_options(config: TrainConfig | PlanConfig | VerifyConfig) -> dict[str, Any]:
     """The settings other than defaults, without caches that a recipe names."""
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
         default = setting.default_factory() if callable(setting.default_factory) else setting.default
         if value != default and not (setting.name == "cached_dataset" and getattr(config, "mix", None) is not None):
-            given[setting.name] = value
-    return given
+            options[setting.name] = value
+    return options
 
 
 def option_words(config: TrainConfig | PlanConfig | VerifyConfig) -> list[str]:
     """The settings other than defaults, as words of a command line."""
     words: list[str] = []
     has_flag = {setting.name: setting.metadata["flag"] for setting in dataclasses.fields(config)}
-    for name, value in options_given(config).items():
+    for name, value in non_default_options(config).items():
         if isinstance(value, Mapping) and not has_flag[name]:
             for key, item in value.items():
                 words += ["--set", f"{name}.{key}={json.dumps(item)}"]

@@ -57,7 +57,7 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
         return ResumedState(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
     # packtool.Batches resumes without a checkpoint, and so without a ledger.
     ledger = begin_ledger(reader) if checkpoint is None else read_ledger(checkpoint)
-    place = checkpoint or "this state"
+    origin = checkpoint or "this state"
     if checkpoint is not None:
         trained = () if ledger is None else ledger.sources
         resume_point.check(
@@ -71,7 +71,7 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
     assignments, notes = before.assignments or ((0, *before.assignment),), []
     if state.is_assigned_anew_after(before):
         notes.append(
-            f"{place} was trained by {before.world_size} data-parallel ranks, and there are "
+            f"{origin} was trained by {before.world_size} data-parallel ranks, and there are "
             f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
         )
         assignments = (*assignments, (before.step, *state.assignment))
@@ -79,7 +79,7 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
     if ledger is None:
         ledger = ledger_of_plan(timeline, before.step)
         notes.append(
-            f"{place} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
+            f"{origin} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
             "what --on-bad-media skip may have left out"
         )
     is_plain = len(assignments) == 1 and before.data_since == 0
@@ -122,17 +122,13 @@ def _with_other_data(
 
 
 def steps_planned(checkpoint: str) -> int:
-    """How many steps the run of a checkpoint was to have."""
+    """The planned number of steps of the run of a checkpoint."""
     with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
         return int(load_json(file.read())["max_steps"])
 
 
 def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState, num_steps: int) -> Iterator[str]:
     """Yield one line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
-
-    Args:
-        state: of the resumed run.
-        num_steps: of the whole run.
 
     Raises:
         MismatchError: if a changed setting would have no effect, or would shift the schedule of learning rates.

@@ -21,11 +21,11 @@ from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.data_change import SourceChange
 from packtool.train.prepare.evaluation import Validation, validation_of
 from packtool.train.prepare.figures import RankTokens, Steps
-from packtool.train.prepare.heaviest import length_step, max_tokens, num_fillers
 from packtool.train.prepare.history import Segment, options_kept
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
+from packtool.train.prepare.peak_memory import length_step, max_tokens, num_fillers
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.resume import resume
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def axes(self) -> Axes:
-        """How ranks share sequences, unless a stage has its own way."""
+        """The sequence parallelism of the run, from which stages may differ."""
         return self.axes_by_size[self.world.sequence_parallel_size]
 
     def expected(self) -> TrainResult:
@@ -174,11 +174,7 @@ class Run:
         ]
 
     def peak_memory_batches(self, number: int = 0) -> tuple[RankTokens, ...]:
-        """The micro-batches of one rank that may need most memory.
-
-        Args:
-            number: of their settings among ``step_configs``.
-        """
+        """The micro-batches of one rank that may need most memory, with the settings of ``step_configs[number]``."""
         return self.source.peak_memory_batches(self.step_configs[number][0], number)
 
     @property

@@ -1,4 +1,4 @@
-"""How the processes of a run share sequences: decided before torch is imported, from heads and lengths."""
+"""Sequence parallelism of a run: decided before torch is imported, from heads and lengths."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ def axes_of(
     *,
     trained: bool = False,
 ) -> Axes:
-    """How the processes share sequences.
-
-    Args:
-        lengths: (N,), tokens of the samples, as far as they are known.
-        trained: the model will be.
-    """
+    """Choose how processes share sequences, by the ``lengths`` (N,) of known samples."""
     if world.sequence_parallel_size == 1:
         return Axes()
     refuse_shared(files.config, world.sequence_parallel_size, trained=trained)
@@ -51,7 +46,7 @@ def with_shares(config: TrainConfig, size: int) -> TrainConfig:
 
 
 def sequence_parallel_lines(world: World, axes: Axes) -> Iterator[str]:
-    """How processes share sequences, if they do."""
+    """Describe how processes share sequences, if they do."""
     if world.sequence_parallel_size > 1:
         yield (
             f"sequence parallel: each sequence on {world.sequence_parallel_size} processes, {axes.name} "

@@ -75,15 +75,16 @@ class SharedPrefixes:
         Args:
             target_tokens: (N,), of each full sample.
         """
-        found = np.zeros(len(target_tokens), np.int64)
+        logits = np.zeros(len(target_tokens), np.int64)
         of, trees = self.prefixes.prefixes.target_tokens, self.trees
         samples, whole = trees.samples, target_tokens[trees.samples]
-        has = trees.prefixes != NOTHING
-        shared = np.where(has, of[np.where(has, trees.prefixes, 0)], 0) if len(of) else np.zeros(len(samples), np.int64)
-        is_told = (whole == self.index.target_tokens[samples]) & (shared >= 0)
+        has_prefix = trees.prefixes != NOTHING
+        shared = np.zeros(len(samples), np.int64)
+        shared[has_prefix] = of[trees.prefixes[has_prefix]]
+        is_exact = (whole == self.index.target_tokens[samples]) & (shared >= 0)
         new = trees.new_tokens(self.index.length)
-        found[samples] = np.where(is_told, np.maximum(whole - shared, 0), np.minimum(whole, new))
-        return found
+        logits[samples] = np.where(is_exact, np.maximum(whole - shared, 0), np.minimum(whole, new))
+        return logits
 
     def towers(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> TowerWork:
         """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) are of full samples."""
@@ -155,8 +156,6 @@ def find_shared(
     """Find the prefixes that samples share, by ``--share-prefix``; and a message if they share less than they could.
 
     Args:
-        model: its ``config.json``.
-        capacity: tokens of a pack.
         max_length: longer samples are left out.
         max_samples, max_media_tokens: of a tree.
         limit: use only the first ``limit`` samples.
@@ -204,11 +203,7 @@ def find_shared(
 
 
 def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[IntervalSharing | None, str | None]:
-    """How a stream shares prefixes, by ``--share-prefix``; and a message if something prevents it.
-
-    Args:
-        model: its ``config.json``.
-    """
+    """The prefix sharing of a stream, by ``--share-prefix``; and a message if something prevents it."""
     if config.share_prefix == "false":
         return None, None
     if reasons := _reasons_against(config, model):
@@ -242,7 +237,6 @@ def load_shared_prefixes(
 
     Args:
         parts: of trees, as its file records them.
-        model: its ``config.json``.
 
     Raises:
         MismatchError: if the caches do not record these prefixes.
@@ -255,7 +249,7 @@ def load_shared_prefixes(
             f"--plan shares prefixes, and {problem}", "Make the plan again with --share-prefix false."
         )
     prefixes = _prefixes(reader, is_required=True)
-    assert prefixes is not None, "asked for"
+    assert prefixes is not None, "required"
     trees = rebuild_trees(packs, _as_planned(prefixes, len(reader)), min_shared=MIN_SHARED)
     if trees is None:
         raise MismatchError(
@@ -266,7 +260,7 @@ def load_shared_prefixes(
 
 
 def _parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
-    """Where steps have the parts of a tree that is cut."""
+    """The placement in steps of the parts of a split tree."""
     if not config.shuffle:
         return "any"  # the order is the user's
     return "together" if config.max_rows_per_tree is None else "apart"

@@ -98,7 +98,7 @@ class StreamedSteps(Steps):
             )
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
-        """What one rank's packs of a step hold, as in ``_SUMS``."""
+        """The figures of one rank's packs of a step, in the order of ``_SUMS``."""
         whole = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         added = Added.joined([pack.added for pack in packs])
         num_tokens = whole.sum() - added.shared.sum()
@@ -114,12 +114,7 @@ class StreamedSteps(Steps):
         return [int(count) for count in counts]
 
     def _begun(self, counts: list[int], after: StreamState) -> StepFigures:
-        """The step is next: what it holds over all ranks.
-
-        Args:
-            counts: of this rank, as in ``_SUMS``.
-            after: where the stream stands behind its packs.
-        """
+        """Begin a step: add up its ``counts`` over all ranks; ``after`` is the stream's position behind its packs."""
         sums = dict(zip(_SUMS, self._exchange.sums(counts), strict=True))
         if not sums["packs"]:
             where = f"Rows that were dropped are listed in {self._log.path}."
@@ -176,7 +171,7 @@ class DropLog:
     Args:
         output_dir: of the run.
         world: this rank among the others.
-        start: where its stream goes on: the lines of rows that were met before stay, those behind go.
+        start: where its stream resumes: lines of earlier rows stay, later ones are removed.
 
     Attributes:
         firsts: of each reason, the first row that this run met.
@@ -186,8 +181,8 @@ class DropLog:
         self.path = os.path.join(output_dir, f"dropped-{world.data.rank:05d}.jsonl")
         self.firsts: dict[str, str] = {}
         self._writes = world.share_rank == 0
-        noted = () if start is None else (start.counts.dropped, start.counts.parts_left_out)
-        self._kept = sum(sum(counts.values()) for counts in noted)
+        logged = () if start is None else (start.counts.dropped, start.counts.parts_left_out)
+        self._kept = sum(sum(counts.values()) for counts in logged)
 
     def __call__(self, item: Dropped) -> None:
         """Append a line."""

@@ -31,7 +31,7 @@ from packtool.stream.reading import MAX_OPEN_SOURCES, StreamState
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
-from packtool.train.prepare.heaviest import with_longest
+from packtool.train.prepare.peak_memory import with_longest
 from packtool.train.prepare.shared_prefixes import MIN_SAVING, first_pair, sharing_of_stream
 from packtool.train.prepare.timeline import OpenTimeline
 
@@ -80,7 +80,7 @@ class StreamedSource:
 
     @property
     def logs_channels(self) -> bool:
-        """Whether losses are logged by channel."""
+        """True if losses are logged by channel."""
         return self.config.enable_channel_loss
 
     def expected(self) -> dict[str, Any]:
@@ -144,10 +144,10 @@ class StreamedSource:
         encoded = encode_samples(read, Encoder(self.spec, self.files))
         samples = [sample for item in encoded if not isinstance(item, Dropped) for sample in item]
         capacity = self.options.packing_length
-        found = self.sharing.find_trees(samples, capacity) if self.sharing is not None and samples else None
-        if found is not None:
+        trees = self.sharing.find_trees(samples, capacity) if self.sharing is not None and samples else None
+        if trees is not None:
             lengths = np.array([sample.length for sample in samples], np.int32)
-            pair = first_pair(pack_trees(found[0], lengths, capacity, seed=self.options.seed))
+            pair = first_pair(pack_trees(trees[0], lengths, capacity, seed=self.options.seed))
             if pair is not None:
                 return [samples[number] for number in pair]
         return sorted(samples, key=lambda sample: sample.length)[:max_samples]

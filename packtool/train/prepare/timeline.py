@@ -68,12 +68,12 @@ class EpochStretch:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it lies in the partial epoch that its section starts with."""
+        """True if it lies in the partial epoch that its section starts with."""
         return self.section.part is not None and self.epoch == self.section.epoch
 
     @property
     def is_full(self) -> bool:
-        """Whether it has all steps of a full epoch."""
+        """True if it has all steps of a full epoch."""
         return not self.is_partial and self.stop - self.first == self.section.steps_per_epoch
 
     @property
@@ -247,7 +247,7 @@ class TrainedStage:
             step = stretch.stop
 
     def trained(self) -> Int64Array:
-        """How often it trains each sample of the caches, int64 (N,)."""
+        """Training count of each sample of the caches, int64 (N,)."""
         counts = np.zeros(len(self.inputs.lengths), np.int64)
         for stretch in self.stretches():
             counts += np.bincount(stretch.samples(), minlength=len(counts))
@@ -323,7 +323,7 @@ class Timeline:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Steps of that epoch."""
+        """Steps of a full epoch; with stages of the first epoch."""
         return self.first.steps.num_steps
 
     def stage(self, step: int) -> TrainedStage:
@@ -413,7 +413,7 @@ class Timeline:
         counts = []
         for stretch in self.stretches():
             plan, mixture = stretch.typical_plan, stretch.section.inputs.mixture
-            assert mixture is not None, "asked of mixtures alone"
+            assert mixture is not None, "a run with a mixture"
             counts.append(counts_of_steps(plan.packs, plan.steps, mixture)[: stretch.stop - stretch.first])
         return np.concatenate(counts)
 
@@ -486,13 +486,7 @@ def _stages(
 def _first_section(
     inputs: Inputs, number: int, start: tuple[int, int], share: float, trained: Int64Array, assignment: BatchShape
 ) -> Section:
-    """A stage from its first epoch, which may be partial.
-
-    Args:
-        start: its first step, and epoch.
-        share: of the epoch, as ``Inputs.stage_share`` returns it.
-        trained: how often each sample was trained before, (N,).
-    """
+    """A stage from its first step and epoch, ``start``; a ``share`` below 1 begins with a partial epoch."""
     stage = inputs.stages[number]
     assert stage.mixture is not None, "made with one"
     num_steps = each = None

@@ -26,14 +26,10 @@ class TrainedModel:
 
     @classmethod
     def find(cls, model: str, base_model: str | None = None) -> TrainedModel:
-        """What ``--model`` names.
+        """Find the model or adapter that ``--model`` names.
 
         Args:
             base_model: where an adapter's base model is now; by default where the adapter says.
-
-        Raises:
-            ConfigError: for a base model of what is no adapter, or one that is not there.
-            MismatchError: for an adapter that does not say whose it is, or whose base model is gone.
         """
         path = os.path.join(model, ADAPTER_FILE)
         if not is_adapter(model):
@@ -61,7 +57,7 @@ class TrainedModel:
 
 
 def is_adapter(directory: str) -> bool:
-    """Whether a directory holds an adapter."""
+    """Return whether a directory holds an adapter."""
     return os.path.exists(os.path.join(directory, ADAPTER_FILE))
 
 
@@ -78,6 +74,6 @@ def instead_of_adapter(directory: str) -> str:
 
 
 def _is_gone(base: str) -> bool:
-    """Whether a local directory is missing; ``owner/name`` may be an id of the hub."""
+    """Return whether a local directory is missing; ``owner/name`` may be an id of the hub."""
     is_local = os.path.isabs(base) or base.startswith(".") or base.count("/") != 1
     return is_local and not os.path.isdir(base)

@@ -7,21 +7,16 @@ import os
 from packtool.launch.world import processes_of_machine
 from packtool.train.prepare.run import Run
 
-#  Pictures of 8,192 tokens are read and cut into patches in 0.4 s on one core.
+# Pictures of 8,192 tokens are read and cut into patches in 0.4 s on one core.
 _TOKENS_OF_A_WORKER = 2048
-_MOST = 8
-_WAITING = 0.05
-_SECONDS = 10.0
+_MAX_WORKERS = 8
+_MIN_WAITING_SHARE = 0.05
+_MIN_WAITED_SECONDS = 10.0
 
 
 def choose_workers(media_tokens: float, cores: int) -> int:
-    """Number of loading processes: one for every 2,048 media tokens of a micro-batch, limited by cores.
-
-    Args:
-        media_tokens: of one rank's micro-batch.
-        cores: of one rank, of which its own process needs one.
-    """
-    return max(min(-(-int(media_tokens) // _TOKENS_OF_A_WORKER), cores - 1, _MOST), 1)
+    """Number of loading processes: one for every 2,048 media tokens of a rank's micro-batch, limited by its cores."""
+    return max(min(-(-int(media_tokens) // _TOKENS_OF_A_WORKER), cores - 1, _MAX_WORKERS), 1)
 
 
 def workers_of(run: Run) -> int:
@@ -49,7 +44,7 @@ class WaitingNote:
     def __init__(self, num_workers: int, cores: int) -> None:
         self._num_workers, self._cores = num_workers, cores
         self._waited = self._seconds = 0.0
-        self._begun = self._told = False
+        self._begun = self._is_shown = False
 
     def after(self, data_wait: float, seconds: float) -> str | None:
         """The advice, or None.
@@ -64,17 +59,17 @@ class WaitingNote:
             return None
         self._waited += data_wait * seconds
         self._seconds += seconds
-        if self._told or self._waited < _SECONDS or self._waited < _WAITING * self._seconds:
+        if self._is_shown or self._waited < _MIN_WAITED_SECONDS or self._waited < _MIN_WAITING_SHARE * self._seconds:
             return None
-        self._told = True
-        told = f"steps wait {self._waited / self._seconds:.0%} of their time for data"
+        self._is_shown = True
+        wait = f"steps wait {self._waited / self._seconds:.0%} of their time for data"
         processes = f"{self._num_workers} process{'' if self._num_workers == 1 else 'es'}"
         if self._cores - 1 > self._num_workers:
             return (
-                f"{told}: --dataloader-num-workers {min(2 * max(self._num_workers, 1), self._cores - 1)} loads more at "
+                f"{wait}: --dataloader-num-workers {min(2 * max(self._num_workers, 1), self._cores - 1)} loads more at "
                 f"a time (now {processes} a rank, which has {self._cores} cores)"
             )
         return (
-            f"{told}: {processes} a rank load it, and there are no more cores ({self._cores} a rank). Media that "
+            f"{wait}: {processes} a rank load it, and there are no more cores ({self._cores} a rank). Media that "
             "--media-cache keeps, that lie on a local disk, or exported with a smaller --max-pixels, load faster"
         )

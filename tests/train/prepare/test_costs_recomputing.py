@@ -45,7 +45,7 @@ def test_a_model_of_unknown_size_need_not_be_small(form: dict[str, Any], tiny: T
 
 
 def test_a_run_says_so(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("packtool.train.prepare.costs.MOST_PARAMETERS", 1000)
+    monkeypatch.setattr("packtool.train.prepare.costs.MAX_PARAMETERS", 1000)
     progress = Noted()
     train(tiny.config(tmp_path, dry_run=True), progress)
     assert any("--gradient-checkpointing false keeps them" in line for line in progress.lines)

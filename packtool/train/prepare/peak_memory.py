@@ -26,10 +26,10 @@ NUM_LENGTHS = 8
 """The number of lengths up to a full micro-batch, which most packs nearly are; one with fillers may have one more."""
 
 _ALIGNED = 16
-"""Lengths are multiples of it, as matrix products on GPUs want them."""
+"""Lengths are multiples of it, for matrix products on GPUs."""
 
 _FILLERS: dict[MediaKind, int] = {"image": 3, "audio": 1}
-"""Tokens of the documents that let a tower run where no sample brings something for it; see ``batch.collate``."""
+"""Tokens of the documents that let a tower run where no sample has media for it (``batch.collate``)."""
 
 
 def length_step(num_tokens: int) -> int:
@@ -46,11 +46,7 @@ def max_tokens(config: TrainConfig, sequence_parallel_size: int) -> int:
 
 
 def longest_micro_batches(config: TrainConfig, kinds: Sequence[MediaKind]) -> tuple[int, int]:
-    """Tokens that one process computes at most: with media of its own, and with fillers in their place.
-
-    Args:
-        kinds: of media that the model takes.
-    """
+    """Tokens that one process computes at most: with media of its own, and with fillers in their place."""
     tokens = max_tokens(config, config.sequence_parallel_ranks)
     if not config.torch_compile:
         return tokens, tokens
@@ -64,11 +60,7 @@ def num_fillers(kinds: Sequence[MediaKind]) -> int:
 
 
 def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
-    """The pictures, videos and sounds of caches.
-
-    Args:
-        model: its ``config.json``.
-    """
+    """The pictures, videos and sounds of caches, for a model with this ``config.json``."""
     vision = thinker_of(model).get("vision_config") or {}
     seen = Media.of_samples(
         index.vision_tokens,
@@ -81,12 +73,12 @@ def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
 
 
 def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
-    """Whose towers of ``size`` ranks get which of the media that an epoch trains: by what they cost forward."""
+    """Assign the media of an epoch to the towers of ``size`` ranks, by the FLOPs of their forward passes."""
     work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares, media.sounds)
     return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.placement)
 
 
-def heaviest_tokens(
+def max_rank_tokens(
     config: TrainConfig,
     plan: EpochPlan,
     model: Mapping[str, Any],
@@ -98,7 +90,6 @@ def heaviest_tokens(
 
     Args:
         config: with its packing length.
-        plan: of an epoch.
         model: its ``config.json``.
         media_tokens, audio_tokens: (N,), of each sample of the cache, or what it adds to what others share.
         shares: where ranks share sequences.
@@ -108,29 +99,29 @@ def heaviest_tokens(
     """
     packs, steps = plan.packs, plan.steps
 
-    def most(values: npt.NDArray[Any]) -> int:
+    def max_per_batch(values: npt.NDArray[Any]) -> int:
         return int(steps.cell_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
 
-    def most_of_rank(values: npt.NDArray[np.float64]) -> int:
-        assert shares is not None, "asked where ranks share sequences"
+    def max_of_rank(values: npt.NDArray[np.float64]) -> int:
+        assert shares is not None, "ranks share sequences"
         return math.ceil(shares.max_per_rank(values).max(initial=0) - 1e-6)
 
-    found = RankTokens(
+    tokens = RankTokens(
         computed=1,
-        vision=most(media_tokens - audio_tokens),
-        audio=most(audio_tokens),
-        num_local_vision_tokens=None if shares is None else most_of_rank(shares.media.tokens),
-        num_local_audio_tokens=None if shares is None else most_of_rank(shares.media.sounds),
+        vision=max_per_batch(media_tokens - audio_tokens),
+        audio=max_per_batch(audio_tokens),
+        num_local_vision_tokens=None if shares is None else max_of_rank(shares.media.tokens),
+        num_local_audio_tokens=None if shares is None else max_of_rank(shares.media.sounds),
         keys=int(steps.cell_sums(keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
-    return with_longest(config, model, found)
+    return with_longest(config, model, tokens)
 
 
-def with_longest(config: TrainConfig, model: Mapping[str, Any], found: RankTokens) -> tuple[RankTokens, ...]:
-    """The longest micro-batch with so many tokens of media; see ``heaviest_tokens``."""
+def with_longest(config: TrainConfig, model: Mapping[str, Any], tokens: RankTokens) -> tuple[RankTokens, ...]:
+    """The longest micro-batch with these tokens of media, and if they differ the longest one with fillers."""
     longest, with_fillers = (max(number, 2) for number in longest_micro_batches(config, family_of(model).kinds))
-    tokens = found.within(longest)
-    return (tokens,) if with_fillers == longest else (tokens, RankTokens(computed=with_fillers, keys=tokens.keys))
+    full = tokens.within(longest)
+    return (full,) if with_fillers == longest else (full, RankTokens(computed=with_fillers, keys=full.keys))
 
 
 def keys_per_pack(packs: PackPlan) -> Int64Array:
