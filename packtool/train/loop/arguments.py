@@ -173,7 +173,7 @@ def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     with refused_by_transformers():
         if args.optim in _NEEDS_MODEL:
-            with contextlib.suppress(ValueError):  # about the missing model, which ``check_optimizer_of`` has
+            with contextlib.suppress(ValueError):  # the model is missing here; ``check_optimizer_of`` takes it
                 Trainer.get_optimizer_cls_and_kwargs(args)
             optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)
         else:

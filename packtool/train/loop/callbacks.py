@@ -300,7 +300,7 @@ class RunCallback(TrainerCallback):
         self.ended_early = False
         self._progress = progress
         self._record = self.run.record()
-        self._num_recorded = 0  # skipped samples of this rank that the ledger has
+        self._num_recorded = 0  # skipped samples of this rank in the ledger
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the report, and write the run's history."""

@@ -68,7 +68,7 @@ class MemoryEstimate:
         gathered: weights that FSDP or ZeRO-3 gather at a time, and gradients that are not sharded yet.
         buckets: copies of gradients that data-parallel ranks without sharding exchange.
         num_tokens: of the micro-batch.
-        num_parameters, num_trainable: of the whole model.
+        num_parameters, num_trainable: of the model, before sharding.
     """
 
     weights: float

@@ -60,7 +60,7 @@ class VerifyReport:
         model: directory.
         device, dtype: of the computation.
         attention: name of the kernel.
-        num_packs, num_samples, num_tokens: of the comparison, counting every sample whole.
+        num_packs, num_samples, num_tokens: of the comparison; shared prefixes count for each sample.
         num_shared_tokens: of these, tokens that shared prefixes saved.
         checks: the worst of each kind.
         seconds: of everything.
