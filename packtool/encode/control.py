@@ -25,7 +25,7 @@ from packtool.errors import ConfigError
 _BLOCK = 0x4000  # more than any tokenizer has control tokens
 _MEDIA_SLOTS = {kind: _BLOCK - 1 - i for i, kind in enumerate(MEDIA_MARKS)}
 _NUM_SLOTS = _BLOCK - len(MEDIA_MARKS)
-# Planes 15 and 16 are private use; the highest block that a row's text leaves free is taken.
+# Planes 15 and 16 are private use; the highest block that a row's text leaves free is used_blocks.
 _BASES = tuple(range(0x10C000, 0xF0000 - 1, -_BLOCK))
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _NOTHING = "(?!)"
@@ -64,20 +64,20 @@ class Shield:
     ) -> None:
         self._vocabulary = vocabulary
         self._spared = spared
-        foreign = [string for string in strings if not string.isascii()]
-        taken = {ord(char) // _BLOCK for string in foreign for char in _PRIVATE.findall(string)}
-        base = next((base for base in _BASES if base // _BLOCK not in taken), None)
+        non_ascii = [string for string in strings if not string.isascii()]
+        used_blocks = {ord(char) // _BLOCK for string in non_ascii for char in _PRIVATE.findall(string)}
+        base = next((base for base in _BASES if base // _BLOCK not in used_blocks), None)
         if base is None:
             raise ValueError("the text uses private-use characters all over planes 15 and 16")
         self._base = base
-        self._used = False
+        self._has_shielded = False
         self._kinds: Mapping[str, str] = {}
 
     def text(self, string: str) -> str:
         """Shield one string."""
         if not self._vocabulary.pattern.search(string):
             return string
-        self._used = True
+        self._has_shielded = True
         slot, spared = self._vocabulary.slots, self._spared
         return self._vocabulary.pattern.sub(
             lambda match: match.group() if match.group() in spared else chr(self._base + slot[match.group()]), string
@@ -113,7 +113,7 @@ class Shield:
 
     def lift(self, string: str) -> str:
         """Replace the shielded characters by their text."""
-        if not self._used:
+        if not self._has_shielded:
             return string
         texts = self._vocabulary.texts
         return "".join(

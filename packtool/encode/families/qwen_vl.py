@@ -240,10 +240,10 @@ def _inferred(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pixels
         while low <= high:
             middle = (low + high) // 2
             bounds = (low_end, middle) if is_max else (middle, high_end)
-            made = attempt(bounds)
-            if made == grid:
+            candidate = attempt(bounds)
+            if candidate == grid:
                 return bounds
-            if made is None or any(side < wanted for side, wanted in zip(made, grid, strict=True)):
+            if candidate is None or any(side < wanted for side, wanted in zip(candidate, grid, strict=True)):
                 low = middle + 1
             else:
                 high = middle - 1

@@ -248,8 +248,8 @@ def _path(text: str, source: Source) -> str:
     return beside if storage.is_remote(beside) else os.path.abspath(beside)
 
 
-_KNOWN = frozenset(column for columns in NAMES.values() for column in columns)
-_WORDS = {
+_KNOWN_COLUMNS = frozenset(column for columns in NAMES.values() for column in columns)
+_COLUMN_WORDS = {
     "image": ("image", "img", "pic", "photo", "figure", "screenshot"),
     "video": ("video", "clip", "movie"),
     "audio": ("audio", "sound", "speech", "voice", "wav"),
@@ -260,7 +260,7 @@ _SUFFIXES = {
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a"),
 }
 _MEDIA_COLUMNS = frozenset(column for kind in MEDIA_MARKS for column in NAMES[f"{kind}s"])
-_MEDIA_WORDS = (*(word for words in _WORDS.values() for word in words), "media", "file", "path", "frames")
+_MEDIA_WORDS = (*(word for words in _COLUMN_WORDS.values() for word in words), "media", "file", "path", "frames")
 _MEDIA_SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 _PATH = re.compile(r"[a-z][a-z0-9+.-]*://\S+|data:\S+|(~|\.{1,2})?/\S+|[A-Za-z]:\\\S+")
 _CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
@@ -307,7 +307,7 @@ def _column_could_hold(key: str, value: Any, named: Container[str]) -> bool:
     name = key.lower()
     if key in named or name in _MEDIA_COLUMNS:
         return True
-    if name in _KNOWN:
+    if name in _KNOWN_COLUMNS:
         return _has_media_parts(value)
     return _has_word(key, _MEDIA_WORDS) or _looks_like_media(value)
 
@@ -395,8 +395,10 @@ def _remedy(column: str, kind: str) -> str:
 
 def likely_column(row: Mapping[str, Any], kind: str) -> str:
     """Return a column of unknown name that may hold media of a kind, by its name or its value; "" for none."""
-    unknown = [key for key, value in row.items() if isinstance(key, str) and key.lower() not in _KNOWN and value]
-    by_name = [key for key in unknown if _has_word(key, _WORDS[kind])]
+    unknown = [
+        key for key, value in row.items() if isinstance(key, str) and key.lower() not in _KNOWN_COLUMNS and value
+    ]
+    by_name = [key for key in unknown if _has_word(key, _COLUMN_WORDS[kind])]
     by_value = [key for key in unknown if _names_a_file(row[key], _SUFFIXES[kind])]
     return next((key for key in by_name if key in by_value), next(iter([*by_value, *by_name]), ""))
 
