@@ -84,16 +84,10 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
 
 def _note_refusals(scanned: Sequence[ScannedSource], progress: Progress) -> None:
     """Warn before the work begins about rows that name media which they may not access."""
-    lines = (first_row_error(found.source, found.blocks) for found in scanned[:_NUM_CHECKED])
-    if (line := next(filter(None, lines), None)) is not None:
-        progress.note(line)
+    warnings = (first_row_error(each.source, each.blocks) for each in scanned[:_NUM_CHECKED])
+    if (warning := next(filter(None, warnings), None)) is not None:
+        progress.note(warning)
     close_readers()  # workers have their own
-
-
-def _part_name(config: ExportConfig) -> str:
-    if not config.is_part:
-        return ""
-    return "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
 
 
 def _finished(directory: str, manifest: Manifest) -> ExportSummary:
@@ -163,7 +157,8 @@ class _Export:
         self.executor.wait()
         if directory is None:
             return self._count()
-        with DirectoryLock(directory, _part_name(config)) as lock:
+        part = "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
+        with DirectoryLock(directory, part if config.is_part else "") as lock:
             if config.repair:
                 return self._repair(directory, lock, find_same(directory, self.identity, self.specs))
             # Another export may have finished while the sources were read.
@@ -286,11 +281,7 @@ class _Export:
     def _run(
         self, tasks: Sequence[Task], done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]
     ) -> dict[int, TaskResult]:
-        """Run the unfinished tasks; return the results of all finished ones by task number.
-
-        Args:
-            check: raises if another run has taken the directory over.
-        """
+        """Run the unfinished tasks; return the results of all finished ones by task number."""
         config, progress = self.config, self.progress
         mine = [task for task in tasks if _is_mine(task.number, config)]
         waiting = [] if config.finalize else [task for task in mine if task.number not in done]
@@ -333,11 +324,7 @@ def _part(
     missing: Sequence[int],
     seconds: float,
 ) -> ExportSummary:
-    """Return the summary of a part of an export whose other parts are not finished.
-
-    Raises:
-        DataError: with ``--finalize``, naming the missing shards.
-    """
+    """Return the summary of a part of an export whose other parts are not finished; ``--finalize`` raises instead."""
     if config.finalize:
         shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise DataError(

@@ -48,14 +48,13 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
     Raises:
         PacktoolError: if rows in, kept and dropped do not add up.
     """
-    channels = list(dict.fromkeys(name for result in results for name in result.channels))
     names = sorted({name for result in results for name in result.splits})
     manifest = Manifest(
         **vars(InputCounts.total(result.counts for result in results)),
         packtool_version=VERSION,
         identity=identity,
         sources=sources,
-        channels=tuple(channels),
+        channels=tuple(dict.fromkeys(name for result in results for name in result.channels)),
         splits={name: _split_info(name, results, int(identity.spec["max_length"])) for name in names},
         fingerprint=fingerprint_of(identity, sources),
     )
@@ -177,8 +176,7 @@ def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> b
     """Return whether a file is the shard that a task wrote; ``state`` is None if there is no file."""
     if state is None or state.size != part.bytes:
         return False
-    # A copied directory has other times.
-    return state.modified == part.modified or sha256_of(path) == part.sha256
+    return state.modified == part.modified or sha256_of(path) == part.sha256  # a copied file has another time
 
 
 def _index_batches(
@@ -209,14 +207,13 @@ def has_parts(directory: str, result: TaskResult) -> bool:
     """
     if storage.is_remote(directory):
         return True
-    parts = (
-        [(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256)] if result.dropped_sha256 else []
-    )
+    parts = [("dropped.jsonl", result.dropped_sha256)] if result.dropped_sha256 else []
     for split, counts in result.splits.items():
-        parts.append((task_file(directory, result.number, f"{split}.arrow"), counts.index_sha256))
+        parts.append((f"{split}.arrow", counts.index_sha256))
         if counts.prefixes_sha256:
-            parts.append((task_file(directory, result.number, f"{split}.prefixes.arrow"), counts.prefixes_sha256))
-    return all(storage.exists(path) and sha256_of(path) == sha256 for path, sha256 in parts)
+            parts.append((f"{split}.prefixes.arrow", counts.prefixes_sha256))
+    paths = ((task_file(directory, result.number, suffix), sha256) for suffix, sha256 in parts)
+    return all(storage.exists(path) and sha256_of(path) == sha256 for path, sha256 in paths)
 
 
 def _read_part(path: str, sha256: str) -> bytes:

@@ -226,9 +226,8 @@ T = TypeVar("T")
 
 _SHARD, _INDEX, _UNFINISHED = ".arrow", ".index", ".partial"
 _LOCK_NAME = ".lock"
-_FETCH_BLOCK, _CHUNK = 8 * 2**20, 4 * 2**20
-# Left free on the disk, which often holds checkpoints too.
-_SPARE_BYTES = 2**30
+_FETCH_BLOCK = 8 * 2**20
+_SPARE_BYTES = 2**30  # left free on the disk, which often holds checkpoints too
 _MAX_ATTEMPTS = 2
 
 
@@ -346,10 +345,11 @@ class LocalCopies:
                 if arrived_size == size and sha256 in (None, digest):
                     break
             else:
-                is_size = arrived_size != size
-                what = f"has {arrived_size} bytes" if is_size else f"has the SHA-256 {digest}"
+                arrived, expected = f"the SHA-256 {digest}", sha256
+                if arrived_size != size:
+                    arrived, expected = f"{arrived_size} bytes", str(size)
                 raise StorageError(
-                    f"{storage.masked(path)}: what arrives {what}, the manifest says {size if is_size else sha256}",
+                    f"{storage.masked(path)}: what arrives has {arrived}, the manifest says {expected}",
                     "Copy the cache again, or export it again.",
                 )
             file.flush()
@@ -398,7 +398,7 @@ def _download(path: str, file: BinaryIO) -> tuple[int, str]:
     digest, size = hashlib.sha256(), 0
     file.seek(0)
     with storage.open_read(path, _FETCH_BLOCK) as source:
-        while chunk := source.read(_CHUNK):
+        while chunk := source.read(_CHUNK_BYTES):
             digest.update(chunk)
             size += file.write(chunk)
     file.truncate(size)

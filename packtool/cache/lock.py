@@ -71,10 +71,9 @@ class Holder:
         return time.time() - self.renewed < _STALE_S
 
     def __str__(self) -> str:
-        now = time.time()
         what = f"part {self.part}" if self.part else self.what
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        ago = max(now - self.renewed, 0.0)
+        ago = max(time.time() - self.renewed, 0.0)
         return f"{what} on host {self.host}, process {self.pid}, since {since} (last sign of life {ago:.0f} s ago)"
 
 

@@ -57,11 +57,7 @@ class Origins:
 
     @classmethod
     def read(cls, path: str) -> Origins:
-        """Read what ``write`` wrote.
-
-        Raises:
-            MismatchError: if it is damaged.
-        """
+        """Read a file of ``write``; raise a MismatchError if it is damaged."""
         try:
             with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as arrays:
                 names = load_json(arrays["told"].tobytes())

@@ -94,11 +94,7 @@ def write_plan(path: str, plan: SavedPlan) -> None:
 
 
 def read_plan(path: str) -> SavedPlan:
-    """Read a plan file.
-
-    Raises:
-        MismatchError: if it is none, or damaged.
-    """
+    """Read a plan file; raise a MismatchError if it is none, or damaged."""
     data = storage.read_bytes(path)
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
@@ -127,11 +123,7 @@ def read_plan(path: str) -> SavedPlan:
 
 
 def read_plan_of(reader: CacheReader, path: str) -> SavedPlan:
-    """Read a plan file of the caches of a reader.
-
-    Raises:
-        MismatchError: if the plan belongs to other caches, or is damaged.
-    """
+    """Read a plan file; raise a MismatchError if it belongs to other caches than the reader's."""
     plan = read_plan(path)
     if plan.cache != reader.fingerprint:
         raise MismatchError(

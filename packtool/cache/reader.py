@@ -83,11 +83,7 @@ class CacheReader:
     """
 
     def __init__(
-        self,
-        directories: Sequence[str],
-        manifests: Sequence[Manifest],
-        split: str,
-        copies: LocalCopies | None = None,
+        self, directories: Sequence[str], manifests: Sequence[Manifest], split: str, copies: LocalCopies | None = None
     ) -> None:
         self.directories = tuple(directories)
         self.manifests = tuple(manifests)
@@ -331,6 +327,7 @@ class ShardFile:
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         batch, i = self._batches[number], row - int(self._starts[number])
         self._check(number, batch, i, i + 1)
+        part = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
         return EncodedSample(
             input_ids=_values(batch.column("input_ids"), i),
             labels=_values(batch.column("labels"), i),
@@ -343,7 +340,8 @@ class ShardFile:
             source=batch.column("source")[i].as_py(),
             row=batch.column("row")[i].as_py(),
             num_truncated=batch.column("truncated")[i].as_py(),
-            **_part(batch, i),
+            part=None if part is None else RowPart(**part),
+            borders=None if part is None else _values(batch.column("borders"), i),
         )
 
 
@@ -372,14 +370,6 @@ def _ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]
             yield from _ranges(array.values, first, last)
         elif first < last:
             yield values[1].address + first, last - first
-
-
-def _part(batch: pa.RecordBatch, i: int) -> dict[str, Any]:
-    """Return the part of its row that a sample is, if the shard has that column."""
-    raw = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
-    if raw is None:
-        return {}
-    return {"part": RowPart(**raw), "borders": _values(batch.column("borders"), i)}
 
 
 def _values(column: pa.ListArray, i: int) -> Any:

@@ -222,11 +222,7 @@ class _Outputs:
         return sum(self.result.counts.dropped.values())
 
     def drop(self, item: Dropped) -> None:
-        """Record a dropped row, or a dropped turn or response of a row that is kept.
-
-        Raises:
-            RowError: in strict mode.
-        """
+        """Record a dropped row, or a dropped turn or response of a kept row; raise a RowError in strict mode."""
         if self._strict:
             raise item.as_error()
         if item.part is None:
@@ -299,7 +295,9 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     total = sum(source.num_rows for source in scanned)
     shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
     num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
-    val_rows = _val_rows(num_train, config.split_dataset_ratio, config.seed)
+    ratio = config.split_dataset_ratio
+    num_val = max(round(num_train * ratio), 1) if ratio and num_train > 1 else 0
+    val_rows = np.sort(np.random.default_rng(config.seed).choice(num_train, num_val, replace=False, shuffle=False))
     first = 0  # among the rows of --dataset
     parts: list[tuple[Stretches, tuple[int, ...], list[str]]] = []
     for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
@@ -318,7 +316,8 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     for number, (stretches, val, splits) in enumerate(parts):
         shards = {}
         for split in splits:
-            shards[split] = (next_shard[split], _shard_name(next_shard[split], num_shards[split]))
+            shard = next_shard[split]
+            shards[split] = shard, f"data-{shard:05d}-of-{num_shards[split]:05d}.arrow"
             next_shard[split] += 1
         tasks.append(Task(number, stretches, val, shards))
     return tasks
@@ -343,12 +342,3 @@ def _filled(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Ite
             stretches.append((source, blocks[begin:]))
     if stretches:
         yield tuple(stretches)
-
-
-def _val_rows(total: int, ratio: float, seed: int) -> np.ndarray:
-    count = max(round(total * ratio), 1) if ratio and total > 1 else 0
-    return np.sort(np.random.default_rng(seed).choice(total, count, replace=False, shuffle=False))
-
-
-def _shard_name(number: int, total: int) -> str:
-    return f"data-{number:05d}-of-{total:05d}.arrow"

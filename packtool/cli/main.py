@@ -40,7 +40,7 @@ from packtool.errors import (
     PacktoolError,
     StoppedError,
 )
-from packtool.launch.processes import end_with_launcher, is_said_elsewhere
+from packtool.launch.processes import end_with_launcher, is_printed_elsewhere
 from packtool.launch.world import LOST_PEER, is_launched, is_lost_peer, leave_process_group
 from packtool.terminal import show
 
@@ -233,5 +233,5 @@ def _report(error: Exception) -> int:
 
 def _print(message: str) -> None:
     """Print a message on stderr, unless another process of the run prints the same."""
-    if not is_said_elsewhere(message):
+    if not is_printed_elsewhere(message):
         show(f"packtool: {message}", error=True)

@@ -150,20 +150,20 @@ def end_with_launcher() -> None:
     if not is_launched():
         return
     launcher = os.getppid()
+
+    def poll() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     else:
-        threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
+        threading.Thread(target=poll, daemon=True).start()
     known = os.environ.get(_LAUNCHER, "")
     # The launcher may have ended before the call.
     if os.getppid() != launcher or (known.isdecimal() and not _exists(int(known))):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _end_without(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _exists(process: int) -> bool:
@@ -201,7 +201,7 @@ def _number(
 
 
 def begins_run() -> bool:
-    """Whether this command starts a run: not one of torchrun's processes, and on the first machine."""
+    """Return whether this command starts a run: outside torchrun, and on the first machine."""
     return not is_launched() and Processes.from_environment(os.environ).node_rank == 0
 
 
@@ -236,14 +236,14 @@ def find_place(
 _STORE_SECONDS = 2.0
 
 
-def is_said_elsewhere(message: str, environ: Mapping[str, str] | None = None) -> bool:
+def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None) -> bool:
     """Return whether another process of this run has printed a message; if not, note that this one prints it.
 
     The processes share torchrun's store, which exists before they have met and after one has failed. Without torchrun,
     or if the store does not answer, every process prints its messages.
 
     Args:
-        environ: the environment with the variables of torchrun; by default that of this process.
+        environ: of this process by default.
     """
     environ = os.environ if environ is None else environ
     if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -31,30 +31,21 @@ Report = Callable[..., None]
 
 _POLL_S = 0.5
 
-_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
 
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main module while a worker starts, so that the worker does not run it again.
+def _worker_start() -> Iterator[None]:
+    """Block signals and hide the main module while a worker starts.
 
-    Workers run functions of packtool only, and would otherwise import the whole command line or a user's script.
+    The worker inherits the blocked signals until ``begin_worker`` has run in it. It runs functions of packtool only,
+    and would otherwise import the command line or the user's script.
     """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def signals_wait() -> Iterator[None]:
-    """Block signals while a worker starts, which inherits this until ``begin_worker`` has run in it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
-    try:
-        yield
-    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -131,7 +122,7 @@ class WorkerPool(Generic[Job, Result]):
         while len(self._workers) < min(num, self.num_proc):
             pipe, theirs = context.Pipe()
             process = context.Process(target=_work, args=(*self._target, theirs), daemon=True)
-            with _without_main(), signals_wait():
+            with _worker_start():
                 process.start()
             theirs.close()  # so that the end of the process closes the pipe
             self._workers.append((process, pipe))

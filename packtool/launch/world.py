@@ -8,19 +8,18 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 
-_INSIDE = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether this process was started by torchrun; ``environ`` replaces its environment."""
     values = os.environ if environ is None else environ
-    return any(values.get(name) for name in _INSIDE)
+    return any(values.get(name) for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"))
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,7 @@ def processes_of_machine(otherwise: int = 1) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NPROC_PER_NODE") or otherwise)
 
 
-_GPU_FILES = "/proc/driver/nvidia/gpus/*/information"
-
-
-def gpu_names(pattern: str = _GPU_FILES) -> tuple[str, ...]:
+def gpu_names(pattern: str = "/proc/driver/nvidia/gpus/*/information") -> tuple[str, ...]:
     """Return the names of the GPUs, as in ``("NVIDIA H100 80GB HBM3",)``, without loading torch.
 
     Args:
@@ -113,13 +109,9 @@ def gpu_names(pattern: str = _GPU_FILES) -> tuple[str, ...]:
     """
     names = []
     for path in sorted(glob.glob(pattern)):
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                text = file.read()
-        except OSError:
-            continue
-        if match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE):
-            names.append(match.group(1))
+        with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            if match := re.search(r"^Model:\s*(.+?)\s*$", file.read(), re.MULTILINE):
+                names.append(match.group(1))
     return tuple(names)
 
 

@@ -78,11 +78,7 @@ def _named(chart: Chart) -> list[Path]:
 
 
 def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, int, int]) -> None:
-    """Draw a chart.
-
-    Args:
-        box: pixels of its left, upper, right and lower end.
-    """
+    """Draw a chart; ``box``: pixels of its left, upper, right and lower end."""
     left, top, right, bottom = box
 
     def place(point: Point) -> Point:
@@ -247,11 +243,7 @@ def charts_of(records: Records) -> list[Chart]:
     charts = [
         _chart(records, "loss, mean over target tokens, in nats", [*loss, *evaluated]),
         _chart(records, "objective: the loss that training minimizes, in nats", _smooth_curves(records, "objective")),
-        _chart(
-            records,
-            f"loss by channel, in nats, smoothed{left_out}",
-            _curves(records, channel_names, smooth=True),
-        ),
+        _chart(records, f"loss by channel, in nats, smoothed{left_out}", _curves(records, channel_names, smooth=True)),
         _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), low=0.0),
         _chart(records, "gradient norm before clipping", _smooth_curves(records, "grad_norm"), low=0.0),
         _chart(records, "tokens per second", _curves(records, speeds, smooth=True), low=0.0),
@@ -295,7 +287,7 @@ def _chart(
     y = Axis.over(title, lowest if low is None else low, highest if high is None else high, 5, suffix=suffix)
     first, last = (float(pick(record["step"] for record in records)) for pick in (min, max))
     begin, end = _padded(0.0 if 0 <= first < _NEAR_ZERO * last else first, last, 0.0)
-    x = Axis.over("optimizer step", begin, end, 5, whole=True)
+    x = Axis.over("optimizer step", begin, end, 5, integers=True)
     shapes = []
     for curve in shown:
         strokes = list(_strokes(curve, x, y))
@@ -343,11 +335,7 @@ def _padded(low: float, high: float, share: float) -> tuple[float, float]:
 
 
 def _smooth_curves(records: Records, figure: str, *, name: str = "", scale: float = 1) -> list[Curve]:
-    """A figure as logged and, with enough values, smoothed.
-
-    Args:
-        name: written at the curve's end.
-    """
+    """A figure as logged and, with enough values, smoothed; ``name``: written at the curve's end."""
     curves = _curves(records, {figure: name}, scale=scale)
     if not curves or len(curves[0].x) < _MIN_TO_SMOOTH:
         return curves
@@ -364,11 +352,7 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Curves of the figures that the log contains.
-
-    Args:
-        names: written at the curves' ends, by the figure's name in the log.
-    """
+    """Curves of the figures that the log contains; ``names``: texts at their ends, by figure."""
     curves = []
     for number, (figure, name) in enumerate(names.items()):
         points = [(record["step"], record[figure]) for record in records if _is_number(record.get(figure))]

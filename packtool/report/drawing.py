@@ -85,7 +85,7 @@ class Axis:
         high: float,
         num_ticks: int,
         *,
-        whole: bool = False,
+        integers: bool = False,
         cover: bool = False,
         suffix: str = "",
     ) -> Axis:
@@ -94,14 +94,14 @@ class Axis:
         Args:
             low, high: different values.
             num_ticks: approximate number of ticks.
-            whole: integers only.
+            integers: ticks at integers only.
             cover: ticks from ``low``, which is round, to the first one at or above ``high``, where the axis ends.
             suffix: unit after every number.
         """
         rough = (high - low) / num_ticks
         power = 10.0 ** math.floor(math.log10(rough))
         steps = (factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
-        step = next((step for step in steps if not whole or step == int(step)), 1.0)
+        step = next((step for step in steps if not integers or step == int(step)), 1.0)
         if cover:
             values = [low + i * step for i in range(max(math.ceil((high - low) / step - 1e-9), 1) + 1)]
         else:

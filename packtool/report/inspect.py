@@ -160,14 +160,12 @@ def cache_figures(directory: str) -> dict[str, Any]:
         MismatchError: if it is no finished cache, with the number of its finished shards.
     """
     directory = storage.normalize(directory)
-    if not storage.exists(storage.join(directory, MANIFEST_NAME)):
-        tasks = storage.join(directory, TASKS_DIR)
-        if storage.list_names(tasks):
-            count = num_finished(directory)
-            raise MismatchError(
-                f"{directory} is an unfinished cache: {count} shards are finished so far",
-                "Run the same packtool export again to go on.",
-            )
+    has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))
+    if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
+        raise MismatchError(
+            f"{directory} is an unfinished cache: {num_finished(directory)} shards are finished so far",
+            "Run the same packtool export again to go on.",
+        )
     manifest = Manifest.read(directory)
     identity = manifest.identity
     defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
@@ -348,9 +346,9 @@ class Decoder:
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
         media: dict[str, list[Medium]] = {
-            "image": list(sample.images),
-            "video": list(sample.videos),
-            "audio": list(sample.audios),
+            "image": [*sample.images],
+            "video": [*sample.videos],
+            "audio": [*sample.audios],
         }
         kinds = [self._pads.get(token) for token in sample.input_ids.tolist()]
         trained = sample.labels != IGNORE_INDEX
@@ -374,22 +372,14 @@ class Decoder:
                 yield Part("media", medium_text(medium), medium=medium)
                 continue
             start, at = at, at + 1
-            while (
-                at < sample.length
-                and kinds[at] is None
-                and trained[at] == trained[start]
-                and (weights[at] == weights[start])
-            ):
+            style = trained[start], weights[start]
+            while at < sample.length and kinds[at] is None and (trained[at], weights[at]) == style:
                 at += 1
             text = self._tokenizer.decode(sample.input_ids[start:at].tolist(), skip_special_tokens=False)
             yield Part("trained" if trained[start] else "plain", text, float(weights[start]))
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
-        """The regions that the sample's text describes.
-
-        Args:
-            parts: of the sample.
-        """
+        """The regions that the text of a sample with these parts describes."""
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
         return regions_of(text, sample.images, self._form, self._limits, is_complete=not sample.num_truncated)
 

@@ -295,7 +295,7 @@ def histogram(
     marks = [(position, name) for position, name in marks if low <= position <= low + 1.5 * (high - low)]
     end = max([high, *(position for position, _ in marks)])
     x = Axis.logarithmic(unit, low, end) if counted.is_log else Axis.over(unit, low, end, 6, suffix=suffix)
-    y = Axis.over(noun, 0, max(counted.counts, default=0) or 1, 4, whole=True, cover=True)
+    y = Axis.over(noun, 0, max(counted.counts, default=0) or 1, 4, integers=True, cover=True)
     shapes: list[Box | Path] = []
     for count, (start, stop) in zip(counted.counts, pairwise(counted.edges), strict=True):
         if count:

@@ -77,14 +77,7 @@ def _shared(report: VerifyReport) -> str:
 
 
 def write_page(report: VerifyReport, path: str, command: str) -> None:
-    """Write the report as a page that loads nothing from elsewhere.
-
-    Args:
-        command: shown as the command that made the page.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
+    """Write the report as a page that loads nothing from elsewhere; ``command``: shown as the one that made it."""
     failures = [check.sentence() for check in report.checks if not check.passed]
     page = render(
         "verify.html",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -126,11 +126,7 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
 
 
 def simulation_page(simulation: Simulation, command: str) -> str:
-    """The page as text.
-
-    Args:
-        command: shown as the command that made the page.
-    """
+    """The page as text; ``command``: shown as the command that made it."""
     kinds = {kind for outcome in simulation.outcomes for kind, share in outcome.timing.shares.items() if share > 0}
     return render(
         "simulation.html",
@@ -214,10 +210,9 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _legend(kinds: Iterable[str]) -> list[tuple[str, str]]:
+def _legend(kinds: Container[str]) -> list[tuple[str, str]]:
     """Look and name of these kinds, in the order of ``_TIME_KINDS``."""
-    present = set(kinds)
-    return [shown for kind, shown in _TIME_KINDS.items() if kind in present]
+    return [look_and_name for kind, look_and_name in _TIME_KINDS.items() if kind in kinds]
 
 
 def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from packtool.launch.processes import is_said_elsewhere
+from packtool.launch.processes import is_printed_elsewhere
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def environ() -> Iterator[dict[str, str]]:
 
 
 def test_one_of_several_speaks(environ: dict[str, str]) -> None:
-    same = [is_said_elsewhere("error: no such file", {**environ, "RANK": str(rank)}) for rank in (1, 0, 2)]
+    same = [is_printed_elsewhere("error: no such file", {**environ, "RANK": str(rank)}) for rank in (1, 0, 2)]
     assert same == [False, True, True]
-    assert not is_said_elsewhere("error: rank 2 is out of memory", {**environ, "RANK": "2"})
+    assert not is_printed_elsewhere("error: rank 2 is out of memory", {**environ, "RANK": "2"})
     again = {**environ, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert not is_said_elsewhere("error: no such file", again), "another attempt"
+    assert not is_printed_elsewhere("error: no such file", again), "another attempt"
 
 
 def test_without_a_store_everybody_speaks(environ: dict[str, str]) -> None:
@@ -41,4 +41,4 @@ def test_without_a_store_everybody_speaks(environ: dict[str, str]) -> None:
         {"MASTER_PORT": "1", "WORLD_SIZE": "x"},
     ):
         for rank in ("0", "1"):
-            assert not is_said_elsewhere("error", {**environ, "RANK": rank, **changes})
+            assert not is_printed_elsewhere("error", {**environ, "RANK": rank, **changes})

@@ -18,7 +18,7 @@ def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool
     steps = [later - earlier for earlier, later in pairwise(numbers)]
     assert steps == pytest.approx([steps[0]] * len(steps))
     assert f"{steps[0]:e}".rstrip("0123456789").rstrip("+-e").rstrip("0") in ("1.", "2.", "2.5", "5.")
-    whole = Axis.over("", 0, max(round(high), 1), most, whole=True)
+    whole = Axis.over("", 0, max(round(high), 1), most, integers=True)
     assert all(number == int(number) for number, _ in whole.ticks)
 
 
@@ -27,8 +27,8 @@ def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool
     [
         (0, 1.04e-4, {}, ["0", "2.5e-5", "5e-5", "7.5e-5", "1e-4"]),
         (90, 100, {"suffix": "%"}, ["90%", "92%", "94%", "96%", "98%", "100%"]),
-        (0, 363, {"whole": True}, ["0", "100", "200", "300"]),
-        (1, 3, {"whole": True}, ["1", "2", "3"]),
+        (0, 363, {"integers": True}, ["0", "100", "200", "300"]),
+        (1, 3, {"integers": True}, ["1", "2", "3"]),
         (0, 21_000, {}, ["0", "5,000", "10,000", "15,000", "20,000"]),
         (0, 2_600_000, {}, ["0", "1M", "2M"]),
         (-1.5, 2.2, {}, ["-1", "0", "1", "2"]),
@@ -44,7 +44,7 @@ def test_labels(low: float, high: float, settings: dict[str, Any], wanted: list[
 
 
 def test_a_single_number_is_labelled() -> None:
-    assert Axis.over("", 2.6, 3.4, 5, whole=True).ticks == [(3.0, "3")]
+    assert Axis.over("", 2.6, 3.4, 5, integers=True).ticks == [(3.0, "3")]
 
 
 @example(low=0.5, span=200.0)
