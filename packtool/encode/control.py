@@ -25,7 +25,7 @@ from packtool.errors import ConfigError
 _BLOCK = 0x4000  # more than any tokenizer has control tokens
 _MEDIA_SLOTS = {kind: _BLOCK - 1 - i for i, kind in enumerate(MEDIA_MARKS)}
 _NUM_SLOTS = _BLOCK - len(MEDIA_MARKS)
-# Planes 15 and 16 are private use; the highest block that a row's text leaves free is used_blocks.
+# Planes 15 and 16 are private use; the highest block that a row's text leaves free is taken.
 _BASES = tuple(range(0x10C000, 0xF0000 - 1, -_BLOCK))
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _NOTHING = "(?!)"
