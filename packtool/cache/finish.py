@@ -43,11 +43,7 @@ _HISTOGRAM_BINS = 64
 
 
 def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
-    """Add up the counts of all tasks, given in the order of their numbers.
-
-    Raises:
-        PacktoolError: if rows in, kept and dropped do not add up.
-    """
+    """Add up the counts of all tasks, in the order of their numbers."""
     names = sorted({name for result in results for name in result.splits})
     manifest = Manifest(
         **vars(InputCounts.total(result.counts for result in results)),
@@ -150,11 +146,7 @@ def tidy(directory: str, manifest: Manifest) -> None:
 
 
 def check_written(directory: str, results: Sequence[TaskResult]) -> None:
-    """Compare the shards with what the tasks wrote: by size and time, and by their bytes if the time differs.
-
-    Raises:
-        MismatchError: naming shards that another process has written or removed.
-    """
+    """Raise a MismatchError naming the shards that differ from the tasks' by size, or by time and bytes."""
     wrong = []
     for split in sorted({split for result in results for split in result.splits}):
         folder = storage.join(directory, split)

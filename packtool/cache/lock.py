@@ -157,7 +157,6 @@ class DirectoryLock:
 
     Raises:
         MismatchError: on entering, if the directory is busy.
-        StorageError: on entering, if it cannot be written to.
     """
 
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:

@@ -80,9 +80,6 @@ def value_of(kind: Any, raw: Any, place: str) -> Any:
     """Convert a JSON value to a dataclass, str, int, float, bool, a union with None, a literal, tuple or mapping.
 
     ``Annotated[int, -1]`` is an int that may also be -1.
-
-    Raises:
-        WrongValue: if it is of another type.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:

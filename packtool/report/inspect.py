@@ -385,11 +385,7 @@ class Decoder:
 
 
 def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
-    """The files of the model that a cache was exported for, or of ``model``.
-
-    Raises:
-        ConfigError: if they cannot be read.
-    """
+    """The files of the model that a cache was exported for, or of ``model``."""
     exported_for = str(reader.manifests[0].identity.spec["model"])
     try:
         return ModelFiles.load(model or exported_for)
@@ -420,10 +416,6 @@ def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
 
     Returns:
         figures; ``damaged`` lists files with their problems, ``mend`` is the command that repairs the cache.
-
-    Raises:
-        MismatchError: if it is no finished cache, or its manifest is broken.
-        StorageError: if it cannot be read.
     """
     directory = storage.normalize(directory)
     manifest = Manifest.read(directory)

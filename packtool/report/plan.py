@@ -142,12 +142,7 @@ def sweep_cells(plans: Figures) -> list[tuple[str, ...]]:
 
 
 def sweep_page(plans: Figures, title: str, command: str) -> str:
-    """The page of a sweep.
-
-    Args:
-        plans: figures of the plan with each packing length.
-        command: shown as the command that made the page.
-    """
+    """The page of the plans with each packing length; ``command``: shown as the one that made the page."""
     best = max(plans, key=lambda figures: figures["fill"])
     header, *rows = sweep_cells(plans)
     steps = [figures["steps_per_epoch"] for figures in plans]

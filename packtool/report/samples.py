@@ -183,10 +183,6 @@ class Pages:
 
     Attributes:
         numbers: int64 (N,), of the samples that are shown.
-
-    Raises:
-        ConfigError: if the model cannot be read.
-        MismatchError: if there is no such cache or split, or the plan belongs to another cache.
     """
 
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:
@@ -226,11 +222,7 @@ class Pages:
         return [name for i, medium in enumerate(media) for name in _media_files(number, i, medium).values()]
 
     def content(self, name: str) -> bytes | None:
-        """A file's bytes; None if there is no such file, or its medium cannot be read or is too large to be played.
-
-        Raises:
-            StorageError: if the cache, or the store of a medium, cannot be reached.
-        """
+        """A file's bytes; None if there is no such file, or its medium cannot be read or is too large to be played."""
         if name == INDEX:
             title = f"{storage.masked(self._config.directory)}, {self._config.split}"
             return render("samples.html", title=title).encode()
@@ -324,7 +316,6 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
 
     Raises:
         ConfigError: if the directory contains other files.
-        StorageError: if it cannot be written.
     """
     directory = storage.normalize(directory)
     existing = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
