@@ -1,22 +1,16 @@
 """Division of the samples of a step, or of an evaluation, into micro-batches by tokens instead of by count.
 
-verl and MindSpeed-RL call it dynamic batch size: the samples of an optimizer step stay the same, but a micro-batch
-takes as many of them as its token budget allows. The budget is a hard limit (theirs, made by Karmarkar-Karp
-partitioning, is exceeded in practice), every rank has equally many micro-batches because sharded optimizers wait for
-one another, and those of one rank have about equal work.
+The samples of an optimizer step stay the same, but a micro-batch takes as many of them as its token budget allows. The
+budget is a hard limit, every rank has equally many micro-batches because sharded optimizers wait for one another, and
+those of one rank have about equal work::
 
     lengths   7 1 1 5 2 3 | 4 4      budget 8, 2 ranks
     rank 0    [7] [3 4]              micro-batches, heaviest first
     rank 1    [1 1 5] [2 4]
 
-Cost: the samples of a step are placed one after the other, longest first, each into the emptiest micro-batch (LPT);
-if that exceeds the budget, again with one more micro-batch for every rank. All steps are processed at once.
-
-``assign_by_tokens`` makes micro-batches alike and then assigns them to ranks. ``assign_samples``
-(``--samples-per-step``) makes ranks alike: a sample goes to the rank with the least work, and there into the
-micro-batch with the least. A long sample then costs its rank other samples instead of time: with steps of 64 samples of
-lognormal lengths on 8 ranks, the longest 8 times the mean, the slowest rank does 1.13 times the mean rank's work
-instead of 1.34 times.
+Samples are placed longest first, each into the emptiest micro-batch (LPT); if that exceeds the budget, again with one
+more micro-batch for every rank. ``assign_by_tokens`` makes micro-batches alike and then assigns them to ranks;
+``assign_samples`` makes ranks alike first, since a rank with a long sample can take fewer others.
 """
 
 from __future__ import annotations
@@ -52,10 +46,8 @@ def assign_by_tokens(
 
     Args:
         lengths: (K,), tokens of the samples in the order of the epoch.
-        samples_per_step: samples of an optimizer step over all ranks; the last step has what is left.
+        samples_per_step: samples of an optimizer step over all ranks; the last step has the remaining ones.
         num_ranks: data-parallel ranks, W.
-        max_tokens: of a micro-batch.
-        max_samples: of a micro-batch, or None.
 
     Raises:
         ConfigError: a single sample exceeds ``max_tokens``.
@@ -83,12 +75,8 @@ def assign_samples(
         step 1               rank 0 [4 3]  rank 1 [4 3]
         step 2               rank 0 [5]    rank 1 [2]
 
-    The order is that of ``--packing false``, so a step has the samples of the unpacked run with the same seed: loss
-    and gradient, a mean over the target tokens of the step, are the same in exact arithmetic, and so are all weights
-    after it. Every rank has equally many micro-batches in a step; some may be empty.
-
-    Cost: a step's last micro-batches are less full than packs that may take any sample, the more so the fewer tokens a
-    step has for each rank. Free space in them costs no computation.
+    A step has the samples of the unpacked run with the same seed: loss, gradient and weights are the same in exact
+    arithmetic. Every rank has equally many micro-batches in a step; some may be empty.
 
     Args:
         units: the N samples of the epoch, one each, in its order.
@@ -239,16 +227,9 @@ with the number of micro-batches."""
 class EvaluationPlan:
     """Micro-batches of an evaluation, and the way back to the order of the samples.
 
-    The samples are divided into consecutive windows of a thousand or more, so that reading stays local; in each window
-    ``assign_by_tokens`` makes micro-batches, equally many for every rank::
-
-        lengths    7 1 1 5 2 3 | 4 4     cap 8, 2 ranks
-        rank 0     [7] [3 4]             its results: 7 3 4
-        rank 1     [1 1 5] [2 4]         its results: 1 1 5 2 4
-        order      7 3 4 1 1 5 2 4       all results, rank by rank; results[inverse] have the samples' own order
-
-    The cap holds for the tokens of a forward pass, including the padding that aligns each sample. Samples with shared
-    prefixes are placed tree by tree, by the tokens that are computed for each.
+    Samples are divided into consecutive windows of a thousand or more, so that reading stays local; in each window
+    ``assign_by_tokens`` makes micro-batches. Results are collected rank by rank, and ``batches.inverse`` restores the
+    order of the samples. Samples with shared prefixes are placed tree by tree, by the tokens computed for each.
 
     Args:
         lengths: (K,), tokens of the samples, in their order.
@@ -336,7 +317,6 @@ def plan_evaluation(
     """Distribute samples over ranks and micro-batches; arguments as in ``EvaluationPlan``.
 
     Args:
-        lengths: (K,), tokens of the samples.
         max_tokens: by default ``DEFAULT_MAX_TOKENS``, or the longest sample if that is longer.
 
     Raises:

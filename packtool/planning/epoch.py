@@ -41,12 +41,10 @@ class EpochPlan:
     """Packs, steps and figures of an epoch.
 
     Args:
-        packs: that ``steps`` assigns; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
+        packs: assigned by ``steps``; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
         steps: step, rank and micro-batch of each pack.
-        summary: figures.
         lasting: packs that are the same for any number of ranks: ``packs``; with Skrull, the packs whose samples share
-            a step, ``packs`` having these samples one by one in the same order; with ``samples_per_step``, the samples
-            one by one in the order in which steps take them.
+            a step; with ``samples_per_step``, the samples one by one in the order in which steps take them.
         placement: with Skrull, int64 (K,), in the order of ``steps.order``, see ``StepAssignment``.
     """
 
@@ -117,8 +115,6 @@ def plan_epoch(
     Args:
         lengths: (N,), tokens of each sample of the cache.
         target_tokens: (N,), labels of each that carry loss.
-        options: see ``PlanOptions``.
-        seed: of the run.
         epoch: 0-based; every epoch has different packs in a different order.
         media_tokens: (N,), of each sample; None for none.
         towers: cost of its images and sounds besides ``options.cost``; None for none.
@@ -167,14 +163,10 @@ def plan_mixture(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """Plan an epoch of a mixture: its slots are packed, and then filled with samples, without shared prefixes.
+    """Plan an epoch of a mixture of samples of at most ``options.max_length`` tokens, without shared prefixes.
 
-    Args:
-        mixture: the samples of the epoch, ``options.max_length`` tokens at most.
-        options, seed, epoch, media_tokens, towers: as for ``plan_epoch``; (N,), N being all samples of the caches.
-
-    Raises:
-        ConfigError, DataError: as ``plan_epoch``.
+    Its slots are packed, and then filled with samples. Further arguments and errors as for ``plan_epoch``, for all N
+    samples of the caches.
     """
     slots, samples = mixture.slots, mixture.draw(epoch)
     is_spread = options.shuffle and not (options.packing and options.packing_algorithm == "sequential")
@@ -205,15 +197,10 @@ def assign_packs(
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
 ) -> EpochPlan:
-    """Second half of ``plan_epoch``: steps and figures of existing packs.
+    """Second half of ``plan_epoch``: steps and figures of existing packs, of samples by their position in the cache.
 
     With ``samples_per_step`` the packs only give the order in which steps take their samples, and are made anew: the
     rest of an epoch gives its steps the same samples as the whole epoch.
-
-    Args:
-        packs: of samples by their position in the cache.
-        target_tokens: (N,), labels of each sample of the cache that carry loss.
-        options, media_tokens, towers, trees: as for ``plan_epoch``.
 
     Raises:
         ConfigError: an option is not positive, or samples are too long for Skrull's buckets.
@@ -313,15 +300,10 @@ def _group_rows(packs: PackPlan, options: PlanOptions) -> PackPlan:
 
 
 def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
-    """Order rows so that batches have rows of about one length, and less padding.
+    """Order N rows, packs of one sample each, so that batches have rows of about one length, and less padding.
 
     The random order is divided into windows of 50 steps, each sorted by length, and the steps of a window are brought
-    back into the order of their first rows, so that lengths do not rise and fall over the run (transformers'
-    ``LengthGroupedSampler`` has them fall within each window).
-
-    Args:
-        rows: packs of one sample each, N of them.
-        rows_per_step: of all ranks.
+    back into the order of their first rows, so that lengths do not rise and fall over the run.
     """
     order = np.arange(rows.num_samples)
     for start in range(0, len(order), _WINDOW_STEPS * rows_per_step):

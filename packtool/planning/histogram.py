@@ -48,27 +48,23 @@ def pack_histogram(
     """Pack by best-fit decreasing over the histogram of lengths, with different packs in every epoch.
 
     Best-fit decreasing (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-case performance bounds for simple
-    one-dimensional packing algorithms") puts every sample, the longest first, in the pack with the least space that
-    still takes it, and never needs more than 11/9 of the fewest possible packs + 4. Samples of one length are alike,
-    and so are packs with the same free tokens; so groups are packed, not samples, and sample numbers are assigned
-    afterwards. Where best fit needs over 0.01 % more packs than the lower bound, exact fit is tried, too.
+    one-dimensional packing algorithms") needs at most 11/9 of the fewest possible packs + 4. Groups of equal samples
+    and equal packs are packed; sample numbers are assigned afterwards. Where best fit needs over 0.01 % more packs than
+    the lower bound, exact fit is tried, too.
 
-    Ties: of the packs with the same free tokens, those that came to it last are filled first. The sample of a length
-    for each slot, and the order of the packs, are drawn from ``seed`` and ``epoch``. Where most lengths occur only once
-    or a few times, the packers themselves are randomized, as far as that costs almost no pack. The number of packs
-    depends on the lengths only, so every epoch has equally many.
+    The sample of a length for each slot, and the order of the packs, are drawn from ``seed`` and ``epoch``. Where most
+    lengths are rare, the packers themselves are randomized, at almost no cost in packs. The number of packs depends on
+    the lengths only, so every epoch has equally many.
 
-    Cost: O(N log N) to sort N integers, and a number of group steps that depends on the distinct lengths only (some
-    30,000 for 10,000 of them). Peak memory: 30 bytes a sample at four samples a pack and 55 at one, of which 14 and 20
-    remain in the plan.
+    Cost: O(N log N) to sort N integers, and some 30,000 group steps for 10,000 distinct lengths. Peak memory: 30 bytes
+    a sample at four samples a pack and 55 at one, of which 14 and 20 remain in the plan.
 
     Args:
         lengths: (N,), checked.
         capacity: maximum tokens of a pack.
         max_samples: maximum samples of a pack.
         shuffle: False leaves nothing to chance, and keeps to the order of the cache.
-        seed, epoch: of the random choices.
-        stream: offset of the random streams, see ``shuffle.RandomStream``.
+        stream: offset of the random streams.
     """
     distinct, counts = count_lengths(lengths)
     if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:
@@ -104,9 +100,7 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     longer than ``capacity - k``; the best ``k`` is taken.
 
     Args:
-        distinct: (D,), lengths, falling.
-        counts: (D,), samples of each.
-        capacity, max_samples: of a pack.
+        distinct, counts: (D,), lengths, falling, and samples of each.
     """
     if len(distinct) == 0:
         return 0

@@ -1,28 +1,13 @@
 """Packing and order of a mixture's packs, so that every source is spread evenly over an epoch.
 
-*Packs.* Packers take the longest samples first, so that the shortest come last and share packs with one another. A
-source of short samples only would be in few packs, which no order can spread. So short samples are joined with the
-slots that follow them where sources are interleaved::
+Short samples are joined with the slots that follow them where sources are interleaved. Such *items* have a minimum
+size, the *grain*, so that a source of short samples does not end up in few packs::
 
     slots, sources interleaved      a  a  s  a  a  a  s  a     s: short samples
     items that are packed           a  a [s  a] a  a [s  a]
 
-Such an *item* has a minimum size, the *grain*, so a pack has few items, and each has its share of every source. Items
-fill packs a little less tightly than samples do. Where most samples are about as long as a half or a third of a pack,
-none of them may become longer: then only every few long samples take short ones along, and more of them. The evenest
-way is taken that costs almost no pack; if there is none, samples are packed one by one.
-
-*Order.*
-
-    random       a a b a a a c b a a a b c a a a a a b a     a window of 5 has 0 to 2 b
-    evenly       a b a a c a a b a a a b a a c a a b a a     each has 1 or 2
-
-The order makes sums of vectors grow evenly: the amounts of each source in each pack. The epoch is halved, and halved
-again, each time so that both halves have as equal amounts of every source as possible: similar packs come in pairs, one
-for each half, and the assignment is decided by the sums of the halves so far (vector balancing; Spencer 1977,
-"Balancing games", calls it the pusher and the chooser). The excess of a half is then about the contents of a few packs,
-however long it is; by chance it would grow with the root of its length. In the smallest parts packs are taken one after
-the other, each time the one that brings the sums of all sources closest to even.
+The packs are then ordered by vector balancing (Spencer 1977, "Balancing games"): the epoch is halved repeatedly, so
+that both halves have as equal amounts of every source as possible. ``docs/how-it-works.md`` explains both.
 """
 
 from __future__ import annotations
@@ -49,19 +34,15 @@ _MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
 def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -> tuple[PackPlan, Int64Array]:
     """Pack the slots of a mixture so that no source has its samples in few packs.
 
-    All budgets are kept, and every epoch has as many packs as the first. Cost: mostly two or three times that of
-    ``pack``, nine times at most.
+    All budgets are kept, and every epoch has as many packs as the first. Cost: two to three times that of ``pack``, at
+    most nine times.
 
     Args:
         slots: M of them.
-        options, seed, epoch: as for ``pack``.
 
     Returns:
         Packs of slots, and int64 (M,), the slot from which each slot gets its sample: an item has the same slots in
         every epoch, so equally long samples of a source are exchanged.
-
-    Raises:
-        ConfigError, DataError: as ``pack``.
     """
     capacity = options.packing_length
 
@@ -205,10 +186,9 @@ def _vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors
 
 
 def _halve(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
-    """Halve each part's packs (parts, n), of which neighbors are similar: (2 parts, n / 2), in the same order.
+    """Halve each part's packs (parts, n), similar ones adjacent: (2 parts, n / 2), in the same order.
 
-    Of each pair of neighbors one goes to the first half and one to the second, so that all of a window before the
-    middle of a part becomes even, not each part by itself. Every window has equally many parts.
+    Of each adjacent pair one goes to each half, so that all of a window up to the middle of a part becomes even.
     """
     num_parts, num_packs = parts.shape
     sums = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
@@ -259,10 +239,10 @@ def _order_one_by_one(parts: Int64Array, vectors: Vectors) -> Int64Array:
 
 
 def _divide(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, epoch: int) -> Int64Array:
-    """Divide packs (n,), of which neighbors are similar, into windows (windows, n / windows), in the same order.
+    """Divide packs (n,), similar ones adjacent, into windows (windows, n / windows), in the same order.
 
-    In each round every window gets one pack. Windows are paired at random, and packs by their order; a pair of windows
-    gets a pair of packs so that they become more even.
+    In each round every window gets one pack: random pairs of windows get adjacent pairs of packs, assigned so that the
+    windows become more even.
     """
     rounds = order.reshape(-1, num_windows)
     if num_windows == 1:

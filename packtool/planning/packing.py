@@ -47,20 +47,14 @@ def pack(
 ) -> PackPlan:
     """Decide which samples share a pack: a pure function, the same on every machine.
 
-    ``best_fit``: see ``histogram.pack_histogram``; with a budget of media tokens, ``budgets``. ``binpacking``: the
-    library, see ``place_in_batches``. ``sequential``: next fit with a look-ahead, see ``sequential``; it keeps to the
-    order of the cache whatever ``shuffle`` says.
-
     The samples that share a pack and the order of packs are drawn from ``seed`` and ``epoch``; every epoch has equally
-    many packs. Without shuffling, equally long samples are taken in order, samples ascend within a pack, and the pack
-    with the first sample comes first. Windows and the batches of ``binpacking`` are drawn from ``seed`` only, or are
-    consecutive where the order is kept.
+    many packs. Without shuffling, and always with ``sequential``, the order of the cache is kept as far as possible.
+    Windows and the batches of ``binpacking`` are drawn from ``seed`` only, or are consecutive where the order is kept.
 
     Args:
         lengths: (N,), tokens of each sample.
         capacity: maximum tokens of a pack.
-        options: the algorithm and further limits of a pack; see ``PackOptions``.
-        seed: of the run.
+        options: the algorithm and further limits of a pack.
         epoch: 0-based.
         media_tokens: (N,), of each sample; needed with ``max_media_tokens_per_pack``.
 
@@ -178,8 +172,8 @@ def _pack_windows(
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
     """Divide ``num`` samples at random into windows of at most ``window``, all of about one size.
 
-    Random, because neighbors are often alike: in a cache sorted by length, windows of neighbors would lack the short
-    samples that fill gaps. The windows do not depend on the epoch, so that every epoch has equally many packs.
+    Random, because adjacent samples are often alike. The windows do not depend on the epoch, so that every epoch has
+    equally many packs.
 
     Returns:
         The samples of each window, int64 (n,), ascending.
@@ -207,17 +201,11 @@ def place_in_batches(
 ) -> tuple[Int64Array, Int64Array]:
     """Pack batches with ``binpacking.to_constant_volume``; the last pack, if not full, joins the next batch.
 
-    Versions differ: 1.5.2 puts a sample into the fullest pack that takes it, 2.0.1 into the emptiest. With both,
-    samples are placed in falling order, and the time grows with the square of the batch size.
-
-    ms-swift has one chain of batches a process, so that its packs depend on the number of processes. Here a chain has
-    64 batches with any number of processes.
+    Batches form chains of 64, so that packs do not depend on the number of processes.
 
     Args:
         lengths: (N,), from 1 to ``capacity``.
-        capacity: maximum tokens of a pack.
         batch_size: samples of a batch, besides those left from the batch before.
-        num_proc: processes.
         order: (N,), in which samples come into batches.
 
     Returns:
@@ -273,7 +261,6 @@ def map_on_processes(
 
     Raises:
         PacktoolError: a process died.
-        Exception: as raised by the function.
     """
     num_proc = min(num_proc, len(jobs))
     results: list[Result] = []

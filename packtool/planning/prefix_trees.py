@@ -1,8 +1,7 @@
 """Samples with a common prefix are packed together, so that their shared prefixes are computed once.
 
 Prefixes are compared by hashes, several per sample; where a prefix of p tokens has the same hash in two samples, they
-share at least p - 1 tokens: the last one may have to predict two continuations (``batch.prefix_tree`` compares the
-tokens themselves, and shares no less). Prefixes of more than one sample are the nodes of trees::
+share at least p - 1 tokens: the last one may have to predict two continuations. Shared prefixes are nodes of trees::
 
     sample  0  A B        trees   A -+- (1)            order        1  3  0  2     4
             1  A                     +- (3)            tokens       8  9  7  7     5
@@ -10,9 +9,8 @@ tokens themselves, and shares no less). Prefixes of more than one sample are the
             3  A                           +- (2)      to compute   8  5  3  1     5
             4  C                  (4)
 
-In depth-first order, a sample adds the tokens beyond those that it shares with the sample before it, whatever comes
-after: sums of ``length - shared`` over neighbors are the tokens of a tree. So a tree is split, packed and counted as a
-sequence of numbers.
+In depth-first order, a sample adds the tokens beyond those that it shares with the sample before it. So a tree is
+split, packed and counted as a sequence of numbers: the sum of ``length - shared`` is its tokens.
 """
 
 from __future__ import annotations
@@ -88,10 +86,8 @@ class PrefixTrees:
         return int(self.shared.sum(dtype=np.int64))
 
     def saved(self, lengths: IntArray) -> float:
-        """Fraction of all tokens that need not be computed, 0 to 1.
-
-        Args:
-            lengths: tokens of each sample, by its number.
+        """Fraction of all tokens that need not be computed, 0 to 1; ``lengths`` are the tokens of each sample, by its
+        number.
         """
         return self.num_shared_tokens / max(int(lengths[self.samples].sum(dtype=np.int64)), 1)
 
@@ -117,12 +113,7 @@ class PrefixTrees:
         return sums_of_groups(values, self.offsets)
 
     def expand(self, groups: PackPlan, lengths: IntArray) -> PackPlan:
-        """Build a plan of samples from packs of groups.
-
-        Args:
-            groups: packs of groups by number.
-            lengths: tokens of each sample, by its number.
-        """
+        """Build a plan of samples from packs of groups; ``lengths`` are the tokens of each sample, by its number."""
         members, starts = gather_groups(self.offsets, groups.samples)
         new = self.new_tokens(lengths)[members]
         return PackPlan(self.samples[members], starts[groups.offsets], new, groups.capacity, self.shared[members])
@@ -142,8 +133,7 @@ def plan_trees(
     """Build prefix trees, and split those that do not fit into a pack: a pure function, the same on every machine.
 
     Each further part of a tree computes its prefix again. Trees are split in depth-first order; wide ones with no limit
-    but their tokens are split where their branches fit best. Ties: of trees, branches, and samples on one branch, the
-    one with the first sample comes first.
+    but their tokens are split where their branches fit best. Ties go to the first sample.
 
     Cost: O(M log M) for M prefixes, times the depth of the deepest tree.
 
@@ -186,11 +176,7 @@ def plan_trees(
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
-    """Rebuild the trees of an existing plan, each pack a group; None if the plan was made with other prefixes.
-
-    Args:
-        min_shared: that the plan was made with.
-    """
+    """Rebuild the trees of a plan made with ``min_shared``, each pack a group; None if its prefixes were others."""
     assert packs.shared is not None, "the plan has shared prefixes"
     owners = np.repeat(np.arange(prefixes.num_samples), np.diff(prefixes.offsets))
     # Sample and prefix length in one number, ascending.
@@ -322,21 +308,15 @@ def _pack_wide_trees(
 ) -> tuple[Int64Array, Int32Array, Int64Array]:
     """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing.
 
-    Splitting a tree in depth-first order wastes half a branch a pack, which does not matter for trees of a few samples,
-    which fill the packs of others. A wide tree, such as all rows of a set with one system prompt, has only its own
-    branches to fill its packs::
+    Splitting in depth-first order would waste half a branch a pack, since a wide tree is alone in its packs::
 
         branches      5 4 2 3 1 3 beside a trunk of 2, packs of 8 tokens
         depth-first   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
         best fit      2 5 1 | 2 4 2 | 2 3 3           three
 
-    A branch that is longer than a pack stays whole, as a tree of its own.
-
     Args:
         lengths: (N,), tokens of samples in depth-first order.
-        shared: (N,), tokens that each shares with the one before it; 0 at the root of a tree.
-        entries: (N,), index of that prefix, or ``NOTHING``.
-        capacity: maximum tokens of a pack.
+        shared, entries: (N,), tokens shared with the one before, 0 at a root, and index of that prefix, or ``NOTHING``.
 
     Returns:
         A new order of the samples (N,), and ``shared`` and ``entries`` in that order: each pack is a tree.

@@ -66,18 +66,12 @@ def seeded_order(
 ) -> npt.NDArray[np.int64]:
     """Return the numbers 0 to ``num`` - 1 in random order; with ``falling``, sorted by it and shuffled among equals.
 
-    Each number gets a 64-bit key of (place in the sorting, random bits, the number itself); the keys are sorted in
-    place, and their low bits are the result. Numbers with equal random bits stay ascending: there are 64 bits less
-    those of ``falling`` and of ``num`` (24 for 40 million lengths of up to 10240). Cost: 8 bytes a number, and about
-    half the time of numpy's ``permutation``.
-
-    Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees. ``Generator.permutation`` may
-    change between versions, and a resumed run must have the same order.
+    Each number gets a 64-bit key of (place in the sorting, random bits, the number itself), and the keys are sorted.
+    Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up to 10240. Cost: 8
+    bytes a number, and about half the time of numpy's ``permutation``, which may change between versions: only
+    ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the same order.
 
     Args:
-        num: length of the order.
-        seed: of the run, 0 or more.
-        epoch: 0-based; every epoch has another order.
         stream: a ``RandomStream``, possibly with the offset of a window.
         falling: (num,), values of 0 or more; the largest comes first.
 

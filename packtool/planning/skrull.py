@@ -1,45 +1,18 @@
 """Skrull: assignment of the sequences of an optimizer step to ranks and micro-batches, each local to a rank or sharded.
 
 Xu et al. 2025, "Skrull: Towards Efficient Long Context Fine-tuning through Dynamic Data Scheduling"
-(arXiv 2505.19609). Where N ranks share each micro-batch (sequence parallelism), sharding a short sequence over all of
-them costs communication and gains nothing. So every sequence of a micro-batch is either *local* to one of the N ranks
-or *sharded* over all, and local sequences are computed while keys and values of the sharded ones travel. A rank holds
-at most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
+(arXiv 2505.19609). Where N ranks share each micro-batch (sequence parallelism), every sequence is either *local* to
+one of them or *sharded* over all. A rank holds at most C tokens at a time (the bucket)::
 
     lengths 20 2 1 3 5, N = 2, C = 16       rank 0   [1][5] [half of 20]
                                             rank 1   [2][3] [half of 20]
 
-Three parts, all deterministic; ties go to the earlier sequence and the lower rank:
+Assignment is deterministic; ties go to the earlier sequence and the lower rank. ``docs/how-it-works.md`` explains the
+steps and the differences from the paper. Placements are compared by estimated time (``step_time``), so no data-parallel
+rank is slower than with all its sequences sharded. Micro-batches run heaviest first, so that those which run at the
+same time on different ranks are alike.
 
-1. Sequences are assigned to the data-parallel ranks by falling FLOPs, each to the rank with the least so far (the
-   paper's GDS).
-2. A rank's sequences, by ascending length, are divided into m micro-batches, ``ascending[j::m]``, m being the fewest
-   that the tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one.
-3. In a micro-batch (DACP) the sequences come by ascending length. Each becomes local to the rank with the least FLOPs,
-   if it has room; else to the rank with most room; else it is sharded; else one is *rolled back*: the longest local
-   sequence of the fullest rank becomes sharded, and the new sequence is placed again. When the fullest rank has none
-   left, all are sharded and the micro-batch is full.
-
-Two errors of the printed algorithm are corrected: a roll-back must give the rank its S tokens back and charge S / N to
-*every* rank, or buckets seem full that are not; and the loop over m needs its exit when all fit.
-
-Not in the paper: placements are compared by estimated time (``step_time``), so that no data-parallel rank is ever
-slower than with all its sequences sharded, which is one candidate, and there are further candidates:
-
-- m micro-batches with the longest sequence first, each in the emptiest, before m grows: where several sequences are
-  about as long as a micro-batch is wide, that can halve their number.
-- The longest sequences sharded, however many, and the others given to the ranks by falling work, each to the rank with
-  the least so far (``_Step.shard_longest``).
-- Further roll-backs while they may save time: otherwise a single sequence that fits on one rank leaves N - 1 idle.
-- Micro-batches of sequences of similar work, as many as are needed to keep all that fit on a rank local
-  (``_local_in``): where sequences are about a bucket long, almost nothing has to travel.
-
-Micro-batches run heaviest first, so that those which run at the same time on different ranks are alike.
-
-A heuristic: of all placements of six sequences that nearly fill two buckets, the best is estimated 1.0 % faster in the
-mean with the links of ``StepTime()``, and 0.7 % with links that are a sixteenth as fast.
-
-Cost: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each m that is tried.
+Cost: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each number of micro-batches.
 """
 
 from __future__ import annotations
@@ -70,7 +43,7 @@ class PlacedMicroBatch(NamedTuple):
 
     Args:
         samples: positions in the step's lengths, by ascending length.
-        placement: of each, ``SHARDED``, or the sequence parallel rank that it is local to.
+        placement: for each sample, ``SHARDED`` or the sequence parallel rank that it is local to.
         seconds: estimated time.
     """
 
@@ -80,18 +53,16 @@ class PlacedMicroBatch(NamedTuple):
 
 
 def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
-    """Assign the samples of packs to ranks: a step has those of its ``options.packs_per_step`` packs.
+    """Assign the samples of packs to ranks: each step trains those of its ``options.packs_per_step`` packs.
 
     Cost: about 10 us a sample; steps are independent.
 
     Args:
-        packs: of the epoch.
         flops: (N,), of the samples in the order of ``packs.samples``.
-        options: with ``skrull``.
 
     Returns:
-        The assignment of the N samples, one by one, with their placement. The ranks of a step have equally many
-        micro-batches: those that need fewer have empty ones, last.
+        The assignment of the N single samples, with their placement. The ranks of a step have equally many
+        micro-batches: empty ones are added at the end.
 
     Raises:
         ConfigError: a count is not positive, or samples are too long for the buckets.
@@ -119,19 +90,15 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
 def schedule_step(
     lengths: IntArray, flops: npt.NDArray[np.floating[Any]], options: SkrullOptions, *, num_ranks: int
 ) -> list[list[PlacedMicroBatch]]:
-    """Assign the sequences of an optimizer step; see the module.
+    """Assign the sequences of an optimizer step.
 
     Args:
         lengths: (n,), tokens.
         flops: (n,), of each sequence, forward and backward.
-        options: of Skrull.
         num_ranks: data-parallel ranks, W.
 
     Returns:
         The micro-batches of each data-parallel rank, W lists that may differ in length. Each sequence is in one.
-
-    Raises:
-        ConfigError: a count is not positive, or a sequence is too long for the buckets even alone and sharded.
     """
     size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
@@ -207,10 +174,7 @@ class _Step:
         yield [part[::-1] for part in share_out(reversed(ascending), self.padded, num)]
 
     def _local_in(self, ascending: list[int], num: int) -> list[PlacedMicroBatch] | None:
-        """Fill buckets of even work, N of about the same in a micro-batch, or None where there is no room.
-
-        Sequences longer than a bucket are sharded, each in the micro-batch with the fewest tokens so far.
-        """
+        """Fill buckets of even work, N similar ones per micro-batch, and shard longer sequences; None if they don't fit."""
         bucket = self.room // self.num_ranks
         short = [i for i in ascending if self.sizes[i] <= bucket]
         sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]
@@ -247,16 +211,10 @@ class _Step:
     def shard_longest(self, ascending: list[int], limit: float) -> PlacedMicroBatch | None:
         """Find the fastest placement that shards the longest sequences, if it takes less than ``limit`` seconds.
 
-            lengths 100 9 8 7 6 5 4 on two ranks     rank 0   [9][6][5]  [half of 100]
-                                                     rank 1   [8][7][4]  [half of 100]
-
-        Sharding has a cost: short chunks are slow, and keys and values have to travel. But local sequences are uneven:
-        no rank is done before the longest of them. So the longest are sharded, as many as save time, and the others go
-        to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
+        The others go to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
         multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank.
 
-        Cost: O(n log N) for each number of sharded sequences that could be faster than those before it, by the mean
-        work of the ranks and the longest local sequence.
+        Cost: O(n log N) for each number of sharded sequences whose lower bound is below the best time so far.
         """
         best, order, num_ranks = None, ascending[::-1], self.num_ranks
         room, work, tokens, left = self.room, NOTHING, 0, Load.sum(self.local[i] for i in order)

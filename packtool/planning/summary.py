@@ -206,7 +206,7 @@ def device_costs(
     Args:
         steps, placement: of single samples, assigned by Skrull.
         flops: (N,), of the samples.
-        towers: the part of them that is work of towers, done by the rank that computes an image; None for none.
+        towers: the towers' part of them, done by the rank that computes an image.
     """
     num_groups = steps.num_steps * steps.world_size
     # The samples of a step are ordered by rank, so each group of devices has a slice of ``order``.
@@ -274,11 +274,7 @@ MIN_GROWTH_FOR_ADVICE = 1.25
 
 
 def batch_sentence(summary: PlanSummary, *, knows_targets: bool = True) -> str:
-    """Compare the mean batch with that of unpacked training, and name the option that keeps the latter.
-
-    Args:
-        knows_targets: False where only lengths are known.
-    """
+    """Compare the mean batch with that of unpacked training, and name the option that keeps the latter."""
     options, num_plain = summary.options, summary.options.samples_per_plain_step
     factors = options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size
     remedy = f"--samples-per-step {num_plain}" if options.skrull is None else "--packing false"
@@ -294,15 +290,11 @@ def batch_sentence(summary: PlanSummary, *, knows_targets: bool = True) -> str:
 
 
 def learning_rate_advice(growth: float, optim: str = "") -> str:
-    """Advise how to scale a learning rate that was tuned for the unpacked batch.
+    """Advise how to scale a learning rate tuned for the unpacked batch if packing multiplies the batch by ``growth``.
 
     Adam: with the square root of the growth (Malladi, Lyu, Panigrahi, Arora 2022, "On the SDEs and Scaling Rules
     for Adaptive Gradient Algorithms", arXiv:2205.10287). SGD: in proportion (Goyal et al. 2017, "Accurate, Large
-    Minibatch SGD: Training ImageNet in 1 Hour", arXiv:1706.02677). Both hold up to some size of the batch only.
-
-    Args:
-        growth: of the batch by packing.
-        optim: by transformers' name; both rules are given for other or unknown optimizers.
+    Minibatch SGD: Training ImageNet in 1 Hour", arXiv:1706.02677). Other or unknown optimizers get both rules.
     """
     adam = f"{math.sqrt(growth):.1f} times with Adam (square root: Malladi et al. 2022)"
     sgd = f"{growth:.1f} times with SGD (linear: Goyal et al. 2017)"

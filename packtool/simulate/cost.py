@@ -3,21 +3,17 @@
 N ranks share a micro-batch; each sequence is local to one of them or sharded over all. For rank j of a micro-batch
 
     linear(n)    = ((n + n0) * f + targets * h) / (peak * matmul share)      n tokens on the rank, local ones and shards
-                   and attention in sliding layers, by what each sequence has in their windows
+                   and attention in sliding layers, by the tokens that their windows cover
     local(j)     = its part of linear + sum of s (s + a0) * g / (peak * attention share)         local sequences
     sharded      = its part of linear + sum of s (s / N + a0) * g / (peak * attention share)     sharded sequences
     exposed(j)   = exchanges of keys, values and gradients that its attention does not hide (``exchanges_of``)
     time(j)      = max(launches, local(j) + sharded + exposed(j))
     micro-batch  = max over j of time(j)
-    step         = when the device is done that is done last + gradients out + weights back
+    step         = time of the slowest device + gradients out + weights back
 
 with f FLOPs of a token, h of a target and g of a unit of s^2 (``cost``), all for forward and backward, and once more
-forward with recomputation. So efficiency saturates as n / (n + n0): a kernel on few tokens takes hardly less time than
-one on n0. A sharded sequence works on s / N queries at a time; that is what short sequences lose by being sharded,
-besides the exchanges. Gradients and weights travel once a step, in the open (ZeRO-2).
-
-With weights that are sharded, too (ZeRO-3), those of each layer are gathered ahead of it, forward and backward: a
-micro-batch takes no less than all of them need to travel, and the micro-batches of all devices run in lock-step.
+forward with recomputation. With ZeRO-3 a micro-batch also takes no less than gathering all layers' weights, forward and
+backward, and the micro-batches of all devices run in lock-step.
 
 Left out: towers of pictures and sounds, the optimizer's own time, loading, stragglers, congestion, and padding inside
 kernels.
@@ -56,10 +52,9 @@ class Constants:
             weights takes as long as 2 FLOPs a weight and token at peak / bandwidth = 295 tokens on an H100.
         attention_half_tokens: a0, the same for the queries of one sequence: the curves of FlashAttention-2 (Dao 2023,
             figures 4 to 6) are about half as high at 512 tokens as at 16K.
-        kernels_per_layer: that a decoder layer of transformers launches in forward and backward, counted with torch's
-            profiler on Qwen2's.
+        kernels_per_layer: launched in forward and backward, counted with torch's profiler on Qwen2.
         launch_us: microseconds that one launch takes the CPU: a GPU is never faster than its launches.
-        usable_memory: share of the memory that the model may fill, beside what allocator, CUDA and NCCL take.
+        usable_memory: share of the memory left by allocator, CUDA and NCCL.
     """
 
     matmul_half_tokens: float = 300.0
@@ -73,13 +68,12 @@ class Constants:
 class SimulatedSchedule:
     """K sequences in C micro-batches of S steps on W devices: the result of every strategy.
 
-    Micro-batches that share devices run one after the other, in this order. Of two that do, the devices of the later
-    one are among those of the earlier, so that all of them begin it together. A *row* is one device's part of a
-    micro-batch; there are R rows, micro-batch by micro-batch.
+    Micro-batches that share devices run in this order, and the devices of the later one are among those of the earlier,
+    so that all of them begin it together. A *row* is one device's part of a micro-batch; there are R, micro-batch by
+    micro-batch.
 
     Args:
-        num_devices: W.
-        num_steps: S.
+        num_devices, num_steps: W and S.
         samples: int64 (K,), numbers of the sequences.
         tokens: int64 (K,), of each sequence, with padding.
         places: int64 (K,), the rank of its micro-batch that it is local to, or ``SHARDED``.
@@ -136,12 +130,10 @@ class Timing:
     """A schedule with its times, by its R rows.
 
     Args:
-        local: (R,), seconds of the sequences local to each rank.
-        sharded: (R,), seconds of the shards.
+        local, sharded: (R,), seconds of the sequences local to each rank, and of the shards.
         exposed: (R,), seconds of exchanges that no attention hides.
         ranks: (R,), seconds until each rank is done.
-        memory: (R,), bytes on each rank.
-        tokens: (R,), tokens on each rank.
+        memory, tokens: (R,), bytes and tokens on each rank.
         synchronisation: seconds of gradients and weights, once a step.
         in_step: micro-batches of all devices run in lock-step.
     """
@@ -239,12 +231,9 @@ class Machine:
     """A model on devices, by which schedules are timed.
 
     Args:
-        sizes: of the model.
-        hardware: of each device.
-        constants: of the software.
         world_size: devices, over which gradients and optimizer are sharded.
         recompute: activations are computed again in backward, which costs a third more and saves memory.
-        way: how ranks that share a sequence exchange keys and values, see ``exchanges_of``.
+        way: exchange of keys and values between ranks that share a sequence.
         zero_stage: 3 shards the weights, too.
     """
 
@@ -257,10 +246,8 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Return the times and memory of every micro-batch on every rank.
-
-        Args:
-            targets: int64 (K,), tokens with a label of the schedule's sequences.
+        """Return the times and memory of every micro-batch on every rank; ``targets``, (K,), are the labels of each
+        sequence.
         """
         local = schedule.places != SHARDED
         num_ranks = schedule.cell_ranks[schedule.row_cells].astype(np.float64)
@@ -376,11 +363,7 @@ class Machine:
         return self.hardware.memory_gb * 1e9 * self.constants.usable_memory
 
     def largest_bucket(self, sequence_parallel_size: int) -> int:
-        """Return the tokens that fit on a device, with keys and values of a layer gathered from all that share.
-
-        Returns:
-            full thousands where there are any; below 1 if none fit.
-        """
+        """Return the tokens that fit on a device besides gathered keys and values, in full thousands if any; may be < 1."""
         free = self.usable_bytes - self.state_bytes
         gathered = self.sizes.kv_bytes * _GATHERED * sequence_parallel_size if sequence_parallel_size > 1 else 0
         tokens = int(free // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
@@ -400,22 +383,15 @@ def exchanges_of(
 ) -> tuple[Exchange, ...]:
     """Return the exchanges of a micro-batch among ranks that share a sequence, and the attention that hides them.
 
-    It follows ``attention/parallel``, layer by layer and pass by pass. P ranks share V tokens; *own* is the first P-th
-    of a rank's attention to them, that to its own keys.
+    It follows ``attention/parallel``, layer by layer and pass by pass. ``num_ranks`` is P; *own* is the first P-th of a
+    rank's attention to the sharded tokens, that to its own keys.
 
     - all-gather: forward, K and V gathered behind local attention and own; backward the same, and 32-bit gradients of
       K and V summed in the open.
     - ring: forward, a hop of K and V behind local attention and own, each further one behind a P-th; backward the same,
       gradients in 32 bits beside each from the second block on, and one more hop of theirs in the open.
     - Ulysses: forward, Q, K and V behind local attention, the output in the open; backward, the output's gradient
-      behind local attention, gradients of Q, K and V in the open.
-
-    With recomputation a micro-batch goes forward twice. Where Ulysses has more ranks than there are heads of K and V,
-    these are repeated.
-
-    Args:
-        num_ranks: P; one rank exchanges nothing.
-        recompute: forward runs twice.
+      behind local attention, gradients of Q, K and V in the open. Heads of K and V are repeated for further ranks.
     """
     if num_ranks == 1:
         return ()

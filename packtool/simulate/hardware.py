@@ -52,7 +52,7 @@ class Hardware:
             origin: the file, for messages.
 
         Raises:
-            ConfigError: listing unknown and missing names, and values that are no number above zero.
+            ConfigError: listing unknown and missing names, and values that are not positive numbers.
         """
         declared = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [name for name in fields if name not in declared]
@@ -87,12 +87,9 @@ class Hardware:
     def collective_seconds(self, num_bytes: float, num_ranks: int) -> float:
         """Return the seconds of an all-gather that leaves ``num_bytes`` on every rank, or of such a reduce-scatter.
 
-        Fixed below a size, linear above: each rank receives the other ranks' parts, (n - 1) / n of all. Over several
-        nodes each node also receives the other nodes' parts, through all its network cards at once, and the slower of
-        the two counts; the fixed part grows with the logarithm of the nodes, as for a tree.
-
-        Args:
-            num_ranks: n, which fill nodes one after the other.
+        Fixed below a size, linear above: each of n ranks, which fill nodes one after the other, receives (n - 1) / n of
+        all. Over several nodes the slower of the links within and between nodes counts, and the fixed part grows with
+        the logarithm of the nodes, as for a tree.
         """
         if num_ranks == 1 or num_bytes <= 0:
             return 0.0

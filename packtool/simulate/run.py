@@ -71,7 +71,6 @@ def read_lengths(path: str) -> npt.NDArray[np.int64]:
     Raises:
         ConfigError: if the file is of another kind.
         DataError: if it does not hold whole numbers.
-        StorageError: if it cannot be read.
     """
     try:
         with storage.open_read(path) as file:
@@ -100,13 +99,11 @@ class Outcome:
     """Cost of a strategy over its simulated steps.
 
     Args:
-        name: of the strategy.
         timing: of every micro-batch.
         num_tokens: true tokens, without padding.
         flops: of these tokens, forward and backward.
         local_share: share, 0 to 1, of the tokens of sequences on one device.
         out_of_memory: bool (S,), steps in which a device exceeds its memory.
-        options: of the simulation.
     """
 
     name: StrategyName
@@ -177,14 +174,11 @@ def arrange(
     options: SimulateOptions,
     targets: npt.NDArray[np.integer[Any]] | None = None,
 ) -> tuple[Sequences, int]:
-    """Shuffle sequences by the seed, without those that no strategy could train.
+    """Shuffle sequences by the seed, without those that no strategy could train; return them and the number left out.
 
     Args:
         lengths: (N,), tokens.
         targets: (N,), those with a label; None for all.
-
-    Returns:
-        the sequences, and the number of those left out.
 
     Raises:
         DataError: if none is left, or one has no tokens.
@@ -205,10 +199,7 @@ def arrange(
 
 
 def simulate(sequences: Sequences, names: Iterable[StrategyName], options: SimulateOptions) -> Iterator[Outcome]:
-    """Plan and time each strategy, one after the other; ``sequences`` come from ``arrange``.
-
-    Price: that of the planners, and O(sequences + micro-batches * N) to time them.
-    """
+    """Plan and time each strategy, one after the other; ``sequences`` come from ``arrange``."""
     for name in names:
         yield outcome(name, schedule(name, sequences, options), sequences, options)
 
@@ -241,16 +232,14 @@ _DEFAULT_MODEL = "8b"
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Outcomes and their context.
+    """Outcomes, in the requested order, and their context.
 
     Args:
-        outcomes: of the strategies, in the requested order.
-        options: they were made with.
         source: of the lengths.
         name: the source without the folders of caches and files.
         num_sequences: available to plan from.
         num_left_out: longer than any strategy could train, or than ``--max-length``.
-        model: whose sizes were taken.
+        model: name of the model with the simulated sizes.
         seconds: of planning and timing.
     """
 
@@ -415,7 +404,6 @@ def read_hardware(name: str | None) -> Hardware:
 
     Raises:
         ConfigError: if it is neither, or the file's fields are wrong.
-        StorageError: if the file cannot be read.
     """
     if name is None:
         return nearest_preset(gpu_names())

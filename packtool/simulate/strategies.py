@@ -55,24 +55,20 @@ def place_in_groups(
     """Place sequences by dynamic context parallelism: each of step 0 on a group of its own size, in several ways.
 
     As in Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
-    arXiv 2502.21231): of W devices, aligned groups of 1, 2, 4, ... share a sequence, long ones many, short ones one.
+    arXiv 2502.21231), long sequences are shared by many of W devices, short ones by few::
 
         four devices       [    160 by four    ]
                            [40 by two][18][21]
                            [ 9 ][ 11 ]
 
-    Larger groups come first, and those of the next size lie within them, so that devices begin each sequence together
-    and none waits but at the end. The sequences of a group are divided into micro-batches that fit its devices. A
-    sequence gets the smallest group that holds it and finishes it in a given time; several such times are tried.
-
-    A group has a power of two devices, and begins at a multiple of it; in a micro-batch, samples come by number.
+    A group has a power of two devices, and begins at a multiple of it. Larger groups come first and contain the smaller
+    ones, so that devices begin each sequence together. A sequence gets the smallest group that holds it and finishes it
+    in a given time; several such times are tried. Cost: O(n W) for each.
 
     Args:
         lengths: (n,), tokens; sequences that the largest group cannot hold are placed there all the same.
         targets: (n,), tokens with a label.
         bucket_size: tokens that a device may hold.
-
-    Price: O(n W) for each way.
     """
     sizes = [1 << level for level in range((machine.world_size & -machine.world_size).bit_length())]
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
@@ -153,12 +149,7 @@ _Integers = TypeVar("_Integers", Int32Array, Int64Array)
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences to train, in order.
-
-    Args:
-        lengths: int32 (N,), tokens.
-        targets: int64 (N,), those with a label.
-    """
+    """Sequences to train, in order: int32 ``lengths`` and int64 ``targets``, the tokens with a label, (N,) each."""
 
     lengths: Int32Array
     targets: Int64Array
@@ -175,7 +166,6 @@ class SimulateOptions(StrategyOptions):
     """The declared options of a simulation, and the values derived from them.
 
     Args:
-        machine: model and devices.
         sequence_parallel_size: N, ranks that share a micro-batch, in strategies that share; divides the devices.
         bucket_size: C, tokens that a device may hold at a time; more is out of memory.
         packing_length: tokens of a pack, on each device.
@@ -231,13 +221,10 @@ def alignment_of(num_ranks: int) -> int:
 
 
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Schedule sequences by a strategy.
-
-    Args:
-        sequences: in a random order; none longer than ``options.longest``.
+    """Schedule sequences, in a random order and none longer than ``options.longest``, by a strategy.
 
     Returns:
-        The first steps, at most ``options.num_steps``: full ones, or one that is not if there are no full ones.
+        The first steps, at most ``options.num_steps``: full ones, or a single partial step if there are no full ones.
     """
     per_step = options.sequences_per_step
     num_steps = min(max(len(sequences) // per_step, 1), options.num_steps)
@@ -283,9 +270,8 @@ def _equal_tokens(part: Sequences, options: SimulateOptions, num_groups: int) ->
 def _equal_work(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     """Yield packs of a step's sequences that take equally long, attention and all else together, as many on every rank.
 
-    WLB-LLM (Wang et al. 2025, arXiv 2503.17924) balances packs of several lengths by both, under a limit of tokens, and
-    attends within each document, as packtool does. Its queue for outliers, which changes a step's sequences, is left
-    out.
+    As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), without its queue for outliers, which changes a step's
+    sequences.
     """
     size = options.machine.world_size // num_groups
     capacity = options.packing_length * size
@@ -324,11 +310,7 @@ def _dynamic_cp(part: Sequences, options: SimulateOptions, num_groups: int) -> l
 def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Join micro-batches, which come by step, to a schedule without empty ones.
-
-    Args:
-        is_padded: a micro-batch's sequences are padded to its longest.
-    """
+    """Join micro-batches, which come by step, to a schedule without empty ones; ``is_padded`` pads to the longest."""
     cells = [batch for batch in batches if len(batch.samples)]
     samples = np.concatenate([batch.samples for batch in cells]).astype(np.int64)
     places = np.concatenate(
