@@ -174,7 +174,7 @@ class _Step:
         yield [part[::-1] for part in share_out(reversed(ascending), self.padded, num)]
 
     def _local_in(self, ascending: list[int], num: int) -> list[PlacedMicroBatch] | None:
-        """Fill buckets of even work, N similar ones per micro-batch, and shard longer sequences; None if they don't fit."""
+        """Fill buckets of even work, N similar ones per micro-batch, and shard longer sequences; None without room."""
         bucket = self.room // self.num_ranks
         short = [i for i in ascending if self.sizes[i] <= bucket]
         sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]

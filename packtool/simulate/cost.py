@@ -363,7 +363,7 @@ class Machine:
         return self.hardware.memory_gb * 1e9 * self.constants.usable_memory
 
     def largest_bucket(self, sequence_parallel_size: int) -> int:
-        """Return the tokens that fit on a device besides gathered keys and values, in full thousands if any; may be < 1."""
+        """Return the tokens that fit on a device besides gathered keys and values, in full thousands if any."""
         free = self.usable_bytes - self.state_bytes
         gathered = self.sizes.kv_bytes * _GATHERED * sequence_parallel_size if sequence_parallel_size > 1 else 0
         tokens = int(free // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
