@@ -314,7 +314,7 @@ def plan_evaluation(
     max_samples: int | None = None,
     alignment: int = 1,
 ) -> EvaluationPlan:
-    """Distribute samples over ranks and micro-batches; arguments as in ``EvaluationPlan``.
+    """Distribute samples (K,) over ranks and micro-batches; arguments as for ``EvaluationPlan``.
 
     Args:
         max_tokens: by default ``DEFAULT_MAX_TOKENS``, or the longest sample if that is longer.

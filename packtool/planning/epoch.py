@@ -197,7 +197,7 @@ def assign_packs(
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
 ) -> EpochPlan:
-    """Second half of ``plan_epoch``: steps and figures of existing packs, of samples by their position in the cache.
+    """Second half of ``plan_epoch``: steps and figures of existing packs; further arguments as for it.
 
     With ``samples_per_step`` the packs only give the order in which steps take their samples, and are made anew: the
     rest of an epoch gives its steps the same samples as the whole epoch.

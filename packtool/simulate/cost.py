@@ -314,7 +314,7 @@ class Machine:
         return 4.5 / 3.5 if self.recompute else 1.0
 
     def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
-        """Return the seconds of the matrix products on ``tokens``, of which ``targets``; any shape, 0 for no tokens."""
+        """Return the seconds of the matrix products on ``tokens``, with ``targets`` labels; of any shape."""
         cost = self.sizes.cost
         flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
         return np.where(tokens > 0, flops / self._linear_speed, 0.0)
