@@ -1,10 +1,8 @@
 """Best fit and exact fit over a histogram of lengths: equal samples, and equal packs, are handled in groups.
 
-*Best fit* places one length at a time where its samples fit most tightly. Where long samples are many, it leaves packs
-a little short. *Exact fit* fills one pack at a time: it takes the longest sample, and then, while there is space, one
-sample that fills the pack to within a thousandth, or two that fill it exactly, or else the longest that fits. The
-search for pairs is one shift and one AND of bit sets. On lognormal(4300, 0.7) it leaves a third of the space that best
-fit leaves, nearly all of it unavoidable.
+*Best fit* places one length at a time where its samples fit most tightly. *Exact fit* fills one pack at a time: it
+takes the longest sample, and then, while there is space, one sample that fills the pack to within a thousandth, or two
+that fill it exactly, or else the longest that fits. Where long samples are many, it leaves a third of the space.
 
 Where the number of samples per pack is limited, too, short samples must not be left to the last packs: with
 ``evenness`` a pack takes samples of about the mean size that its free slots have.
@@ -76,14 +74,11 @@ def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
 
 
 def fill_slots(by_length: Int64Array, placements: Placements, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
-    """Assign samples to the slots that the placements gave to their length.
+    """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan.
 
     Args:
         by_length: (N,), sample numbers, grouped by length in the order of the placements.
         starts: (K,), first position of each pack of ``placements`` in the plan.
-
-    Returns:
-        ``samples`` and ``lengths`` of the plan.
     """
     num = len(by_length)
     samples = np.empty(num, dtype=np.int64)
@@ -118,11 +113,7 @@ class LengthSet:
     """Set of lengths that finds the nearest length above or below another.
 
     A set bit in ``_words`` is a length, one in ``_top`` a word that is not empty, so a search takes two shifts at any
-    capacity.
-
-    Args:
-        lengths: initial elements.
-        longest: upper bound of lengths added later, if longer than these.
+    capacity. ``longest`` bounds lengths added later, if above the initial ones.
     """
 
     def __init__(self, lengths: Iterable[int] = (), longest: int = 0) -> None:
@@ -195,11 +186,9 @@ def place_best_fit(
     """Place one length after the other where its samples fit most tightly, or in new packs.
 
     Args:
-        lengths: distinct, from 1 to ``capacity``, in the order in which they are placed. In falling order this is
-            best-fit decreasing.
+        lengths: distinct, from 1 to ``capacity``, in the order of placement; falling order is best-fit decreasing.
         counts: samples of each length, 1 or more.
-        capacity: maximum tokens of a pack.
-        max_samples: maximum samples of a pack.
+        capacity, max_samples: maximum tokens and samples of a pack.
     """
     packs = _OpenPacks(capacity, min(lengths, default=1), max_samples or capacity)
     for length, count in zip(lengths, counts, strict=True):
@@ -284,16 +273,13 @@ def place_exact_fit(
     """Fill packs one after the other, equal ones at once.
 
     Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem", fill each bin with the
-    subset that leaves least space; this considers subsets of two only, of which thousands of lengths have plenty.
-    Ties: of the pairs that fill a pack, the most alike.
+    subset that leaves least space; this considers subsets of two only. Ties: of the pairs that fill a pack, the most
+    alike.
 
-    Cost: every pattern nearly uses up a length: there are as many as distinct lengths, or a few times that.
+    Cost: as many patterns as distinct lengths, or a few times that.
 
     Args:
-        lengths: distinct, from 1 to ``capacity``.
-        counts: samples of each length, 1 or more.
-        capacity: maximum tokens of a pack.
-        max_samples: maximum samples of a pack.
+        lengths, counts: distinct, from 1 to ``capacity``, and samples of each, 1 or more.
         evenness: 0 never spares slots; x takes samples of mean size as long as the mean slot has space for 1 / x of
             the mean of the samples left, so the larger the sooner.
         noise: numbers from 0 to 1, used in turn, that vary which samples come together; 0 gives the strict order.

@@ -1,22 +1,18 @@
 """Training cost of a model, from its ``config.json``: FLOPs of packs, weights, and bytes of activations.
 
-Equal tokens are not equal work: attention looks back over each sample, so its work grows with the square of the
-sample's length, and images pass through a tower of their own, where every patch attends to all patches of its frame.
-A pack costs
+Attention's work grows with the square of each sample's length, and every patch of an image attends to all patches of
+its frame. A pack costs
 
     per_token * tokens + per_square * sum(len^2) + per_target_token * targets                        language model
     + per_vision_token * vision tokens + per_patch_square * sum(patches of a frame ^2)               vision tower
     + per_audio_token * audio tokens                                                                 audio tower
 
-with two operations for each multiply-add of the steps in ``layers``; for layers whose attention sees a window of w
-tokens, len^2 is replaced by ``CostModel.window_squares``. Forward counts once. Backward counts once more for the
-gradients of a product's inputs, where anything before it is trained, and once more for the gradients of its weights,
-where these are trained. So there is no backward pass below the first trained weight, a frozen tower costs its forward
-pass, and a module with an adapter has gradients of the adapter's weights alone. Attention's backward is 2.5 times its
+with two operations for each multiply-add; for attention windows, len^2 is replaced by ``CostModel.window_squares``.
+Forward counts once. Backward counts once more for the gradients of a product's inputs, where anything before it is
+trained, and once more for the gradients of its weights, where these are trained. Attention's backward is 2.5 times its
 forward: flash kernels compute the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 
-Trained weights are selected by the names of modules, see ``layers``, and by the rules of ``LearningOptions`` that
-``train.model.frozen`` and ``train.model.adapters`` apply to real parameters.
+Trained weights are selected by module names, by the rules of ``LearningOptions`` that training applies, too.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ class Trainable:
     """Training of a step.
 
     Args:
-        weights: all of them, through an adapter, or not.
+        weights: all of them, through an adapter, or none.
         any: anything of it is trained, even a bias alone: gradients flow back to its outputs.
     """
 
@@ -54,8 +50,7 @@ class Trainable:
 def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
     """Find the training of each step, by name; steps that are missing are frozen.
 
-    Families unknown to packtool may have other names: where options match nothing of a model, options that name modules
-    are ignored.
+    If options match nothing, as in unknown families with other names, options that name modules are ignored.
     """
     steps = _trainable(layers, options)
     if not any(each.any for each in steps.values()):
@@ -171,11 +166,8 @@ class CostModel:
     ) -> Costs:
         """FLOPs of packs (or samples); arguments and result of one shape.
 
-        Args:
-            tokens: computed.
-            attention_flops: of ``attention``.
-            target_tokens: of which logits are computed.
-            tower_flops: of ``towers``.
+        ``attention_flops`` are those of ``attention``, ``target_tokens`` those with logits, ``tower_flops`` those of
+        ``towers``.
         """
         cost: Costs = tokens * self.per_token + attention_flops
         return cost + np.asarray(target_tokens) * self.per_target_token + tower_flops
@@ -198,12 +190,9 @@ class CostModel:
         return flops
 
     def window_squares(self, lengths: IntArray, shared: IntArray | None = None) -> Int64Array:
-        """The equivalent of squared lengths in layers with windows of w tokens; 0 without such layers.
+        """Equivalent of squared lengths in layers with windows of w tokens; 0 without; arguments as for ``attention``.
 
         Sliding layers: min(len, w) * (2 len - min(len, w)). Chunks: w^2 for each full chunk and the square of the rest.
-
-        Args:
-            lengths, shared: as for ``attention``, of any shape.
         """
         tokens = lengths.astype(np.int64)
         if self.in_chunks:
@@ -219,7 +208,7 @@ class CostModel:
         patch_squares: npt.NDArray[Any],
         audio_tokens: npt.NDArray[Any] | int = 0,
     ) -> Costs:
-        """FLOPs of the towers for media of packs, samples or images; all of any shape, and of the same.
+        """FLOPs of the towers for media of packs, samples or images, of any shape.
 
         Args:
             vision_tokens: of images and videos.
@@ -244,12 +233,11 @@ class CostModel:
         recomputes_towers: bool = False,
         recomputes_head: bool = False,
     ) -> CostModel:
-        """Read the widths of a ``config.json``, see ``layers``.
+        """Read the widths of a ``config.json``.
 
         Args:
             learning: options that select the trained weights.
-            recomputes_language, recomputes_towers: layers run forward again before their backward pass.
-            recomputes_head: logits are computed again.
+            recomputes_language, recomputes_towers, recomputes_head: forward runs again before their backward pass.
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
@@ -286,9 +274,7 @@ def _flops(
 ) -> tuple[float, float, float, bool]:
     """Add up the steps of a part: FLOPs of each unit, of its squares and of its windows; and if it is trained.
 
-    Args:
-        rank: of adapters.
-        has_gradient: anything before the part is trained.
+    ``rank`` is that of adapters; ``has_gradient`` means that anything before the part is trained.
     """
     gradients = [has_gradient]  # before each step, and after the last one
     for step in steps:
@@ -319,9 +305,7 @@ class ModelSizes:
     """Weights, bytes and operations of a dense or sparse decoder, in bfloat16.
 
     Args:
-        cost: FLOPs.
         num_parameters: all weights, of all experts.
-        num_layers: L.
         kept_bytes: activations of a token that a layer keeps for its backward pass.
         input_bytes: the layer's input among them, which alone is kept with recomputation.
         query_bytes: queries of a token in a layer; attention's output has the same size.
@@ -341,12 +325,12 @@ class ModelSizes:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
-        """Read the widths of a ``config.json``, as ``CostModel.of_config`` does; only the text tower is counted.
+        """Read the widths of a ``config.json``; only the text tower is counted.
 
-        A layer keeps, in numbers of a token: two residuals, two norms' results and the attention's projected output
-        (5 h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv); gate, up,
-        the activated gate and the product (4 i, of the token's experts). Scores are not kept (flash attention), nor are
-        logits (computed for some targets at a time, see ``train.model.head_loss``).
+        A layer keeps, in numbers of a token: two residuals, two norms' results and the attention's projected output (5
+        h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv); gate, up, the
+        activated gate and the product (4 i, of the token's experts). Neither scores (flash attention) nor logits are
+        kept.
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
@@ -379,11 +363,7 @@ class ModelSizes:
             return cls.of_config(MODEL_PRESETS["8b"])
 
     def state_bytes(self, num_ranks: int, zero_stage: int = 2) -> float:
-        """Bytes of weights on one rank, and of gradients and optimizer states sharded over all ranks.
-
-        Args:
-            zero_stage: 2 replicates the weights; 3 shards them too, and gathers those of two layers at a time.
-        """
+        """Bytes of weights, gradients and optimizer states on one rank; ZeRO-3 gathers two layers at a time."""
         share = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
         return self.num_parameters * (_BYTES * share + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
 

@@ -2,11 +2,9 @@
 
 A part processes units: the language model tokens, a vision tower its output tokens (each stands for merge^2 patches),
 an audio tower the tokens of a sound. Products with weights, including convolutions, and attention are counted; norms,
-activations and rotations are below a percent, and are listed only because their weights may be trained, which requires
-a backward pass down to them.
+activations and rotations are below a percent, and are listed only because their weights may be trained.
 
 Steps have the names of modules in transformers, so that options which name modules or parameters select the same steps.
-A test compares them with the real modules of every family.
 """
 
 from __future__ import annotations
@@ -38,12 +36,9 @@ class Step:
 
     Args:
         name: of the module, or of the tensor.
-        part: that it belongs to.
-        kind: see ``StepKind``.
         inputs, outputs: its widths; a lookup has no work.
         times: number of uses for a unit.
         copies: number of experts.
-        has_bias: besides its weights.
         beside: it has the same input as the step before.
         layer: number of its layer; None outside of layers.
         local: FLOPs of attention that do not grow with the length: states, and windows of towers.

@@ -1,21 +1,16 @@
 """Training counts of samples, a few bits a sample, and the matching of samples between exports.
 
-Counts are stored as bit planes, the lowest first, so that an epoch takes one bit a sample::
+Counts are stored as bit planes, the lowest first, so that an epoch takes one bit a sample. The current epoch is counted
+apart from those before it: a run whose data has changed must still train the rest of it. Samples that could not be
+loaded were not trained; they are listed.
 
-    row       0 1 2 3 4 5 6 7
-    trained   1 3 1 2 1 1 0 1     plane 0:  1 1 1 0 1 1 0 1     plane 1:  0 1 0 1 0 0 0 0
-
-The current epoch is counted apart from those before it: a run whose data has changed must still train the rest of it.
-Samples that could not be loaded were not trained; they are listed.
-
-A re-exported cache has other samples at other places. They are matched by 64-bit keys of their rows, or of their
-contents::
+Samples of a re-exported cache are matched by 64-bit keys of their rows, or of their contents::
 
     old   row 0          row 1, turn 1 of 2   row 1, turn 2 of 2   row 3
-    new   row 0          row 1 (whole)                             row 3   row 4
+    new   row 0          row 1 (complete)                          row 3   row 4
           the same       trained if both were                      same    new
 
-Of a hundred million samples, two have the same key by chance in one of some four thousand runs.
+Of a hundred million samples, two have the same key by chance in one of about four thousand runs.
 """
 
 from __future__ import annotations
@@ -104,10 +99,8 @@ class SourceLedger:
     """Training counts of one cache.
 
     Args:
-        directory: of the cache.
-        fingerprint: of the cache.
-        before: counts of each sample in earlier epochs, (N,).
-        epoch: counts in the current epoch, (N,).
+        directory, fingerprint: of the cache.
+        before, epoch: counts of each sample in earlier epochs, and in the current one, (N,).
         skipped: rows that could not be loaded, one entry each time, sorted.
         num_samples, tokens, target_tokens: trained from this cache, repeated samples counted each time. Counts
             transferred from another cache are not included.
@@ -159,12 +152,10 @@ class DataChange:
     """The last change of a run's data.
 
     Args:
-        step: the first that was planned with the new data.
-        epoch: of that step.
+        step, epoch: the first step that was planned with the new data, and its epoch.
         left: of each cache, the remaining counts of its samples in that epoch.
         stage: as in ``Ledger``, of a run with stages.
-        trained: of each cache, the training counts of its samples until then; of a run with stages, whose later ones
-            begin with the samples that were trained least.
+        trained: of a run with stages, training counts of each cache's samples until then.
     """
 
     step: int
@@ -256,9 +247,8 @@ def row_keys(sources: Keys, rows: Int64Array, parts: IntArray | None = None) -> 
     into another number of them have other keys.
 
     Args:
-        sources: (N,), a key of the file of each sample.
-        rows: (N,), its row in the file.
-        parts: (N, 4), its part of the row, four zeros for a whole row; None where all are whole rows.
+        sources, rows: (N,), a key of the file of each sample, and its row in the file.
+        parts: (N, 4), its part of the row, four zeros for a complete row; None where all are complete rows.
     """
     keys = mixed(sources, rows)
     samples = keys.copy()
@@ -271,11 +261,8 @@ def row_keys(sources: Keys, rows: Int64Array, parts: IntArray | None = None) -> 
 
 
 def content_keys(contents: Keys, counts: IntArray) -> Keys:
-    """Keys of samples by their contents, as of ``row_keys``; of equal ones, the one that was trained most comes first.
-
-    Args:
-        contents: (N,), a key of each sample's contents.
-        counts: (N,), training counts.
+    """Keys of samples by keys of their contents (N,), as of ``row_keys``; the most often trained of equal ones comes
+    first.
     """
     number, _ = _numbered(contents, -counts.astype(np.int64))
     return np.stack((mixed(contents, number), contents))
@@ -321,14 +308,14 @@ class Match:
 
     @property
     def is_new(self) -> npt.NDArray[np.bool_]:
-        """Which new samples are of rows without old samples, (N,)."""
+        """bool (N,): new samples of rows without old samples."""
         return self.first == self.last
 
     def transfer(self, counts: IntArray) -> Int64Array:
         """Training counts of the new samples, int64 (N,), from those of the old ones, (M,).
 
-        A sample that is another part of its row than any of the old ones has the minimum of their counts: parts that
-        were trained less would be lost otherwise.
+        A sample that is another part of its row than any of the old ones has the minimum of their counts, so that less
+        trained parts are not lost.
         """
         transferred = np.zeros(len(self.same), np.int64)
         is_same = self.same >= 0

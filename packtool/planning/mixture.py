@@ -5,12 +5,9 @@
     b        6         #50%        5 7 10                 6 8 9
 
 An epoch has a fixed number of *slots*, each with a maximum length. Slots are packed, so that every epoch has as many
-packs as the first, whatever is drawn; a draw then fills the slots with samples. Repeated full copies of a source have
-one slot per sample. For the remaining fraction a slot draws one of a few samples of similar length: samples are drawn
-equally often, and the excess of all slots of a source is no more than a few times its longest sample.
-
-The first epoch of a stage of a curriculum knows the training counts of earlier stages (``trained``). Besides full
-copies it takes the samples of a source that were trained least often, and draws among those of the last count.
+packs as the first; a draw then fills them with samples. Full copies of a source have one slot per sample. For the
+remaining fraction a slot draws one of a few samples of similar length, so samples are drawn equally often. With
+training counts of earlier stages (``trained``) it takes the least trained samples first.
 """
 
 from __future__ import annotations
@@ -55,20 +52,16 @@ class Mixture:
     """Sources of an epoch, S of them, and the number of samples of each.
 
     Args:
-        names: of the sources.
         offsets: int64 (S + 1,), first sample of each source among those of all caches.
         candidates: of each source its samples that may be drawn, int64 (n,), ascending.
         counts: samples that an epoch draws of each source, repeated ones counted.
-        lengths: (N,), tokens of the samples of all caches.
-        media_tokens: (N,), media tokens of each.
+        lengths, media_tokens: (N,), tokens and media tokens of the samples of all caches.
         target_tokens: (N,), labels that carry loss.
         unit: that the order of packs balances.
         resample: every epoch draws anew.
-        seed: of the run.
         num_filtered: samples that are too long, or excluded by the limits of their source.
-        loss_weights: of the sources.
         trained: earlier training count of each sample, (N,): the least trained are drawn first. None to ignore it.
-        loss_scales: that choose the targets of sources, as the recipe has them; empty where it has none.
+        loss_scales: that choose the targets of sources; empty without any in the recipe.
     """
 
     names: tuple[str, ...]
@@ -105,12 +98,7 @@ class Mixture:
         return digest_arrays(hashlib.sha256(words.encode()), self.offsets, *self.candidates, *trained)
 
     def partial_epoch(self, share: float, trained: Int64Array) -> Mixture:
-        """Return a part of an epoch, with the samples that were trained least often.
-
-        Args:
-            share: 0 to 1.
-            trained: earlier training count of each sample, (N,).
-        """
+        """Return a ``share``, 0 to 1, of an epoch, with the samples that ``trained`` (N,) counts least often."""
         counts = tuple(max(round(count * share), min(count, 1)) for count in self.counts)
         candidates = self.candidates
         if not self.resample:
@@ -140,14 +128,10 @@ class Mixture:
         return self._draw(epoch)[self._interleaved]
 
     def epoch_counts(self, epoch: int, trained: Int64Array) -> Int64Array:
-        """Count of each sample in an epoch, (N,), of which a part was trained with other data.
+        """Count of each sample in an epoch, (N,), a part of which was trained with other data.
 
-        An epoch has the recipe's number of samples of a source, including those that were trained in it: for each one
-        that is not drawn now, one that is drawn is left out, evenly over all lengths.
-
-        Args:
-            epoch: 0-based.
-            trained: training count of each sample in this epoch, (N,).
+        For each sample that was ``trained`` in this epoch, (N,), but is not drawn now, a drawn one of its source is
+        left out, evenly over all lengths.
         """
         counts = np.bincount(self.draw(epoch), minlength=len(trained))
         left = np.maximum(counts - trained, 0)
@@ -251,7 +235,6 @@ def make_mixture(
         offsets: int64 (S + 1,), first sample of each cache.
         lengths, media_tokens, target_tokens: (N,), of all samples.
         max_length: longer samples are left out.
-        seed: of the run.
 
     Raises:
         DataError: nothing is left of a source.
@@ -332,12 +315,7 @@ def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """Training counts of one source.
-
-    Args:
-        samples, tokens, target_tokens: repeated ones counted each time.
-        epochs: samples divided by those of the source.
-    """
+    """Training counts of one source, repeats included; ``epochs`` are samples divided by the source's."""
 
     samples: int = 0
     tokens: int = 0
@@ -358,11 +336,7 @@ Counts = Mapping[str, SourceCounts]
 
 
 def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64Array:
-    """Samples, tokens and target tokens of each of S sources in each of T steps; int64 (T, S, 3).
-
-    Args:
-        packs: that the steps train, of samples by their positions in the caches.
-    """
+    """Samples, tokens and target tokens of each of S sources in each of T steps of a plan's packs; int64 (T, S, 3)."""
     num_sources = len(mixture.names)
     step_of_pack = np.empty(packs.num_packs, np.int64)
     step_of_pack[steps.order] = np.repeat(np.arange(steps.num_steps), np.diff(steps.cell_offsets[steps.step_offsets]))
