@@ -106,7 +106,7 @@ def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
         errors = [_difference(a, b) for a, b in zip(after, before, strict=True)]
         has_effect |= not all(errors[number] <= allowed for number in changed.samples)
         for number, error in enumerate(errors):
-            if number not in changed.samples and not error <= worst.error:
+            if number not in changed.samples and nan_as_inf(error) > nan_as_inf(worst.error):
                 where = f"a change of {pack.node_name(changed)} moved {pack.name(number)}"
                 worst = Check("isolation", error, allowed, where)
     if nodes and not has_effect:
@@ -128,7 +128,7 @@ def check_prefixes(pack: PackUnderTest, max_changes: int = 4) -> Check:
         allowed = pack.tolerances["logits"] * _unit(list(alone.values()))
         for number, logits in alone.items():
             error = _difference(packed[number], logits)
-            if not error / allowed <= worst.error / worst.allowed:
+            if nan_as_inf(error / allowed) > nan_as_inf(worst.error / worst.allowed):
                 where = f"after a change of {pack.node_name(changed)} in {pack.name(number)}"
                 worst = Check("prefixes", error, allowed, where)
     return worst
@@ -175,7 +175,7 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     for name, parameter in pack.model.named_parameters():
         if parameter.grad is not None:
             error = float(parameter.grad.float().norm()) / max(norms.get(name, 0.0), min_norm)
-            if not error <= worst.error:
+            if nan_as_inf(error) > nan_as_inf(worst.error):
                 worst = dataclasses.replace(worst, error=error, where=f"in {name}")
     pack.model.zero_grad(set_to_none=True)
     return worst

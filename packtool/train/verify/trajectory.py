@@ -166,6 +166,6 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], num_st
     worst = Check("weights", 0.0, _ROUNDING * _LEARNING_RATE * num_steps, "nowhere")
     for name, parameter in model.named_parameters():
         error = float((parameter.detach().cpu() - weights[name]).abs().max())
-        if not error <= worst.error:
+        if nan_as_inf(error) > nan_as_inf(worst.error):
             worst = dataclasses.replace(worst, error=error, where=f"in {name}")
     return worst

@@ -19,7 +19,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
 from packtool.train.verify.run import verify
-from packtool.train.verify.trajectory import StepSamples, compare_trajectories
+from packtool.train.verify.trajectory import StepSamples, _check_weights, compare_trajectories
 from tests.batch.reduced import VISION_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
 from tests.train.tiny import TinyWorld
 
@@ -113,3 +113,13 @@ def test_options_that_contradict(tiny: TinyWorld, settings: dict[str, Any], told
 def test_steps_of_single_samples_prove_nothing(tiny: TinyWorld) -> None:
     with pytest.raises(ConfigError, match="no two samples of these steps share a pack"):
         verify(config(tiny, samples_per_step=1))
+
+
+def test_weights_that_are_no_number_fail_the_check() -> None:
+    """Also if the weights of later modules differ by less than is allowed, or by more."""
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights["0.weight"] += torch.nan
+    weights["2.weight"] += 1.0
+    check = _check_weights(model, weights, 1)
+    assert (check.where, check.passed) == ("in 0.weight", False)
