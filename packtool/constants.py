@@ -20,27 +20,27 @@ TRAIN_SPLIT = "train"
 VAL_SPLIT = "val"
 
 IMAGE_MARK = "<image>"
-"""What a row's text holds where a picture goes."""
+"""Placeholder of an image in a row's text."""
 
 VIDEO_MARK = "<video>"
-"""What a row's text holds where a video goes."""
+"""Placeholder of a video in a row's text."""
 
 AUDIO_MARK = "<audio>"
-"""What a row's text holds where a sound goes."""
+"""Placeholder of a sound in a row's text."""
 
 MEDIA_MARKS = {"image": IMAGE_MARK, "video": VIDEO_MARK, "audio": AUDIO_MARK}
-"""The mark of each kind of medium."""
+"""Placeholder of each kind of medium."""
 
 NAME_MARK, BOX_MARK = "<ref-object>", "<bbox>"
-"""What a row's text holds where a name, or a box of its ``objects`` goes."""
+"""Placeholders of a name and of a box of a row's ``objects``."""
 
 ROLES = ("system", "user", "assistant", "tool")
 
 MIN_SHARED = 64
-"""Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""
+"""Minimum tokens of a shared prefix: a shorter one would cost more in attention documents than it saves in tokens."""
 
-LEAST_PROMPT = 512
-"""Tokens that a system prompt must have for rows to share it alone: all rows of a set may be one tree then."""
+MIN_PROMPT = 512
+"""Minimum tokens of a system prompt that rows share alone; all rows of a dataset may then form one tree."""
 
 CHUNK_LOGITS = 2**26
-"""Logits made at a time, 256 MiB in float32; where a micro-batch has more, backward makes them again."""
+"""Logits computed at a time, 256 MiB in float32; if a micro-batch has more, the backward pass computes them again."""

@@ -237,7 +237,7 @@ def test_json_is_read_in_one_place() -> None:
 
 
 # Limits of the whole package, and what to do at each: raising one needs a line in CHANGELOG.md with the reason.
-MAX_LINES, MAX_FILES, MAX_DATACLASSES = 63_700, 283, 300
+MAX_LINES, MAX_FILES, MAX_DATACLASSES = 57_400, 270, 240
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 9
 
 
@@ -331,6 +331,32 @@ def test_docstrings_give_the_shapes_of_arrays() -> None:
         for path, tree in TREES.items()
         for where, text in _public_arrays(tree.body)
         if not SHAPE.search(text)
+    ]
+    assert not wrong
+
+
+BARE_NAMES = {"found", "told", "asked", "given", "said", "whole", "some"}
+
+
+def test_names_say_what_they_hold() -> None:
+    """A participle names no thing: ``found`` becomes ``trees``, ``told`` becomes ``warning``."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        for name in [node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""]
+        if name in BARE_NAMES
+    ]
+    assert not wrong
+
+
+def test_docstrings_name_the_thing_first() -> None:
+    """No question words: "What a run needs" becomes "Requirements of a run"."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}: {text.splitlines()[0]}"
+        for path, tree in TREES.items()
+        for text in _docstrings(tree)
+        if re.match(r"(What|Which|Where|How|Who|Why)\b", text)
     ]
     assert not wrong
 

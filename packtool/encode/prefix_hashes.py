@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packtool.constants import IGNORE_INDEX, LEAST_PROMPT
+from packtool.constants import IGNORE_INDEX, MIN_PROMPT
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo, IntArray, files_of, patch_squares
 from packtool.encode.families import Medium
 from packtool.encode.media_spans import MediaTokens, MediumSpan, media_spans
@@ -161,7 +161,7 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
     if is_end[start : stop - 1].any():
         return set()  # a truncated turn ends with any token
     ends = np.flatnonzero(is_end[:start]) + 1
-    return {end for end in ends[:-1].tolist() if end >= LEAST_PROMPT}
+    return {end for end in ends[:-1].tolist() if end >= MIN_PROMPT}
 
 
 def _digests(

@@ -83,9 +83,9 @@ def _swap(costs: Costs, rank_packs: Int64Array) -> None:
             return
         give, take = np.divmod(best, rank_packs.shape[2])
         for array in (rank_packs, costs):
-            given = array[active, heavy, give].copy()
+            swapped = array[active, heavy, give].copy()
             array[active, heavy, give] = array[active, light, take]
-            array[active, light, take] = given
+            array[active, light, take] = swapped
 
 
 def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:

@@ -257,7 +257,7 @@ MAX_BITS_FOR_PAIRS = 1 << 17
 GAP = 1e-3
 """Share of the capacity that may stay free where one sample fills a pack: short samples are saved for longer gaps."""
 HEAD_SPREAD = 0.02
-"""How far noise may move the first choice, as a share of its length."""
+"""Maximum change of the first choice by noise, as a share of its length."""
 _PAIR_SPREAD = 0.25  # the same for the choice of a pair
 
 

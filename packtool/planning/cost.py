@@ -62,19 +62,19 @@ def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Traina
 def _trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
     steps = [step for step in layers.steps if step.kind != "attention"]
     if options.train_type == "lora":
-        found = {step.name: _adapted(step, options, is_head=step is layers.head) for step in steps}
+        trainable_steps = {step.name: _adapted(step, options, is_head=step is layers.head) for step in steps}
     else:
-        found, untied = {}, steps[:-1] if layers.is_tied else steps
+        trainable_steps, untied = {}, steps[:-1] if layers.is_tied else steps
         budget = int(sum(step.num_weights for step in untied) * options.freeze_parameters_ratio)
         for step in untied:
             budget -= step.num_weights
             is_kept = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
             names = (step.weight, f"{step.name}.bias") if step.has_bias else (step.weight,)
             learns = [options.is_unfrozen(name) or not (is_kept or options.is_frozen(name)) for name in names]
-            found[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
+            trainable_steps[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
     if layers.is_tied:
-        found[layers.head.name] = found[layers.language[0].name]
-    return found
+        trainable_steps[layers.head.name] = trainable_steps[layers.language[0].name]
+    return trainable_steps
 
 
 def _adapted(step: Step, options: LearningOptions, *, is_head: bool) -> Trainable:

@@ -275,7 +275,7 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
     side = _side(vision, "patch_size", 14)
     pixels = int(vision.get("in_channels") or vision.get("in_chans") or 3) * side**2
     pixels *= int(vision.get("temporal_patch_size") or 1)
-    patches, window, whole = _patches(config, vision, depth)
+    patches, window, full_layers = _patches(config, vision, depth)
 
     step = partial(_step, "model.visual.", part="vision tower", times=patches, has_bias=True)
     yield step("patch_embed.proj", pixels, hidden, kind="convolution")
@@ -288,7 +288,7 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
         for number, name in enumerate(("q", "k", "v") if is_split else ("qkv",)):
             outputs = hidden if is_split else 3 * hidden
             yield step(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, beside=number > 0)
-        local, square = (0.0, 4.0 * hidden) if i in whole else (patches * 4.0 * hidden * window, 0.0)
+        local, square = (0.0, 4.0 * hidden) if i in full_layers else (patches * 4.0 * hidden * window, 0.0)
         yield step(f"blocks.{i}.attn", 0, 0, kind="attention", layer=i, local=local, per_square=square)
         yield step(f"blocks.{i}.attn.proj", hidden, hidden, layer=i)
         yield step(f"blocks.{i}.norm2", 1, hidden, kind="lookup", layer=i)
@@ -339,11 +339,11 @@ def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -
     side = _side(vision, "patch_size", 14)
     if vision.get("spatial_merge_size"):
         merge = int(vision["spatial_merge_size"])
-        whole = vision.get("fullatt_block_indexes")
-        if whole is None or not vision.get("window_size"):
+        full_layers = vision.get("fullatt_block_indexes")
+        if full_layers is None or not vision.get("window_size"):
             return float(merge**2), 0, range(depth)
         window = int(vision["window_size"]) // merge // side * merge
-        return float(merge**2), window**2, set(map(int, whole))
+        return float(merge**2), window**2, set(map(int, full_layers))
     # A tower that resizes all images to one size: each is a window, and the cache has no grid.
     of_image = (_side(vision, "image_size", side) // side) ** 2
     merge = int(config.get("spatial_merge_size") or config.get("scale_factor") or 1)

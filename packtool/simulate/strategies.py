@@ -210,7 +210,7 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def way(self) -> str:
-        """How the devices of a group exchange keys and values, or heads; "" if nothing is shared."""
+        """Exchange of keys and values, or heads, among the devices of a group; "" if nothing is shared."""
         machine, size = self.machine, self.sequence_parallel_size
         return way_of(machine.way, machine.sizes, machine.hardware, size) if size > 1 else ""
 

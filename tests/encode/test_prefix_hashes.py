@@ -61,7 +61,7 @@ def test_prefixes_end_behind_media_and_at_turns() -> None:
 def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "LEAST_PROMPT", 4)
+    monkeypatch.setattr(module, "MIN_PROMPT", 4)
     end = 9
     prompt, asked = [1, 2, 3, end], [5, 6, end, 7]
     found = prefixes(sample([*prompt, *asked, 8, 8, end, 5, end, 7, 8, end], (8, 11, 14, 16)))

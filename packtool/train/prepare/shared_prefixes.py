@@ -77,35 +77,35 @@ class SharedPrefixes:
         """
         logits = np.zeros(len(target_tokens), np.int64)
         of, trees = self.prefixes.prefixes.target_tokens, self.trees
-        samples, whole = trees.samples, target_tokens[trees.samples]
+        samples, targets = trees.samples, target_tokens[trees.samples]
         has_prefix = trees.prefixes != NOTHING
         shared = np.zeros(len(samples), np.int64)
         shared[has_prefix] = of[trees.prefixes[has_prefix]]
-        is_exact = (whole == self.index.target_tokens[samples]) & (shared >= 0)
+        is_exact = (targets == self.index.target_tokens[samples]) & (shared >= 0)
         new = trees.new_tokens(self.index.length)
-        logits[samples] = np.where(is_exact, np.maximum(whole - shared, 0), np.minimum(whole, new))
+        logits[samples] = np.where(is_exact, np.maximum(targets - shared, 0), np.minimum(targets, new))
         return logits
 
     def towers(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> TowerWork:
         """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) are of full samples."""
-        whole, of = tower_work(cost, self.index), self.prefixes.prefixes
+        full, of = tower_work(cost, self.index), self.prefixes.prefixes
         flops = cost.towers(of.media_tokens - of.audio_tokens, of.patch_squares, of.audio_tokens)
-        added = self.trees.added(whole.flops, np.rint(flops).astype(np.int64))
-        return TowerWork(added, whole.num_seen, self.logits(target_tokens))
+        added = self.trees.added(full.flops, np.rint(flops).astype(np.int64))
+        return TowerWork(added, full.num_seen, self.logits(target_tokens))
 
     def tower_work_saved(self, cost: CostModel) -> float:
         """The fraction of the towers' work that is saved, 0 to 1."""
-        whole = int(tower_work(cost, self.index).flops[self.trees.samples].sum())
-        return 1 - int(self.towers(cost, self.index.target_tokens).flops.sum()) / whole if whole else 0.0
+        full_flops = int(tower_work(cost, self.index).flops[self.trees.samples].sum())
+        return 1 - int(self.towers(cost, self.index.target_tokens).flops.sum()) / full_flops if full_flops else 0.0
 
     def sample_costs(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:
         """FLOPs that each sample adds, (N,); ``target_tokens`` (N,) are those of whole samples."""
         towers = self.towers(cost, target_tokens)
         assert towers.logits is not None, "made with it"
-        whole = self.index.length.astype(np.int64)
-        shared = np.zeros_like(whole)
+        lengths = self.index.length.astype(np.int64)
+        shared = np.zeros_like(lengths)
         shared[self.trees.samples] = self.trees.shared
-        return cost(whole - shared, cost.attention(whole, shared), towers.logits, towers.flops)
+        return cost(lengths - shared, cost.attention(lengths, shared), towers.logits, towers.flops)
 
     def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
         """A sentence on what is saved.
@@ -113,9 +113,9 @@ class SharedPrefixes:
         Args:
             num_steps, num_steps_whole: of an epoch with and without sharing; 0 if nothing is trained.
         """
-        whole, seen = self.num_whole_tokens, self.tower_work_saved(cost)
+        num_full_tokens, seen = self.num_whole_tokens, self.tower_work_saved(cost)
         saved = [
-            f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%})",
+            f"{self.trees.num_shared_tokens:,} of {num_full_tokens:,} tokens ({self.saved:.0%})",
             *([f"{seen:.0%} of the work of the towers"] if seen else []),
         ]
         if num_steps_whole:

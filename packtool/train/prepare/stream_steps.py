@@ -99,14 +99,14 @@ class StreamedSteps(Steps):
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
         """The figures of one rank's packs of a step, in the order of ``_SUMS``."""
-        whole = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
+        lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         added = Added.joined([pack.added for pack in packs])
-        num_tokens = whole.sum() - added.shared.sum()
+        num_tokens = lengths.sum() - added.shared.sum()
         counts = [
-            *(sum(pack.num_targets for pack in packs), added.targets.sum(), whole.sum(), num_tokens),
-            *(len(packs), len(whole)),
-            np.square(whole).sum() - np.square(added.shared).sum(),
-            self._costs.model.window_squares(whole, added.shared).sum(),
+            *(sum(pack.num_targets for pack in packs), added.targets.sum(), lengths.sum(), num_tokens),
+            *(len(packs), len(lengths)),
+            np.square(lengths).sum() - np.square(added.shared).sum(),
+            self._costs.model.window_squares(lengths, added.shared).sum(),
             sum(pack.num_tokens**2 for pack in packs),
             *((added.media_tokens - added.audio_tokens).sum(), added.patch_squares.sum(), added.audio_tokens.sum()),
             not is_last,
