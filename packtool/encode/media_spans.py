@@ -197,7 +197,10 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
 
 
 def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
-    """Return the media of a sample in the order of their first placeholder tokens, but for kinds without these."""
+    """Return the media of a sample with their first and last positions, in the order of the tokens.
+
+    Kinds without placeholder tokens are left out. A video's span includes its sound track, which has none of its own.
+    """
     if not (sample.images or sample.videos or sample.audios):
         return []
     sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]

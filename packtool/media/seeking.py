@@ -162,15 +162,17 @@ class _KeyframeDecoder:
 def needed_frames(
     container: Any, stream: Any, numbers: Sequence[int], num_frames: int | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number, frame) of the needed frames that the file has.
+    """Yield (number, frame) of the requested frames, decoding from the keyframe before each.
+
+    Frames that the file lacks are skipped.
 
     Args:
         container: at its beginning.
-        numbers: ascending, each once.
-        num_frames: frames of the file when it was exported; with another number of packets, these are not the frames.
+        numbers: frame numbers, ascending, each once.
+        num_frames: number of frames at export, if known; it must equal the number of packets.
 
     Raises:
-        Unnumbered: at any time; the container cannot be used afterwards.
+        Unnumbered: frames cannot be found by their packets; the container cannot be used afterwards.
     """
     if not any(after - before > MIN_SKIPPED for before, after in zip((0, *numbers), numbers, strict=False)):
         yield from all_frames(container, stream, numbers)

@@ -80,7 +80,7 @@ class Added(NamedTuple):
         targets: labels of which logits are computed.
         media_tokens: placeholder tokens of all media.
         audio_tokens: those of sounds among them.
-        patch_squares: see ``PrefixHashes``.
+        patch_squares: sum over frames of patches squared, the work of the vision tower's attention.
     """
 
     shared: Int64Array
@@ -91,7 +91,7 @@ class Added(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[EncodedSample], sharing: tuple[PrefixTrees, PrefixHashes] | None = None) -> Added:
-        """Compute the amounts of samples, with shared prefixes if their trees and prefixes are given."""
+        """Compute the amounts of samples; with ``sharing``, a shared prefix counts for one of its samples only."""
         rows = [
             (0, num_targets(sample), sample.num_media_tokens, sample.num_audio_tokens, sample.patch_squares)
             for sample in samples

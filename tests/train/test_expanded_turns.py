@@ -24,7 +24,7 @@ from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
 from packtool.rows.read import scan
 from packtool.rows.source import SourceSpec
-from packtool.stream import workers
+from packtool.stream import reading
 from packtool.stream.reading import Place, PlacedBlock
 from packtool.train.model.loss import target_losses
 from packtool.train.run import train
@@ -155,8 +155,7 @@ def test_streams_make_the_same_samples(world: TinyWorld) -> None:
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
     found = scan(SourceSpec(world.rows, name=world.rows))
     block = PlacedBlock(Place(0, 0, 0, [], {}), found.source, found.blocks[0])
-    encoded = workers._encode(encoder, block)
-    made, dropped = encoded.samples, encoded.dropped
+    _, made, dropped = reading._encode(encoder, block)
     kept = [sample for sample in samples if sample.length <= 200]
     assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in kept]
     assert {str(item.part) for item in dropped} == {"turn 3 of 3"}

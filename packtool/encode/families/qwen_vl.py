@@ -196,7 +196,7 @@ def image_bounds(height: int, width: int, grid: Grid, limits: ImageLimits) -> Bo
     def grid_of(bounds: Bounds) -> Grid:
         return image_grid(height, width, replace(limits, min_pixels=bounds[0], max_pixels=bounds[1]))
 
-    return _inferred(grid_of, grid, (limits.min_pixels, limits.max_pixels), limits.patch_size**2)
+    return _find_bounds(grid_of, grid, (limits.min_pixels, limits.max_pixels), limits.patch_size**2)
 
 
 @lru_cache(maxsize=65536)
@@ -207,17 +207,19 @@ def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: Vi
         return video_grid(height, width, num_taken, limits, bounds)
 
     num_frames = num_bounded_frames(num_taken, limits) if limits.over_all_frames else 1
-    return _inferred(grid_of, grid, limits.bounds(num_taken), limits.patch_size**2 * num_frames)
+    return _find_bounds(grid_of, grid, limits.bounds(num_taken), limits.patch_size**2 * num_frames)
 
 
-def _inferred(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pixels_per_patch: int) -> Bounds:
-    """Find bounds for which ``grid_of`` gives a grid; the limits' own where none do: loading then reports the change.
+def _find_bounds(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pixels_per_patch: int) -> Bounds:
+    """Search the (minimum, maximum) number of pixels with which ``grid_of`` resizes a medium to ``grid``.
 
-    Both sides of a grid grow with the maximum and with the minimum of pixels. An unbounded size is rounded, so
-    shrinking may lengthen a side and stretching may shorten one: smaller and larger sizes are searched separately.
+    Bisection: both sides of the grid grow with the maximum and with the minimum. Sizes below and above the unbounded
+    size are searched separately, because rounding may lengthen a side that shrinks.
 
     Args:
-        pixels_per_patch: pixels, as compared with the bounds, of each patch of one frame.
+        grid: (t, h, w) that the cache recorded.
+        own: bounds of the model's limits; returned if no bounds give the grid, so that loading reports the change.
+        pixels_per_patch: pixels of a patch of one frame, in the unit of the bounds.
     """
 
     def attempt(bounds: Bounds) -> Grid | None:

@@ -331,7 +331,7 @@ class PackTrainer(Trainer):
         return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Save the model; a full model in the precision of its original checkpoint."""
+        """Save the model: an adapter as it is, full weights in the precision of the base model."""
         model: Any = self.model
         if self.config.shares_experts:
             state_dict = gather_weights(model)
@@ -340,7 +340,7 @@ class PackTrainer(Trainer):
         if isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        # Tied weights under each of their names.
+        # With every name of a tied weight, as the state dict has them.
         named = model.named_parameters(remove_duplicate=False)
         trained = frozenset(name for name, parameter in named if parameter.requires_grad)
         state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)

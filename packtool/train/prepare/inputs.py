@@ -105,8 +105,8 @@ class Inputs:
         max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
         return inputs.mixed(self.recipe, max_length)
 
-    def prepared_as(self, planned: Inputs) -> Inputs:
-        """Take shared prefixes, mixtures and plans from inputs with equal settings; prepare if plans would differ."""
+    def reuse_plans(self, planned: Inputs) -> Inputs:
+        """Reuse the shared prefixes, mixtures and plans of ``planned``; prepare them anew if the plans would differ."""
         options = planned.options
         same = dataclasses.replace(
             self.options,
@@ -114,8 +114,8 @@ class Inputs:
             packing_length=options.packing_length,
             world_size=options.world_size,
         )
-        # Training refuses samples that are longer than a pack, which a plan leaves out.
-        refused = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
+        # A plan leaves out samples longer than a pack; training refuses them.
+        is_too_long = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
         if (
             self.reader is None
             or planned.reader is None
@@ -123,7 +123,7 @@ class Inputs:
             or same != options
             or self.recipe != planned.recipe
             or not np.array_equal(self.targets, planned.targets)
-            or (refused.any() and not planned.stages)
+            or (is_too_long.any() and not planned.stages)
         ):
             return self.prepared()
         return dataclasses.replace(
@@ -345,11 +345,12 @@ class Inputs:
     def epoch_to_resume(
         self, ledger: Ledger, assignment: BatchShape
     ) -> tuple[Callable[[Int64Array, Int64Array], Int64Array], int, tuple[int, int] | None]:
-        """The epoch in which a run resumes with other data.
+        """Find the epoch in which a run with changed data resumes.
 
         Returns:
-            a function of how often each sample was trained before the epoch, and in it, that returns how often the
-            epoch has it, int64 (N,); maximum tokens of a sample; and the stage, as ``Ledger`` has it.
+            ``count_samples(before, trained)``, which returns the number of times that the epoch takes each sample from
+            the numbers of times it was trained before and within the epoch, each int64 (N,); the maximum tokens of a
+            sample; and (number of the stage, first epoch of the stage), or None without stages.
 
         Raises:
             MismatchError: if the stage is unknown.
@@ -363,20 +364,20 @@ class Inputs:
             return lambda _, trained: self.wanted_of(ledger.epoch, trained), self.options.max_length, None
         number = self._stage_at(ledger)
         is_same = ledger.stage is not None and ledger.stage[0] == number
-        begun = ledger.stage[1] if ledger.stage is not None and is_same else ledger.epoch
+        first_epoch = ledger.stage[1] if ledger.stage is not None and is_same else ledger.epoch
         stage = self.stages[number]
 
-        def wanted(before: Int64Array, trained: Int64Array) -> Int64Array:
+        def count_samples(before: Int64Array, trained: Int64Array) -> Int64Array:
             mixture = stage.mixture
-            assert mixture is not None, "made with one"
-            if ledger.epoch == begun:
+            assert mixture is not None, "every stage has a mixture"
+            if ledger.epoch == first_epoch:
                 start = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
                 share, _ = self.stage_share(number, int(start), assignment)
                 mixture = mixture.partial_epoch(share, before)
-            # Samples that another stage trained do not count for this one.
+            # Samples trained by another stage do not count for this one.
             return mixture.epoch_counts(ledger.epoch, trained if is_same else np.zeros_like(trained))
 
-        return wanted, stage.options.max_length, (number, begun)
+        return count_samples, stage.options.max_length, (number, first_epoch)
 
     def _stage_at(self, ledger: Ledger) -> int:
         """The stage in which a run resumes with other data."""

@@ -71,7 +71,7 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         sequence_parallel_size=config.sequence_parallel_ranks,
         notes=(*_access_notes(config, reader), *notes),
     )
-    return inputs.prepared() if planned is None else inputs.prepared_as(planned)
+    return inputs.prepared() if planned is None else inputs.reuse_plans(planned)
 
 
 def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Inputs:
