@@ -66,7 +66,7 @@ class FlashKernel(Kernel):
         return None
 
     def is_available(self) -> bool:
-        """Whether nothing has to be downloaded: the package is installed, or the hub's kernel was downloaded before."""
+        """Check that nothing must be downloaded: the package is installed, or the hub's kernel is cached."""
         if _has_package(self.version):
             return True
         if importlib.util.find_spec("kernels") is None:

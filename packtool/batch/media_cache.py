@@ -102,7 +102,7 @@ class MediaCache:
         self.name = key_of(name)
         self._arguments = (directory, limit, name)
         self._entries, self._runs = (os.path.join(self.directory, part) for part in ("entries", "runs"))
-        self._held: BinaryIO | None = None
+        self._run_file: BinaryIO | None = None
         self._reads, self._works = MediaReads(), True
 
     @classmethod
@@ -138,7 +138,7 @@ class MediaCache:
         """
         frames = None
         with self._watched():
-            if key is not None and self._begun():
+            if key is not None and self._register():
                 frames = self._read_entry(key, is_read_again)
         self._reads += MediaReads(hits=int(frames is not None), misses=int(frames is None))
         return frames
@@ -146,9 +146,9 @@ class MediaCache:
     def keep(self, key: str, frames: Frames, *, is_read_again: bool = True) -> None:
         """Keep the frames of a medium, if there is room for them or somewhat that makes room."""
         with self._watched():
-            if self._works and self._begun():
+            if self._works and self._register():
                 size = _HEADER.size + frames.nbytes
-                file = self._claimed(key, size, is_read_again)
+                file = self._claim(key, size, is_read_again)
                 if file is not None:
                     self._write(file, key, frames, size, is_read_again)
 
@@ -164,25 +164,25 @@ class MediaCache:
         self._works = False
         self._reads += MediaReads(problem=problem)
 
-    def _begun(self) -> bool:
-        """Whether the directory is there, and others know that this process reads."""
-        if self._held is None and self._works:
+    def _register(self) -> bool:
+        """Prepare the directory and register this process as a reader; return False if that fails."""
+        if self._run_file is None and self._works:
             os.makedirs(self._entries, exist_ok=True)
             os.makedirs(self._runs, exist_ok=True)
             mine = os.path.join(self._runs, self.name)
             with self._locked() as state:
                 known = [entry.path for entry in os.scandir(self._runs)]
-                living = [path for path in known if not _let_go(path)]
+                living = [path for path in known if not _is_unlocked(path)]
                 for path in set(known) - {mine, *living}:
                     os.remove(path)
                 state.paused = 0.0
-                self._held = open(mine, "ab")  # noqa: SIM115  # as long as the process lives
-                fcntl.flock(self._held, fcntl.LOCK_SH)
+                self._run_file = open(mine, "ab")  # noqa: SIM115  # as long as the process lives
+                fcntl.flock(self._run_file, fcntl.LOCK_SH)
                 if not living or state.used < 0:
-                    self._look_through(state)
+                    self._scan_entries(state)
                 if state.used > self.limit:
-                    self._look_through(state, state.used - self.limit, of_living=True)
-        return self._held is not None
+                    self._scan_entries(state, state.used - self.limit, of_living=True)
+        return self._run_file is not None
 
     def _read_entry(self, key: str, is_read_again: bool) -> Frames | None:
         path = os.path.join(self._entries, key)
@@ -204,11 +204,11 @@ class MediaCache:
         now = time.time_ns()
         os.utime(path, ns=(now, now // _MS * _MS + _number(self.name) if is_read_again else 0))
 
-    def _claimed(self, key: str, size: int, is_read_again: bool) -> BinaryIO | None:
+    def _claim(self, key: str, size: int, is_read_again: bool) -> BinaryIO | None:
         """An empty file for an entry, of which all of its bytes count already; None if there is no room for it."""
         path = os.path.join(self._entries, key)
         with self._locked() as state:
-            if os.path.exists(path + _PART) or os.path.exists(path) or not self._has_room(state, size, is_read_again):
+            if os.path.exists(path + _PART) or os.path.exists(path) or not self._make_room(state, size, is_read_again):
                 return None
             file = open(path + _PART, "xb")  # noqa: SIM115  # until it is written
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -233,8 +233,8 @@ class MediaCache:
                 state.used -= _on_disk(size)
             raise
 
-    def _has_room(self, state: _State, size: int, is_read_again: bool) -> bool:
-        """Whether an entry of some size may be added, once what nobody reads again has gone."""
+    def _make_room(self, state: _State, size: int, is_read_again: bool) -> bool:
+        """Make room for an entry by removing entries that no run will read; return False if too little is left."""
 
         def excess() -> int:
             free = shutil.disk_usage(self.directory).free
@@ -244,7 +244,7 @@ class MediaCache:
             return True
         if not is_read_again or time.time() < state.paused:
             return False
-        self._look_through(state, missing + int(self.limit * _AT_ONCE))
+        self._scan_entries(state, missing + int(self.limit * _AT_ONCE))
         if (missing := excess()) <= 0:
             return True
         state.paused = time.time() + _PAUSE_SECONDS
@@ -252,17 +252,17 @@ class MediaCache:
             self._fail(f"{self.directory}: the disk has less than {_SPARE_BYTES / 1e9:.1f} GB left")
         return False
 
-    def _look_through(self, state: _State, num_bytes: int = 0, *, of_living: bool = False) -> None:
+    def _scan_entries(self, state: _State, num_bytes: int = 0, *, of_living: bool = False) -> None:
         """Count all entries, remove unfinished ones that nobody writes, and the oldest that nobody reads again.
 
         Args:
             num_bytes: to remove, about.
             of_living: remove also what living runs read.
         """
-        living = {_number(run.name) for run in os.scandir(self._runs) if not _let_go(run.path)}
+        living = {_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
         removable, state.used = [], 0
         for entry in os.scandir(self._entries):
-            if entry.name.endswith(_PART) and _let_go(entry.path):
+            if entry.name.endswith(_PART) and _is_unlocked(entry.path):
                 os.remove(entry.path)
                 continue
             is_part, known = entry.name.endswith(_PART), entry.stat()
@@ -323,8 +323,8 @@ def _on_disk(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _let_go(path: str) -> bool:
-    """Whether no living process holds a file."""
+def _is_unlocked(path: str) -> bool:
+    """Check that no running process has locked a file."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

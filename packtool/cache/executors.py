@@ -50,7 +50,7 @@ class Executor:
 
     @property
     def has_started(self) -> bool:
-        """Whether there are workers, which refuse unsupported models."""
+        """True if worker processes were started; these refuse unsupported models themselves."""
         return self._pool.has_started
 
     def start(self) -> None:

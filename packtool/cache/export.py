@@ -191,7 +191,7 @@ class _Export:
 
     @property
     def has_parts(self) -> bool:
-        """Whether rows may become several samples, so that the cache stores which part of its row a sample is."""
+        """True if rows may become several samples; the cache then stores each sample's part of its row."""
         columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
         return "expand_turns" in self.identity.spec or "responses" in columns
 

@@ -65,7 +65,7 @@ class Holder:
 
     @property
     def is_live(self) -> bool:
-        """Whether its process may still be running."""
+        """True unless the process that holds the lock is known to have ended."""
         if (self.host, self.space) == (socket.gethostname(), _space()):
             return _started(self.pid) == self.started
         return time.time() - self.renewed < _STALE_S

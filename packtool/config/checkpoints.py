@@ -50,7 +50,7 @@ class CheckpointOptions(Settings):
 
     @property
     def seeks_best(self) -> bool:
-        """Whether evaluations determine which checkpoint is saved or reported."""
+        """True if evaluations determine which checkpoint is saved or reported."""
         return self.load_best_model_at_end or self.save_strategy == "best"
 
     @property
@@ -60,5 +60,5 @@ class CheckpointOptions(Settings):
 
     @property
     def prefers_greater(self) -> bool:
-        """Whether a larger value of ``best_metric`` is better."""
+        """True if a larger value of ``best_metric`` is better."""
         return "accuracy" in self.best_metric if self.greater_is_better is None else self.greater_is_better

@@ -310,7 +310,7 @@ class ExportConfig(RowOptions, EncodeSpec):
 
     @property
     def is_part(self) -> bool:
-        """Whether other commands, perhaps on other machines, export into the same directory."""
+        """True if other commands, perhaps on other machines, export into the same directory."""
         return self.task_index is not None or self.finalize
 
     def missing_packages(self) -> list[str]:

@@ -82,7 +82,7 @@ class MixOptions(Settings):
 
     @property
     def interleaves(self) -> bool:
-        """Whether caches, or rows, are mixed by ``--interleave-probs`` or ``--mix-strategy``."""
+        """True if caches, or rows, are mixed by ``--interleave-probs`` or ``--mix-strategy``."""
         return bool(self.interleave_probs) or self.mix_strategy not in (None, "concat")
 
     @property
@@ -93,7 +93,7 @@ class MixOptions(Settings):
 
     @property
     def names_caches(self) -> bool:
-        """Whether caches are given, by name or in a recipe."""
+        """True if caches are given, by name or in a recipe."""
         return bool(self.cached_dataset or self.mix)
 
     def value_problems(self) -> list[str]:
@@ -233,12 +233,12 @@ class Recipe:
 
     @property
     def has_weights(self) -> bool:
-        """Whether sources have weights, given or by their sizes, and not numbers of samples."""
+        """True if sources have weights, given or by their sizes, and not numbers of samples."""
         return self.temperature is not None or any(source.weight is not None for source in self.sources)
 
     @property
     def has_loss_scales(self) -> bool:
-        """Whether a source selects its trained tokens."""
+        """True if a source selects its trained tokens."""
         return any(source.loss_scale is not None for source in self.sources)
 
     @property

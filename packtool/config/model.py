@@ -263,5 +263,5 @@ class ExpertOptions(Settings):
 
     @property
     def shares_experts(self) -> bool:
-        """Whether the processes hold different experts."""
+        """True if the processes hold different experts."""
         return self.expert_parallel_size > 1

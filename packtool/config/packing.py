@@ -229,7 +229,7 @@ class PackingOptions(SharingOptions, StepOptions):
 
     @property
     def has_no_rows(self) -> bool:
-        """Whether micro-batches are concatenated samples, whatever ``--packing`` says."""
+        """True if micro-batches are concatenated samples, whatever ``--packing`` says."""
         return self.dynamic_batch_tokens is not None or self.schedule == "skrull"
 
     def unshared_packing(self, packing: bool, num_ranks: int) -> list[str]:
@@ -246,7 +246,7 @@ class PackingOptions(SharingOptions, StepOptions):
 
     @property
     def has_equal_epochs(self) -> bool:
-        """Whether all epochs have the same number of micro-batches, which tokens do not determine."""
+        """True if all epochs have the same number of micro-batches, which tokens do not determine."""
         return not self.has_no_rows and self.samples_per_step is None
 
     @property

@@ -116,7 +116,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     @property
     def removes_padding(self) -> bool:
-        """Whether samples are concatenated instead of padded."""
+        """True if samples are concatenated instead of padded."""
         return self.packing or self.has_no_rows
 
     @property
@@ -186,7 +186,7 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
 
     @property
     def embeds(self) -> bool:
-        """Whether the files of all media are written into the packs."""
+        """True if the files of all media are written into the packs."""
         return self.media == "embed" or (self.media is None and self.format in ("webdataset", "energon"))
 
     def media_of(self, cached: Sequence[str]) -> PackedMedia:

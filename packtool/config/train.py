@@ -270,7 +270,7 @@ class TrainConfig(
 
     @property
     def removes_padding(self) -> bool:
-        """Whether samples are concatenated: packed, in dynamic batches, or assigned by Skrull."""
+        """True if samples are concatenated: packed, in dynamic batches, or assigned by Skrull."""
         return self.packing or self.has_no_rows
 
     @property

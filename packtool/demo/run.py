@@ -77,7 +77,7 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the model answers from its pictures, and from the right ones."""
+        """True if the model answers from its pictures, and from the right ones."""
         return self.accuracy >= MIN_ACCURACY and self.swapped_accuracy <= self.chance + CHANCE_MARGIN
 
 

@@ -112,7 +112,7 @@ class WorkerPool(Generic[Job, Result]):
 
     @property
     def has_started(self) -> bool:
-        """Whether there are processes."""
+        """True if there are processes."""
         return bool(self._workers)
 
     def start(self, num: int) -> None:

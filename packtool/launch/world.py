@@ -92,7 +92,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes files and prints."""
+        """True if this is the process that writes files and prints."""
         return self.rank == 0
 
 

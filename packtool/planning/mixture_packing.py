@@ -211,7 +211,7 @@ def _halve(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, s
 def _is_swapped(
     lead: npt.NDArray[np.float64], difference: Vectors, coin: npt.NDArray[np.bool_] | bool
 ) -> npt.NDArray[np.bool_]:
-    """Whether to swap pairs of packs (n,) so that the lead (n, S) shrinks; the coin decides ties."""
+    """Choose the pairs of packs to swap, bool (n,), so that the lead (n, S) shrinks; the coin decides ties."""
     gain = np.einsum("ps,ps->p", lead, difference)
     swapped: npt.NDArray[np.bool_] = (gain > 0) | ((gain == 0) & coin)
     return swapped

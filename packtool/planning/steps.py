@@ -148,7 +148,7 @@ class StepPlan:
         return np.diff(before[self.cell_offsets[self.step_offsets]])
 
     def on_any_rank(self, is_in: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Whether any rank has one of the selected packs, for each micro-batch of the epoch as ranks count them, (M,).
+        """Flag each micro-batch of the epoch, bool (M,), in which any rank has one of the selected packs.
 
         Args:
             is_in: (K,), the selected packs.

@@ -80,7 +80,7 @@ class SourceSpec:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether rows are drawn, possibly more than once each."""
+        """True if rows are drawn, possibly more than once each."""
         return self.num_sampled is not None or self.times_sampled is not None
 
     @property

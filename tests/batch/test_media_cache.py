@@ -144,7 +144,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
 def _claim_and_die(directory: Path) -> None:
     cache = MediaCache(str(directory), 4 * BLOCK, "rows")
     load(cache, 0)
-    assert cache._claimed(key_of(1), 3 * BLOCK, True) is not None
+    assert cache._claim(key_of(1), 3 * BLOCK, True) is not None
     os.kill(os.getpid(), 9)
 
 

@@ -144,7 +144,7 @@ class Call:
         return AttentionBlock(queries, keys, False, self.scale)
 
     def owner_comes_before(self, hops: int) -> bool:
-        """Whether the rank whose keys arrive here after so many hops holds earlier first chunks than this one."""
+        """Check that the keys that arrive after ``hops`` exchanges come from a rank with a lower number."""
         rank = self.parallel.cut.ring_rank
         return (rank - hops) % self.parallel.cut.ring_size < rank
 

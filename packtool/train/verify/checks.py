@@ -65,7 +65,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is allowed; NaN never is."""
+        """True if the error is allowed; NaN never is."""
         return self.error <= self.allowed
 
     @property

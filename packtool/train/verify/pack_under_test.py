@@ -95,7 +95,7 @@ class PackUnderTest:
 
     @property
     def is_tree(self) -> bool:
-        """Whether some samples share a prefix that is computed once."""
+        """True if some samples share a prefix that is computed once."""
         return any(node.is_shared for node in self.nodes)
 
     @property

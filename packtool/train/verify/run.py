@@ -81,7 +81,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """True if every check passed."""
         return all(check.passed for check in self.checks)
 
     def raise_if_failed(self) -> None:
