@@ -46,8 +46,8 @@ def load(cache: MediaCache, number: int, *, blocks: int = 1, again: bool = True)
 
 def end(cache: MediaCache) -> None:
     """What the end of its process does."""
-    if cache._held is not None:
-        cache._held.close()
+    if cache._run_file is not None:
+        cache._run_file.close()
 
 
 def belady(order: Sequence[int], room: int) -> list[bool]:
