@@ -249,7 +249,7 @@ class _Stepper:
             parallel = SequenceParallel.on_mesh(axes, self.device.type)
             if way == WHOLE:
                 places = assign_heaviest_first([sample.length for sample in self.samples], [0] * self.size).tolist()
-            batch = collate_shard(self.samples, self.spec, parallel.cut, places)
+            batch = collate_shard(self.samples, self.spec, parallel.split, places)
         return batch.to(self.device), parallel
 
 

@@ -45,7 +45,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.attention.parallel.axes import Heads
-from packtool.batch.shard import Cut, assign_tokens
+from packtool.batch.shard import SequenceSplit, assign_tokens
 from packtool.config.packing import PackOptions
 from packtool.planning.packing import pack
 from packtool.planning.skrull import SHARDED
@@ -187,10 +187,10 @@ def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array
     # The query at position i sees i + 1 keys.
     pairs = np.concatenate([np.arange(1, length + 1) for length in lengths])
     chunks = [int(part.sum()) for part in np.array_split(pairs, 2 * size)]
-    cut = Cut(ring_size=size)
-    padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
+    split = SequenceSplit(ring_size=size)
+    padded = [-(-length // split.multiple) * split.multiple for length in lengths]
     of_padded = np.concatenate([np.arange(1, length + 1) for length in padded])
-    assigned = assign_tokens(padded, [SHARDED] * len(padded), cut)
+    assigned = assign_tokens(padded, [SHARDED] * len(padded), split)
     yield "every document in zigzag", np.array([of_padded[index].sum() for index in assigned])
     yield "the sequence in zigzag", np.array([chunks[rank] + chunks[-1 - rank] for rank in range(size)])
     yield "the sequence in equal parts", np.array([chunks[2 * rank] + chunks[2 * rank + 1] for rank in range(size)])
@@ -199,7 +199,7 @@ def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array
 def print_balance(num_documents: int, size: int, capacity: int) -> None:
     """How much more the busiest rank does than the mean, in the median sequence and summed over all sequences."""
     lengths = wikipedia_lengths(num_documents, capacity)
-    multiple = Cut(ring_size=size).multiple
+    multiple = SequenceSplit(ring_size=size).multiple
     print(
         f"\nattended pairs of the busiest of {size} ranks over their mean: {num_documents:,} lengths like Wikipedia's "
         f"(mean {lengths.mean():,.0f}) in sequences of {capacity:,}"

@@ -108,7 +108,7 @@ class _TowerHooks:
         if shard is not None:
             assert self.parallel is not None, "packed_attention refuses it"
             # After all towers: a rank whose pictures are done early may have the longer sounds.
-            ranks = self.parallel.of(shard.cut)
+            ranks = self.parallel.of(shard.split)
             features = {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
         positions = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
         flat = embeddings.flatten(0, 1)

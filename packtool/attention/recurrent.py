@@ -133,7 +133,7 @@ def _forward(
     if shard.local_lengths:
         outs.append(run(_own_forward(layer), local, Varlen.of_lengths(shard.local_lengths, local.device)))
     if shard.sharded_lengths:
-        outs.append(share_heads(layer, sharded, shard, parallel.of(shard.cut), run))
+        outs.append(share_heads(layer, sharded, shard, parallel.of(shard.split), run))
     return torch.cat(outs, dim=1)
 
 

@@ -106,7 +106,7 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     share_features(model, parallel)
     share_recurrent_layers(model, parallel)
     if parallel is not None:
-        refuse_shared(model.config.to_dict(), parallel.cut.size)
+        refuse_shared(model.config.to_dict(), parallel.split.size)
         name += "_shared"
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
     set_text_attention(model, name)
@@ -182,7 +182,7 @@ def packed_attention(
                 "Set attention_dropout to 0 in the model's config.json.",
             )
         blocks = kwargs.get("blocks") or choose_blocks(impl, q.device, q.dtype, head_dims=head_dims)
-        parallel = kwargs["parallel"].of(shard.cut)
+        parallel = kwargs["parallel"].of(shard.split)
         return attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window).unsqueeze(0), None
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     if (key_index := kwargs.get("key_index")) is not None:

@@ -22,7 +22,7 @@ from packtool.batch.collate import batch_fields, check_pads, filler, joined_posi
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import PAD_ID, align_sample, sample_positions
-from packtool.batch.shard import Cut, FeatureRoute, Int64Array, SequenceShard, assign_tokens, route_features
+from packtool.batch.shard import FeatureRoute, Int64Array, SequenceShard, SequenceSplit, assign_tokens, route_features
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.families import MediaKind
@@ -37,7 +37,7 @@ DocumentMedium = tuple[int, MediaKind, int, EncodedImage | EncodedVideo | Encode
 def collate_shard(
     samples: Sequence[EncodedSample],
     spec: InputSpec,
-    cut: Cut,
+    split: SequenceSplit,
     places: Sequence[int] | None = None,
     towers: frozenset[Tower] | None = None,
     *,
@@ -48,20 +48,20 @@ def collate_shard(
     Args:
         samples: the same on all ranks that share the sequence, in their order; none makes a filler for each rank.
         spec: the model they are for.
-        cut: split of the sequence, and the rank that this is for.
+        split: ranks that share the sequence, and the rank that this is for.
         places: of each sample ``SHARDED``, or the rank that it is local to; by default all are sharded.
         towers: that run even if no sample has media for them; by default all of the model's.
         multiple_of: pads each rank's part to a multiple, by a filler document of its own.
     """
     check_pads(samples, spec)
-    documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), cut)
-    paddings = _paddings(documents, placed, cut, multiple_of)
+    documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), split)
+    paddings = _paddings(documents, placed, split, multiple_of)
     documents += [filler([PAD_ID] * number) for number in paddings.values()]
     placed += paddings
     lengths = [document.length for document in documents]
-    assigned = assign_tokens(lengths, placed, cut)
-    index = assigned[cut.rank]
-    media, routes = _load_share(documents, placed, spec, assigned, cut, spec.towers if towers is None else towers)
+    assigned = assign_tokens(lengths, placed, split)
+    index = assigned[split.rank]
+    media, routes = _load_share(documents, placed, spec, assigned, split, spec.towers if towers is None else towers)
     weights = shifted_weights(documents, spec)
     # Positions are computed for the documents that have tokens here: those of M-RoPE models are expensive.
     local = set(np.repeat(np.arange(len(documents)), lengths)[index].tolist())
@@ -70,8 +70,8 @@ def collate_shard(
         for number, document in enumerate(documents)
     ]
     shard = SequenceShard(
-        cut,
-        tuple(length for length, place in zip(lengths, placed, strict=True) if place == cut.rank),
+        split,
+        tuple(length for length, place in zip(lengths, placed, strict=True) if place == split.rank),
         tuple(length for length, place in zip(lengths, placed, strict=True) if place == SHARDED),
         routes,
     )
@@ -86,36 +86,40 @@ def collate_shard(
         ),
         position_ids=joined_positions(positions, spec, index),
         channels=tuple(document.channel for document in documents),
-        num_samples=len(samples) if cut.rank == 0 else 0,
-        num_padding=paddings.get(cut.rank, 0),
+        num_samples=len(samples) if split.rank == 0 else 0,
+        num_padding=paddings.get(split.rank, 0),
         shard=shard,
         index=torch.from_numpy(index),
         lengths=tuple(lengths),
     )
 
 
-def _documents(samples: Sequence[EncodedSample], places: list[int], cut: Cut) -> tuple[list[EncodedSample], list[int]]:
+def _documents(
+    samples: Sequence[EncodedSample], places: list[int], split: SequenceSplit
+) -> tuple[list[EncodedSample], list[int]]:
     """The samples, padded if sharded, and fillers: one that makes shares even, one for each rank without tokens."""
     documents = [
-        align_sample(sample, cut.multiple) if place == SHARDED else sample
+        align_sample(sample, split.multiple) if place == SHARDED else sample
         for sample, place in zip(samples, places, strict=True)
     ]
     num_sharded = sum(doc.length for doc, place in zip(documents, places, strict=True) if place == SHARDED)
-    if num_filler := cut.num_filler_tokens(num_sharded):
+    if num_filler := split.num_filler_tokens(num_sharded):
         documents.append(filler([PAD_ID] * num_filler))
         places = [*places, SHARDED]
     if not num_sharded:
-        empty = [rank for rank in range(cut.size) if rank not in places]
+        empty = [rank for rank in range(split.size) if rank not in places]
         documents += [filler([PAD_ID]) for _ in empty]
         places = [*places, *empty]
     return documents, places
 
 
-def _paddings(documents: Sequence[EncodedSample], places: Sequence[int], cut: Cut, multiple_of: int) -> dict[int, int]:
+def _paddings(
+    documents: Sequence[EncodedSample], places: Sequence[int], split: SequenceSplit, multiple_of: int
+) -> dict[int, int]:
     """Tokens of padding by rank, for the ranks whose part is not a multiple already."""
     lengths = np.array([document.length for document in documents], np.int64)
-    shared = int(lengths[np.array(places) == SHARDED].sum()) // cut.size
-    totals = [shared + int(lengths[np.array(places) == rank].sum()) for rank in range(cut.size)]
+    shared = int(lengths[np.array(places) == SHARDED].sum()) // split.size
+    totals = [shared + int(lengths[np.array(places) == rank].sum()) for rank in range(split.size)]
     return {rank: -total % multiple_of for rank, total in enumerate(totals) if total % multiple_of}
 
 
@@ -124,14 +128,14 @@ def _load_share(
     placed: Sequence[int],
     spec: InputSpec,
     assigned: Sequence[Int64Array],
-    cut: Cut,
+    split: SequenceSplit,
     towers: frozenset[Tower],
 ) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
     """Inputs of this rank's towers, and the routes of their features."""
     if not spec.sees:
         return {}, {}
-    media, owners = _owned_media(documents, placed, spec, cut)
-    inputs = load_media(with_own_media(documents, placed, spec, cut), spec)
+    media, owners = _owned_media(documents, placed, spec, split)
+    inputs = load_media(with_own_media(documents, placed, spec, split), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
     kinds = np.array([spec.family.taken_as(kind) for _, kind, *_ in media], object)
     num_tokens = np.array([medium.num_tokens for *_, medium in media], np.int64)
@@ -143,7 +147,9 @@ def _load_share(
     routes: dict[str, FeatureRoute] = {}
     for kind in [kind for kind in spec.family.kinds if kind in present]:
         token_owners = np.repeat(owners[kinds == kind], num_tokens[kinds == kind])
-        routes[kind] = route_features(np.flatnonzero(input_ids == spec.pad_ids[kind]), token_owners, assigned, cut.rank)
+        routes[kind] = route_features(
+            np.flatnonzero(input_ids == spec.pad_ids[kind]), token_owners, assigned, split.rank
+        )
         if kind == "audio":
             inputs = silence(spec) | inputs
         elif spec.family.processor_inputs:
@@ -154,14 +160,14 @@ def _load_share(
 
 
 def with_own_media(
-    samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, cut: Cut
+    samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> list[EncodedSample]:
     """The samples of a sequence with only those media that this rank's towers encode.
 
     Sound tracks become sounds of their own, as the frames of their videos may be another rank's.
     """
-    media, owners = _owned_media(samples, places, spec, cut)
-    own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == cut.rank}
+    media, owners = _owned_media(samples, places, spec, split)
+    own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == split.rank}
     return [
         dataclasses.replace(
             sample,
@@ -182,7 +188,7 @@ def with_own_media(
 
 
 def _owned_media(
-    documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, cut: Cut
+    documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> tuple[list[DocumentMedium], Int64Array]:
     """All media of a sequence, and the rank whose tower encodes each: a local document's, else balanced by cost."""
     media: list[DocumentMedium] = []
@@ -197,6 +203,6 @@ def _owned_media(
     costs = spec.tower_costs.towers(tokens * ~is_sound, np.array(squares, np.int64), tokens * is_sound)
     owners = np.array([placed[number] for number, *_ in media], np.int64)
     shared = owners == SHARDED
-    loads = np.bincount(owners[~shared], costs[~shared], cut.size)
+    loads = np.bincount(owners[~shared], costs[~shared], split.size)
     owners[shared] = assign_heaviest_first(costs[shared].tolist(), loads.tolist())
     return media, owners

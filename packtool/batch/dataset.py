@@ -16,7 +16,7 @@ from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.media import load_media
 from packtool.batch.micro_batch import MicroBatch, Tower
-from packtool.batch.shard import Cut
+from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.cache.shard import num_targets
 from packtool.encode.encoded import EncodedSample
@@ -53,7 +53,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         spec: the model they are collated for.
         packing: False pads one sample per row instead.
         skip_bad_media: leave out samples whose media cannot be loaded.
-        cuts: split of the sequences by the number of ranks that share them, and this rank's part; the first is the
+        splits: splits of the sequences by the number of ranks that share them, and this rank's part; the first is the
             default of micro-batches. Sequences of one rank need none.
         always: towers that run in every micro-batch; by default all. Others run if some rank has media for them.
         min_shared: tokens that a prefix of packed samples must have to be computed once; None shares no prefixes.
@@ -67,14 +67,14 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         *,
         packing: bool = True,
         skip_bad_media: bool = False,
-        cuts: Mapping[int, Cut] | None = None,
+        splits: Mapping[int, SequenceSplit] | None = None,
         always: frozenset[Tower] | None = None,
         min_shared: int | None = None,
         multiple_of: int = 1,
     ) -> None:
-        assert min_shared is None or (packing and not cuts), "only samples of a pack of one rank share prefixes"
+        assert min_shared is None or (packing and not splits), "only samples of a pack of one rank share prefixes"
         self.read, self.spec, self.skip_bad_media = read, spec, skip_bad_media
-        self.cuts, self.multiple_of = dict(cuts or {}), multiple_of
+        self.splits, self.multiple_of = dict(splits or {}), multiple_of
         self.always = spec.towers if always is None else always
         self._collate: Callable[..., Batch] = collate_padded
         if min_shared is not None:
@@ -97,11 +97,11 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         towers = self.spec.towers
         if micro_batch.towers is not None:
             towers &= self.always | micro_batch.towers
-        size = next(iter(self.cuts), 1) if micro_batch.shared_by is None else micro_batch.shared_by
+        size = next(iter(self.splits), 1) if micro_batch.shared_by is None else micro_batch.shared_by
         if size > 1:
             check_unchanged(samples, self.spec)
-            cut, places = self.cuts[size], micro_batch.places
-            return collate_shard(samples, self.spec, cut, places, towers, multiple_of=self.multiple_of)
+            split, places = self.splits[size], micro_batch.places
+            return collate_shard(samples, self.spec, split, places, towers, multiple_of=self.multiple_of)
         try:
             check_unchanged(samples, self.spec)
             return self._collate(samples, self.spec, towers=towers)

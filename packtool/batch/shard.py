@@ -30,8 +30,8 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Split of a sequence over ranks, and one of these ranks.
+class SequenceSplit:
+    """Split of a sequence over ranks, with the rank of one of them.
 
     Args:
         ring_size: R, of the axis whose ranks hold chunks.
@@ -85,13 +85,13 @@ class SequenceShard:
     """A rank's part of a packed sequence, as attention needs it.
 
     Args:
-        cut: split of the sequence.
+        split: ranks that share a sequence, and this rank.
         local_lengths: documents that are this rank's alone, first in its sequence.
         sharded_lengths: complete, with their padding: the same on all ranks.
         routes: of the features of ``image``, ``video`` and ``audio``, if the sequence has any.
     """
 
-    cut: Cut
+    split: SequenceSplit
     local_lengths: tuple[int, ...]
     sharded_lengths: tuple[int, ...]
     routes: Mapping[str, FeatureRoute]
@@ -102,36 +102,36 @@ class SequenceShard:
         return sum(self.local_lengths)
 
 
-def assign_tokens(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> list[Int64Array]:
+def assign_tokens(lengths: Sequence[int], places: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
     """Assign a sequence's tokens to the ranks.
 
     Args:
         lengths: of the documents, padded if they are sharded, with a filler that makes their parts even.
         places: of each, ``SHARDED`` or a rank.
-        cut: its ``rank`` does not matter.
+        split: its ``rank`` does not matter.
 
     Returns:
         for each rank, int64 (t,): the positions of its t tokens in the sequence, in the rank's own order.
     """
     starts = np.cumsum([0, *lengths])
     nothing = np.zeros(0, np.int64)
-    parts = [[nothing] for _ in range(cut.size)]
-    rings = [[nothing] for _ in range(cut.ring_size)]
+    parts = [[nothing] for _ in range(split.size)]
+    rings = [[nothing] for _ in range(split.ring_size)]
     for start, length, place in zip(starts[:-1].tolist(), lengths, places, strict=True):
         tokens = np.arange(start, start + length)
         if place != SHARDED:
             parts[place].append(tokens)
-        elif cut.ring_size == 1:
+        elif split.ring_size == 1:
             rings[0].append(tokens)
         else:
-            chunks = tokens.reshape(2 * cut.ring_size, -1)
+            chunks = tokens.reshape(2 * split.ring_size, -1)
             for rank, ring in enumerate(rings):
-                ring += [chunks[rank], chunks[2 * cut.ring_size - 1 - rank]]
+                ring += [chunks[rank], chunks[2 * split.ring_size - 1 - rank]]
     for number, ring in enumerate(rings):
         ring_tokens = np.concatenate(ring)
-        assert len(ring_tokens) % cut.ulysses_size == 0, "a filler makes it even"
-        for offset, piece in enumerate(np.split(ring_tokens, cut.ulysses_size)):
-            parts[number * cut.ulysses_size + offset].append(piece)
+        assert len(ring_tokens) % split.ulysses_size == 0, "a filler makes it even"
+        for offset, piece in enumerate(np.split(ring_tokens, split.ulysses_size)):
+            parts[number * split.ulysses_size + offset].append(piece)
     return [np.concatenate(part) for part in parts]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.shard import Cut
+from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.planning.skrull import SHARDED
@@ -21,12 +21,17 @@ def test_a_local_samples_pictures_stay_with_it(tmp_path: Path) -> None:
     spec, limits = reduced_spec("qwen3_vl", str(tmp_path)), reduced_limits(reduced_config("qwen3_vl"))
     samples = [make_sample(8, ((side, side),), seed=n, limits=limits) for n, side in enumerate((32, 64, 48, 64))]
     for places in ([0, 1, 1, 0], [1, SHARDED, 0, SHARDED], [SHARDED] * 4):
-        seen = [_media_of(samples, places, spec, Cut(2, 1, rank)) for rank in range(2)]
+        seen = [_media_of(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
         for sample, place in enumerate(places):
             owner = [rank for rank in range(2) if seen[rank][sample]]
             assert len(owner) == 1 if place == SHARDED else owner == [place]
     # Rank 0 has a picture of its own as large as the largest of the others, which goes to rank 1.
-    assert _media_of(samples, [SHARDED, 0, SHARDED, SHARDED], spec, Cut(2, 1, 1)) == [True, False, False, True]
+    assert _media_of(samples, [SHARDED, 0, SHARDED, SHARDED], spec, SequenceSplit(2, 1, 1)) == [
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 @settings(max_examples=50)
@@ -39,9 +44,9 @@ def test_every_ranks_part_is_padded_by_itself(data: st.DataObject) -> None:
     multiple_of = data.draw(st.integers(1, 40))
     samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
     for rank in range(ring * ulysses):
-        cut = Cut(ring, ulysses, rank)
-        bare = collate_shard(samples, reduced_spec("qwen2"), cut, places)
-        padded = collate_shard(samples, reduced_spec("qwen2"), cut, places, multiple_of=multiple_of)
+        split = SequenceSplit(ring, ulysses, rank)
+        bare = collate_shard(samples, reduced_spec("qwen2"), split, places)
+        padded = collate_shard(samples, reduced_spec("qwen2"), split, places, multiple_of=multiple_of)
         assert padded.num_padding == -bare.input_ids.shape[1] % multiple_of
         assert padded.input_ids.shape[1] == bare.input_ids.shape[1] + padded.num_padding
         assert padded.shard.sharded_lengths == bare.shard.sharded_lengths
@@ -50,9 +55,9 @@ def test_every_ranks_part_is_padded_by_itself(data: st.DataObject) -> None:
         assert sorted(next(targets)) == sorted(next(targets))
 
 
-def _media_of(samples: list[EncodedSample], places: list[int], spec: InputSpec, cut: Cut) -> list[bool]:
+def _media_of(samples: list[EncodedSample], places: list[int], spec: InputSpec, split: SequenceSplit) -> list[bool]:
     """Which samples' pictures a rank is given, found by their pixels."""
-    batch = collate_shard(samples, spec, cut, places)
+    batch = collate_shard(samples, spec, split, places)
     whole = [collate_packs([sample], spec).media["pixel_values"] for sample in samples]
     rows = {tuple(row.tolist()) for row in batch.media["pixel_values"]}
     return [tuple(pixels[0].tolist()) in rows for pixels in whole]

@@ -353,7 +353,7 @@ def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> No
         parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else number % 2]
         found[name] = check_setting(setting, expected, parallel)
         # Text alone: each looks at a blank picture, of which nothing goes anywhere.
-        bare = collate_shard(samples[1:2], spec, parallel.cut)
+        bare = collate_shard(samples[1:2], spec, parallel.split)
         assert bare.media["pixel_values"].numel()
         assert not sum(bare.shard.routes["image"].send_counts)
         aligner = model.get_submodule(spec.family.towers.aligner[0])

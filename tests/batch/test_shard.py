@@ -7,22 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.batch.shard import Cut, assign_tokens, route_features
+from packtool.batch.shard import SequenceSplit, assign_tokens, route_features
 from packtool.planning.skrull import SHARDED
 
 sizes = st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 3), (3, 2), (8, 1)])
 documents = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12)
 
 
-def sequence(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[int], list[int]]:
+def sequence(given_documents: list[tuple[int, bool]], split: SequenceSplit) -> tuple[list[int], list[int]]:
     """Lengths, padded and with a filler as collation makes them, and places: locals go round the ranks."""
-    places = [number % cut.size if is_local else SHARDED for number, (_, is_local) in enumerate(given_documents)]
+    places = [number % split.size if is_local else SHARDED for number, (_, is_local) in enumerate(given_documents)]
     lengths = [
-        length if place != SHARDED else -(-length // cut.multiple) * cut.multiple
+        length if place != SHARDED else -(-length // split.multiple) * split.multiple
         for (length, _), place in zip(given_documents, places, strict=True)
     ]
     num_sharded = sum(length for length, place in zip(lengths, places, strict=True) if place == SHARDED)
-    if filler := cut.num_filler_tokens(num_sharded):
+    if filler := split.num_filler_tokens(num_sharded):
         lengths, places = [*lengths, filler], [*places, SHARDED]
     return lengths, places
 
@@ -30,49 +30,49 @@ def sequence(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[in
 @pytest.mark.smoke
 @given(documents, sizes)
 def test_every_token_is_on_one_rank(given_documents: list[tuple[int, bool]], size: tuple[int, int]) -> None:
-    cut = Cut(*size)
-    lengths, places = sequence(given_documents, cut)
-    assigned = assign_tokens(lengths, places, cut)
+    split = SequenceSplit(*size)
+    lengths, places = sequence(given_documents, split)
+    assigned = assign_tokens(lengths, places, split)
     assert np.sort(np.concatenate(assigned)).tolist() == list(range(sum(lengths)))
     for rank, index in enumerate(assigned):
         # What is local comes first, and of what is sharded every rank has as much.
         own = sum(length for length, place in zip(lengths, places, strict=True) if place == rank)
         sharded = sum(length for length, place in zip(lengths, places, strict=True) if place == SHARDED)
-        assert len(index) == own + sharded // cut.size
+        assert len(index) == own + sharded // split.size
         documents_of = np.repeat(np.arange(len(lengths)), lengths)[index[:own]]
         assert all(places[document] == rank for document in documents_of)
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.sampled_from([2, 3, 4, 8]))
 def test_zigzag_gives_every_rank_of_a_ring_the_same_work(lengths: list[int], ring: int) -> None:
-    cut = Cut(ring, 1)
-    padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
+    split = SequenceSplit(ring, 1)
+    padded = [-(-length // split.multiple) * split.multiple for length in lengths]
     positions = np.concatenate([np.arange(length) for length in padded])
-    index = assign_tokens(padded, [SHARDED] * len(padded), cut)
+    index = assign_tokens(padded, [SHARDED] * len(padded), split)
     # A query at position p sees p + 1 keys.
     assert len({int((positions[held] + 1).sum()) for held in index}) == 1
 
 
 @given(st.integers(0, 500), sizes)
 def test_a_filler_makes_shares_even(num_tokens: int, size: tuple[int, int]) -> None:
-    cut = Cut(*size)
-    num_tokens -= num_tokens % cut.multiple
-    filler = cut.num_filler_tokens(num_tokens)
-    assert (num_tokens + filler) % cut.size == 0
-    assert filler % cut.multiple == 0
-    assert filler < cut.multiple * cut.size
+    split = SequenceSplit(*size)
+    num_tokens -= num_tokens % split.multiple
+    filler = split.num_filler_tokens(num_tokens)
+    assert (num_tokens + filler) % split.size == 0
+    assert filler % split.multiple == 0
+    assert filler < split.multiple * split.size
 
 
 @given(documents, sizes, st.randoms(use_true_random=False))
 def test_features_arrive_where_their_tokens_are(
     given_documents: list[tuple[int, bool]], size: tuple[int, int], random: object
 ) -> None:
-    cut = Cut(*size)
-    lengths, places = sequence(given_documents, cut)
-    assigned = assign_tokens(lengths, places, cut)
+    split = SequenceSplit(*size)
+    lengths, places = sequence(given_documents, split)
+    assigned = assign_tokens(lengths, places, split)
     generator = np.random.default_rng(sum(lengths))
     positions = np.flatnonzero(generator.random(sum(lengths)) < 0.4)
-    owners = generator.integers(0, cut.size, len(positions))
+    owners = generator.integers(0, split.size, len(positions))
     arrived = _exchanged(positions, owners, assigned)
     for rank, index in enumerate(assigned):
         wanted = [position for position in index.tolist() if position in set(positions.tolist())]

@@ -82,7 +82,7 @@ class ShardLayout:
 @lru_cache(maxsize=4)
 def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """The layout of a rank's shard; cached, as every layer needs it."""
-    ring, rank = shard.cut.ring_size, shard.cut.ring_rank
+    ring, rank = shard.split.ring_size, shard.split.ring_rank
     last = 2 * ring - 1
     lengths = [length // ring for length in shard.sharded_lengths]
     halves = [length // 2 for length in lengths]
@@ -145,12 +145,12 @@ class Call:
 
     def owner_comes_before(self, hops: int) -> bool:
         """Check that the keys that arrive after ``hops`` exchanges come from a rank with a lower number."""
-        rank = self.parallel.cut.ring_rank
-        return (rank - hops) % self.parallel.cut.ring_size < rank
+        rank = self.parallel.split.ring_rank
+        return (rank - hops) % self.parallel.split.ring_size < rank
 
     def num_copies(self, num_key_heads: int) -> int:
         """Copies of each head of K and V, so that the Ulysses ranks can share them evenly."""
-        return math.lcm(num_key_heads, self.parallel.cut.ulysses_size) // num_key_heads
+        return math.lcm(num_key_heads, self.parallel.split.ulysses_size) // num_key_heads
 
 
 def attend_shard(
@@ -178,11 +178,11 @@ def attend_shard(
     Raises:
         UnsupportedModelError: for a window on a ring.
     """
-    if window is not None and parallel.cut.ring_size > 1:
+    if window is not None and parallel.split.ring_size > 1:
         raise UnsupportedModelError(
             "a layer has a sliding window, which chunks on a ring would cut", "Use --sequence-parallel-type ulysses."
         )
-    assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.cut.size, "a part of another sequence"
+    assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.split.size, "a part of another sequence"
     layout = shard_layout(shard, q.device)
     out: Tensor = _Attend.apply(q, k, v, Call(parallel, shard, blocks, default_scale(q, scale), window, layout))
     return out
@@ -191,7 +191,7 @@ def attend_shard(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        num_local, has_ulysses = call.shard.num_local, call.parallel.cut.ulysses_size > 1
+        num_local, has_ulysses = call.shard.num_local, call.parallel.split.ulysses_size > 1
         local, saved = (q[:num_local], k[:num_local], v[:num_local]), list[Tensor]()
         if has_ulysses and call.shard.sharded_lengths:
             # Views would also keep the sharded tokens, which are saved as they are exchanged.
@@ -218,7 +218,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        num_local, has_ulysses = call.shard.num_local, call.parallel.cut.ulysses_size > 1
+        num_local, has_ulysses = call.shard.num_local, call.parallel.split.ulysses_size > 1
         result, *saved = ctx.saved_tensors
         sharded = None
         if call.shard.sharded_lengths:
@@ -238,7 +238,7 @@ class _Attend(torch.autograd.Function):
 
 def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
     """Output of this rank's sharded tokens, and the tensors that the backward pass needs."""
-    size = call.parallel.cut.ulysses_size
+    size = call.parallel.split.ulysses_size
     if size == 1:
         out, lse = yield from _ring_forward(call, q, k, v)
         return out, [q, k, v, out, lse]
@@ -261,7 +261,7 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Generator[N
 
 def _sharded_backward(call: Call, grad: Tensor, saved: Sequence[Tensor], num_key_heads: int) -> Backward:
     """Gradients of this rank's Q, K and V for the gradient of its output: the backward pass of ``_sharded_forward``."""
-    size = call.parallel.cut.ulysses_size
+    size = call.parallel.split.ulysses_size
     if size == 1:
         return (yield from _ring_backward(call, grad.contiguous(), *saved))
     pending = heads_to_tokens(grad, call.parallel.ulysses)
@@ -302,7 +302,7 @@ def _run(generator: Generator[None, None, T]) -> T:
 
 def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     """Output (T, Hq, D) and lse float32 (Hq, T) over the keys of all ring ranks, for q (T, Hq, D), k, v (T, Hkv, D)."""
-    ring, size, layout = call.parallel.ring, call.parallel.cut.ring_size, call.layout
+    ring, size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
     if size > 1 and call.parallel.way == "allgather":
         return (yield from _gather_forward(call, q, k, v))
     keys, width = torch.cat([k, v], dim=-1), k.shape[-1]
@@ -342,7 +342,7 @@ def _merge_rows(
 
 def _ring_backward(call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Backward:
     """Gradients of q, k and v of this rank's tokens, from their final out and lse."""
-    ring, size, layout = call.parallel.ring, call.parallel.cut.ring_size, call.layout
+    ring, size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
     if size > 1 and call.parallel.way == "allgather":
         return (yield from _gather_backward(call, grad, q, k, v, out, lse))
     keys, width = torch.cat([k, v], dim=-1), k.shape[-1]

@@ -51,7 +51,7 @@ def share_heads(
         (1, T / P, hidden).
     """
     net: Any = layer
-    size, group = parallel.cut.size, parallel.group
+    size, group = parallel.split.size, parallel.group
     q, k, v, z, b, a = _projected(net, hidden_states)
     num_copies = _num_copies(net, size)
     heads = [*(tensor.repeat_interleave(num_copies, dim=1) for tensor in (q, k)), v, b, a]
@@ -59,7 +59,7 @@ def share_heads(
     documents = Varlen.of_lengths(shard.sharded_lengths, own.device)
     order, inverse = _token_order(shard, own.device)
     received: Tensor = _TokensOfHeads.apply(own, group)
-    forward = partial(type(layer).forward, _HeadShare(net, size, parallel.cut.rank))
+    forward = partial(type(layer).forward, _HeadShare(net, size, parallel.split.rank))
     states = run(forward, received[order].transpose(0, 1), documents)
     out: Tensor = _HeadsOfTokens.apply(states[0, inverse].unsqueeze(1), group)
     gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
@@ -75,7 +75,7 @@ def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Te
         int64 (T,) each: the row of each token; the token of each row.
     """
     places = [SHARDED] * len(shard.sharded_lengths)
-    index = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.cut))
+    index = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.split))
     return torch.from_numpy(np.argsort(index)).to(device), torch.from_numpy(index).to(device)
 
 

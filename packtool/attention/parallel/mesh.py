@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from packtool.attention.parallel.axes import Axes
-from packtool.batch.shard import Cut, FeatureRoute
+from packtool.batch.shard import FeatureRoute, SequenceSplit
 
 Pending = Callable[[], Tensor]
 """Waits for a started exchange, and returns the tensor received."""
@@ -125,22 +125,22 @@ class SequenceParallel:
     """This rank among the P that share its sequences.
 
     Args:
-        cut: split of the sequences.
+        split: ranks that share a sequence, and this rank.
         way: how the ranks of the ring axis get K and V.
         ring, ulysses, group: groups of the ring axis, the Ulysses axis and all P ranks.
         others: of the run's other sequences, which fewer ranks share.
     """
 
-    cut: Cut
+    split: SequenceSplit
     way: Literal["ring", "allgather"]
     ring: Any
     ulysses: Any
     group: Any
     others: tuple[SequenceParallel, ...] = ()
 
-    def of(self, cut: Cut) -> SequenceParallel:
+    def of(self, split: SequenceSplit) -> SequenceParallel:
         """The ranks that share a sequence with this split."""
-        return next((other for other in self.others if other.cut == cut), self)
+        return next((other for other in self.others if other.split == split), self)
 
     @classmethod
     def on_mesh(cls, axes: Axes, device_type: str) -> SequenceParallel:
@@ -149,8 +149,8 @@ class SequenceParallel:
         shape = (dist.get_world_size() // size, axes.ring_size, axes.ulysses_size)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "ring", "ulysses"))
         group = mesh["ring", "ulysses"]._flatten("sequence").get_group()
-        cut = Cut(axes.ring_size, axes.ulysses_size, dist.get_rank() % size)
-        return cls(cut, axes.way, mesh["ring"].get_group(), mesh["ulysses"].get_group(), group)
+        split = SequenceSplit(axes.ring_size, axes.ulysses_size, dist.get_rank() % size)
+        return cls(split, axes.way, mesh["ring"].get_group(), mesh["ulysses"].get_group(), group)
 
     @torch.no_grad()
     def gather(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
@@ -164,8 +164,8 @@ class SequenceParallel:
         Returns:
             (``num_tokens``, ...).
         """
-        counts = torch.zeros(self.cut.size, dtype=torch.int64, device=values.device)
-        counts[self.cut.rank] = len(values)
+        counts = torch.zeros(self.split.size, dtype=torch.int64, device=values.device)
+        counts[self.split.rank] = len(values)
         num_local = self.sum(counts).tolist()
         longest = max(num_local)
         sequence = values.new_zeros((num_tokens, *values.shape[1:]))
@@ -180,7 +180,7 @@ class SequenceParallel:
         sent = values.to(torch.uint8) if values.dtype == torch.bool else values
         padded = torch.cat([sent, sent.new_zeros((num_tokens - len(sent), *sent.shape[1:]))])
         received = from_all(padded, self.group)().to(values.dtype)
-        return list(received.view(self.cut.size, *padded.shape))
+        return list(received.view(self.split.size, *padded.shape))
 
     @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from packtool.batch.collate_shard import collate_shard
 from packtool.batch.dataset import explain_dead_workers, load_micro_batches, with_media_reads
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.positions import align_sample, restore_padding
-from packtool.batch.shard import Cut
+from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.cache.views import SampleReader
@@ -209,7 +209,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         micro_batches: positions of the samples of each.
         alignment: samples are padded to a multiple of it.
         packed: False for micro-batches of single samples, for models that cannot be packed.
-        cut: this rank's part of sequences that several ranks share.
+        split: this rank's part of sequences that several ranks share.
         shares: compute prefixes that samples have in common once.
     """
 
@@ -221,12 +221,12 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         *,
         alignment: int = 1,
         packed: bool = True,
-        cut: Cut | None = None,
+        split: SequenceSplit | None = None,
         shares: bool = False,
     ) -> None:
-        assert not shares or (packed and cut is None and alignment == 1), "trees are of one rank, without padding"
+        assert not shares or (packed and split is None and alignment == 1), "trees are of one rank, without padding"
         self.reader, self.spec, self.micro_batches, self.alignment = reader, spec, micro_batches, alignment
-        self.packed, self.cut, self.shares = packed, cut, shares
+        self.packed, self.split, self.shares = packed, split, shares
 
     def __len__(self) -> int:
         return len(self.micro_batches)
@@ -252,8 +252,8 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         return EvaluationBatch(batch, where, labels, origins)
 
     def _collate(self, samples: Sequence[EncodedSample]) -> Batch:
-        if self.cut is not None:
-            return collate_shard(samples, self.spec, self.cut)
+        if self.split is not None:
+            return collate_shard(samples, self.spec, self.split)
         if self.shares:
             return collate_tree(samples, self.spec)
         return (collate_packs if self.packed else collate_padded)(samples, self.spec)
@@ -312,7 +312,7 @@ def evaluate(
         plan.micro_batches(world.data.rank),
         alignment=plan.alignment,
         packed=packed,
-        cut=parallel.cut if parallel is not None else None,
+        split=parallel.split if parallel is not None else None,
         shares=plan.trees is not None,
     )
     with evaluating(bare, packed=packed) as scorer:
@@ -332,7 +332,7 @@ def _sequence_scores(
     """
     labels, (losses, correct) = batch.labels[:1], scorer(batch)
     if parallel is not None:
-        assert isinstance(batch, ShardedBatch), "collated with a cut"
+        assert isinstance(batch, ShardedBatch), "collated with a split"
         length = sum(batch.lengths)
         parts = (parallel.gather(part[0], batch.index, length)[None] for part in (labels, losses, correct))
         labels, losses, correct = parts

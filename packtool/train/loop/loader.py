@@ -18,7 +18,7 @@ from packtool.batch.batch import Batch
 from packtool.batch.dataset import MicroBatches, load_micro_batches
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.micro_batch import MicroBatch, Tower
-from packtool.batch.shard import Cut
+from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World, all_gather_objects
@@ -71,8 +71,8 @@ def make_dataset(run: Run, spec: InputSpec, always: frozenset[Tower] | None = No
         spec,
         packing=config.removes_padding,
         skip_bad_media=config.on_bad_media == "skip",
-        cuts={
-            size: Cut(axes.ring_size, axes.ulysses_size, world.rank % size)
+        splits={
+            size: SequenceSplit(axes.ring_size, axes.ulysses_size, world.rank % size)
             for size, axes in run.axes_by_size.items()
             if size > 1
         },

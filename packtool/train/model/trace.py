@@ -33,7 +33,7 @@ from packtool.attention.recurrent import share_recurrent_layers
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
 from packtool.batch.media import large_processed
-from packtool.batch.shard import Cut, FeatureRoute, SequenceShard
+from packtool.batch.shard import FeatureRoute, SequenceShard, SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.train.model.loss import LossFunction
@@ -78,7 +78,7 @@ def trace_pass(
     parallel = None
     if isinstance(batch, ShardedBatch):
         ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
-        parallel = SequenceParallel(batch.shard.cut, axes.way, ring, ulysses, AbsentRanks(batch.shard.cut.size))
+        parallel = SequenceParallel(batch.shard.split, axes.way, ring, ulysses, AbsentRanks(batch.shard.split.size))
     route_through_traced(model, parallel)
     # Autograd creates its threads once, for the devices at its first backward pass. Under the mode it would miss those
     # of real GPUs, so this pass comes first.
@@ -139,12 +139,12 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     }
     # With gathered keys the first rank copies most: its last chunk sees nearly all of the others.
     last = axes.ring_size * axes.ulysses_size - 1
-    cut = Cut(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
-    if cut.size > 1:
-        lengths = (count * cut.size,)
+    split = SequenceSplit(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
+    if split.size > 1:
+        lengths = (count * split.size,)
         counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
-        routes = {kind: _route(*each, cut.size) for kind, each in counts.items() if any(each)}
-        shard = SequenceShard(cut, (), lengths, routes)
+        routes = {kind: _route(*each, split.size) for kind, each in counts.items() if any(each)}
+        shard = SequenceShard(split, (), lengths, routes)
         return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=lengths)
     common |= {"cu_seqlens": torch.tensor([0, count], dtype=torch.int32), "lengths": (count,)}
     if not tokens.keys:

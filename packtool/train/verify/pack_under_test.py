@@ -85,9 +85,9 @@ class PackUnderTest:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:
             # Two neighbours are local to one rank: they could leak, too.
-            size = parallel.cut.size
+            size = parallel.split.size
             self.placement = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
-            self.batch = collate_shard(self.samples, spec, parallel.cut, self.placement).to(device)
+            self.batch = collate_shard(self.samples, spec, parallel.split, self.placement).to(device)
         self.lengths = [sample.length for sample in self.samples]
         # Padding after a sample and filler documents after the last one belong to no sample.
         self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
@@ -188,7 +188,7 @@ class PackUnderTest:
             return
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= self.parallel.cut.size
+                parameter.grad /= self.parallel.split.size
         torch.autograd.backward(-self.loss(self.batch))
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -207,7 +207,7 @@ class PackUnderTest:
         ids[0] = torch.where(local == _UNCHANGED, ids[0], local)
         parts: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
-            parts = with_own_media(parts, self.placement, self.spec, self.parallel.cut)
+            parts = with_own_media(parts, self.placement, self.spec, self.parallel.split)
         elif self.min_shared is not None:
             parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
         return dataclasses.replace(self.batch, input_ids=ids, media=self._flipped(self.batch.media, parts, number))

@@ -129,20 +129,20 @@ def _error(
     window: int | None,
 ) -> list[float]:
     """Largest differences of the output and the gradients of q, k and v, in units of the largest number (or 1)."""
-    cut = parallel.cut
+    split = parallel.split
     lengths = [
-        length if place != SHARDED else -(-length // cut.multiple) * cut.multiple
+        length if place != SHARDED else -(-length // split.multiple) * split.multiple
         for length, place in zip(true_lengths, places, strict=True)
     ]
-    filler = cut.num_filler_tokens(sum(n for n, place in zip(lengths, places, strict=True) if place == SHARDED))
+    filler = split.num_filler_tokens(sum(n for n, place in zip(lengths, places, strict=True) if place == SHARDED))
     # As collation does: what makes shares even, and a token for ranks that would have none.
-    bare = [rank for rank in range(cut.size) if rank not in places and SHARDED not in places]
+    bare = [rank for rank in range(split.size) if rank not in places and SHARDED not in places]
     lengths, places = [*lengths, filler, *(1 for _ in bare)], [*places, SHARDED, *bare]
     (q, k, v, above), expected, wanted = _reference(tuple(lengths), heads, dtype, window)
-    index = torch.from_numpy(assign_tokens(lengths, places, cut)[cut.rank])
+    index = torch.from_numpy(assign_tokens(lengths, places, split)[split.rank])
     shard = SequenceShard(
-        cut,
-        tuple(n for n, place in zip(lengths, places, strict=True) if place == cut.rank),
+        split,
+        tuple(n for n, place in zip(lengths, places, strict=True) if place == split.rank),
         tuple(n for n, place in zip(lengths, places, strict=True) if place == SHARDED and n),
         {},
     )

@@ -77,8 +77,8 @@ def check_setting(
     lengths = [sample.length for sample in samples]
     set_attention(model, "auto", parallel)
     if places is None:
-        places = [number % parallel.cut.size if number % 3 else SHARDED for number in range(len(samples))]
-    batch = collate_shard(samples, spec, parallel.cut, places)
+        places = [number % parallel.split.size if number % 3 else SHARDED for number in range(len(samples))]
+    batch = collate_shard(samples, spec, parallel.split, places)
     other, its_loss, its_gradients = _run(model, batch, lengths, parallel)
     assert its_gradients.keys() == gradients.keys(), "ranks wait for every one"
     moved = _logits(model, _changed(batch, samples, number=2), lengths, parallel)

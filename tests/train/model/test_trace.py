@@ -141,7 +141,7 @@ def _measure_shared(folder: Path) -> None:
     found = {}
     for way, axes in SHARED.items():
         parallel = SequenceParallel.on_mesh(axes, "cpu")
-        batch = collate_shard(samples, spec, parallel.cut)
+        batch = collate_shard(samples, spec, parallel.split)
         batch, count = _with_targets(batch), batch.input_ids.shape[1]
         for recomputes in (False, True):
             held = computed_bytes(spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
@@ -157,7 +157,7 @@ def _measure_shared(folder: Path) -> None:
     parallel = SequenceParallel.on_mesh(SHARED["ulysses"], "cpu")
     config = hybrid_config("qwen3_5")
     spec = InputSpec("", config, MediaLimits())
-    batch = _with_targets(collate_shard([make_sample(192, seed=0)], spec, parallel.cut, towers=frozenset()))
+    batch = _with_targets(collate_shard([make_sample(192, seed=0)], spec, parallel.split, towers=frozenset()))
     measured = {}
     for recomputes in (False, True):
         held = computed_bytes(config, recomputes=recomputes, batch=batch, parallel=parallel)

@@ -10,7 +10,7 @@ import pytest
 
 from packtool.batch.collate import collate_tree
 from packtool.batch.collate_shard import with_own_media
-from packtool.batch.shard import Cut
+from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.launch.world import World
 from packtool.planning.skrull import SHARDED
@@ -52,7 +52,7 @@ def test_a_rank_looks_at_whole_pictures(size: int, settings: dict[str, Any], tin
     most = largest = held = 0
     for samples, places in samples_of_micro_batches(run):
         for rank in range(size):
-            own = with_own_media(samples, places, spec, Cut(size, 1, rank))
+            own = with_own_media(samples, places, spec, SequenceSplit(size, 1, rank))
             most = max(most, sum(sample.num_media_tokens for sample in own if sample.images))
         pictures = [image.num_tokens for sample in samples for image in sample.images]
         largest, held = max([largest, *pictures]), max(held, sum(pictures))
