@@ -17,38 +17,13 @@ from packtool.config.mixture import Amount, check_drawn
 from packtool.errors import ConfigError, DataError
 from packtool.rows.forms import check_first_rows, detect
 from packtool.rows.forms.media import could_hold_media
-from packtool.rows.json_array import elements_of, find_elements
-from packtool.rows.lines import (
-    CHUNK_BYTES,
-    block_text,
-    checked_row,
-    find_lines,
-    find_records,
-    numbered_lines,
-    parse_row,
-    read_records,
-    read_texts,
-    too_large,
-)
 from packtool.rows.open_files import HashedFile, close_readers, open_text, opened
-from packtool.rows.parsing import JsonProblem, parse_json
-from packtool.rows.sample import guard_row, unexpected_drop
-from packtool.rows.source import (
-    FileFormat,
-    NumberedRow,
-    RowBlock,
-    RowBlocks,
-    ScannedSource,
-    Source,
-    SourceSpec,
-    draw_rows,
-)
+from packtool.rows.source import NumberedRow, RowBlock, RowBlocks, ScannedSource, Source, SourceSpec, draw_rows
 from packtool.rows.sources import KNOWN_FORMATS, format_of
+from packtool.rows.text_files import CHUNK_BYTES, PARSERS, block_text, find_elements, find_lines, find_records
 
 if TYPE_CHECKING:
-    from packtool.rows.megatron import MegatronReader
-    from packtool.rows.tables import TableReader
-    from packtool.rows.tars import TarReader
+    from packtool.rows.readers import Reader
 
 
 def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
@@ -60,8 +35,8 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
         DataError: if the file has changed since it was scanned.
         StorageError: if it cannot be read.
     """
-    if source.kind in _PARSERS:
-        rows = parse_block(source, block, block_text(source, block))
+    if source.kind in PARSERS:
+        rows = PARSERS[source.kind](source, block, block_text(source, block))
     else:
         rows = opened(source, _open_reader).rows(block)
     if block.picks is None:
@@ -74,62 +49,10 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
         yield from repeat(row, count)
 
 
-def parse_block(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
-    """Parse all rows of a block of text; yields the same as ``read_block`` without picks.
+def _open_reader(source: Source) -> Reader:
+    from packtool.rows.readers import READERS  # here, because text needs no pyarrow
 
-    Args:
-        data: bytes of the block; None for one row that is too large to be kept in memory.
-    """
-    return _PARSERS[source.kind](source, block, data)
-
-
-def _open_reader(source: Source) -> MegatronReader | TarReader | TableReader:
-    # Imported here, because text needs neither pyarrow nor tarfile.
-    if source.kind == "megatron":
-        from packtool.rows.megatron import MegatronReader
-
-        return MegatronReader(source)
-    if source.kind == "tar":
-        from packtool.rows.tars import TarReader
-
-        return TarReader(source)
-    from packtool.rows.tables import ArrowReader, ParquetReader
-
-    return ParquetReader(source) if source.kind == "parquet" else ArrowReader(source)
-
-
-def _parse_array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
-    if data is None:
-        yield block.first_row, too_large(source, block.first_row)
-        return
-    try:
-        values = parse_json(b"[" + data.strip() + b"]")
-    except JsonProblem:  # of one element, which parsing each alone will show
-        values = ()
-    if len(values) == block.num_rows and len(data) <= source.max_row_bytes:
-        for number, value in enumerate(values, block.first_row):
-            yield number, checked_row(source, number, value)
-        return
-    for number, text in enumerate(elements_of(source, data), block.first_row):
-        yield number, guard_row(source.label, number, parse_row, source, number, text)
-
-
-def _parse_lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
-    for number, line in numbered_lines(source, block, data):
-        try:  # like ``guard_row``, without the cost of a call
-            row = parse_row(source, number, line)
-        except BaseException as error:
-            row = unexpected_drop(source.label, number, error)
-        yield number, row
-
-
-_PARSERS: dict[FileFormat, Callable[[Source, RowBlock, bytes | None], Iterator[NumberedRow]]] = {
-    "json": _parse_array,
-    "jsonl": _parse_lines,
-    "csv": read_records,
-    "tsv": read_records,
-    "txt": read_texts,
-}
+    return READERS[source.kind](source)
 
 
 _HEAD_BYTES = 4096
@@ -244,7 +167,7 @@ class _Scanner:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._file: HashedFile | None = None
-        if source.kind not in _PARSERS:
+        if source.kind not in PARSERS:
             with closing(_open_reader(source)) as reader:
                 self.blocks = iter(RowBlocks.of(reader.blocks()))
                 self._digest = reader.digest()
@@ -299,7 +222,7 @@ def _with_form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], hea
         return source.replaced(form=form, columns=columns)
     for block in blocks:
         text = head[block.start : block.stop] if block.stop <= len(head) else None
-        numbered = _read_and_close(source, block) if text is None else parse_block(source, block, text)
+        numbered = _read_and_close(source, block) if text is None else PARSERS[source.kind](source, block, text)
         rows = [row for _, row in numbered if isinstance(row, dict)]
         if rows:
             form, columns = detect(rows, spec.columns, spec.formatting, source.label)

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import DataError
-from packtool.rows import lines
+from packtool.rows import text_files
 from packtool.rows.forms import to_sample
 from packtool.rows.open_files import TextReader, close_readers, opened
 from packtool.rows.read import read_block, scan
+from packtool.rows.readers import ParquetReader
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
-from packtool.rows.tables import ParquetReader
 from tests.rows.conftest import COMPRESSIONS, KINDS, compress, rows_of, write_rows
 
 ROWS = [{"text": f'line {i} "é", 你好\u2028 {"x" * (i % 7)}', "channel": str(i % 3)} for i in range(333)]
@@ -108,8 +108,8 @@ def test_any_csv_gives_its_records(
     path = tmp_path / f"rows.{kind}"
     write_rows(path, kind, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "CHUNK_BYTES", chunk)
-        patch.setattr(lines, "BLOCK_ROWS", block_rows)
+        patch.setattr(text_files, "CHUNK_BYTES", chunk)
+        patch.setattr(text_files, "BLOCK_ROWS", block_rows)
         result = scan(SourceSpec(str(path)))
     assert rows_of(result) == list(enumerate(rows))
 
@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     program = (
         "import sys, resource\n"
         "from packtool.rows.read import scan\nfrom packtool.rows.source import SourceSpec\n"
-        "from packtool.rows.read import read_block\nimport pyarrow, pyarrow.parquet, packtool.rows.tables\n"
+        "from packtool.rows.read import read_block\nimport pyarrow, pyarrow.parquet, packtool.rows.readers\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "found = scan(SourceSpec(sys.argv[1]))\n"
         "rows = sum(1 for block in found.blocks for _ in read_block(found.source, block))\n"

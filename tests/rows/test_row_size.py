@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packtool.rows import json_array, lines
+from packtool.rows import text_files
 from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
@@ -26,8 +26,7 @@ KINDS = ("json", "jsonl", "csv", "txt", "parquet", "arrow")
 def test_a_row_that_is_too_large(
     tmp_path: Path, kind: str, chunk: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(json_array, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     texts = ["a", "b" * size, "c", "d" * 800, 'e"[{\\' * (size // 4), "f"]
     if kind == "csv":
         texts[4] = "e" * size
@@ -85,11 +84,11 @@ def test_embedded_media_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 1 << 16)
     sizes: list[int] = []
-    read: Callable[..., Any] = lines.read_text
+    read: Callable[..., Any] = text_files.read_text
     monkeypatch.setattr(
-        lines, "read_text", lambda source, start, stop: sizes.append(stop - start) or read(source, start, stop)
+        text_files, "read_text", lambda source, start, stop: sizes.append(stop - start) or read(source, start, stop)
     )
     path = tmp_path / "rows.jsonl"
     path.write_text(

@@ -136,9 +136,9 @@ def test_an_error_in_the_parser_drops_its_row(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
     result = scan(SourceSpec(str(path)))
-    parse = __import__("packtool.rows.lines", fromlist=["parse_json"]).parse_json
+    parse = __import__("packtool.rows.text_files", fromlist=["parse_json"]).parse_json
     monkeypatch.setattr(
-        "packtool.rows.lines.parse_json", lambda text: fail(KeyError("odd")) if b"b" in text else parse(text)
+        "packtool.rows.text_files.parse_json", lambda text: fail(KeyError("odd")) if b"b" in text else parse(text)
     )
     first, second, third = (row for _, row in read_block(result.source, result.blocks[0]))
     assert (first, third) == ({"text": "a"}, {"text": "c"})

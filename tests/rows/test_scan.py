@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from packtool import storage
 from packtool.errors import DataError
-from packtool.rows import json_array, lines
+from packtool.rows import text_files
 from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
@@ -52,9 +52,8 @@ def test_any_cut_gives_the_rows_of_json(
     text = "".join(json.dumps(row, ensure_ascii=True) + "\r\n" * (1 + i % 2) for i, row in enumerate(rows))
     jsonl.write_bytes(mark + text.rstrip("\r\n").encode())
     with pytest.MonkeyPatch.context() as patch:
-        for module in (json_array, lines):
-            patch.setattr(module, "CHUNK_BYTES", chunk)
-            patch.setattr(module, "BLOCK_ROWS", block_rows)
+        patch.setattr(text_files, "CHUNK_BYTES", chunk)
+        patch.setattr(text_files, "BLOCK_ROWS", block_rows)
         try:
             result = rows_in(array)
         except DataError:

@@ -1,0 +1,528 @@
+"""Rows of files that are not text: parquet and Arrow tables, Megatron's indexed datasets, and packs in tar files.
+
+Tables are read sequentially a few rows at a time. The two other formats are:
+
+Megatron's indexed datasets
+    Tokens of documents in a ``.bin`` file, and their positions in the ``.idx`` beside it. A row is a document; most
+    have one sequence. The index, little-endian::
+
+        9 bytes         MMIDIDX and two zeros
+        u64             version, 1
+        u8              code of the tokens' number type
+        u64, u64        sequences n, document borders d
+        int32[n]        tokens of each sequence
+        int64[n]        first byte of each sequence in the .bin file
+        int64[d]        number of the first sequence of each document, and at the end n
+
+    Multimodal sets have int8[n] after it and are not supported.
+
+Packs in tar files, as ``packtool pack`` and WebDataset write them
+    The members of a pack are neighbours whose names are equal up to the first dot: ``000000007.json``,
+    ``000000007.image0.jpg``. A row is a pack's document with the bytes of its files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from itertools import groupby, islice, pairwise
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packtool import storage
+from packtool.errors import DataError, StorageError
+from packtool.rows.forms.columns import NUMBER_COLUMNS, shown
+from packtool.rows.open_files import HashedFile, changed_error, digest_of, open_text
+from packtool.rows.sample import Dropped, guard_row
+from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source, equal_blocks
+from packtool.rows.text_files import parse_row, too_large
+
+_BATCH_BYTES = 1 << 23
+_MAX_BATCH_ROWS = 1024
+_ARROW_FILE_MAGIC = b"ARROW1"
+
+
+class TableReader:
+    """An open table, read sequentially; reading earlier rows starts again.
+
+    A compressed file is decompressed once, into an anonymous temporary file.
+
+    Args:
+        source: of format ``kind``, the name of the format in messages.
+
+    Raises:
+        DataError: from all methods, if the file is broken or of another format.
+        StorageError: if it cannot be reached.
+    """
+
+    kind = ""
+    schema: pa.Schema
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._file = _seekable(source)
+        with self._data_errors():
+            self._open()
+        names = self.schema.names
+        if len(set(names)) < len(names):
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{source.label} has two columns {shown(duplicate)}", "Give each column its own name.")
+        self._iterator: Iterator[pa.RecordBatch] | None = None
+        self._batch: pa.RecordBatch | None = None
+        self._first = self._stop = 0  # rows of the batch
+
+    def _open(self) -> None:
+        """Set ``schema``."""
+        raise NotImplementedError
+
+    def num_rows(self) -> int:
+        raise NotImplementedError
+
+    def _batches_from(self, row: int) -> tuple[int, Iterator[pa.RecordBatch]]:
+        """Return record batches from the batch (or row group) of a row to the end, and the first row in them."""
+        raise NotImplementedError
+
+    def blocks(self) -> Iterator[RowBlock]:
+        return equal_blocks(self.num_rows())
+
+    def digest(self) -> str:
+        """Return a digest of the content; of a remote file, of its schema, size and version."""
+        source = self._source
+        if not storage.is_remote(source.path):
+            with open_text(source.path, None) as file:
+                return HashedFile(file, source.label).digest
+        digest = blake2b(digest_size=16)
+        digest.update(self.schema.serialize().to_pybytes())
+        digest.update(f"{self.num_rows()} {source.size} {source.modified}".encode())
+        return digest.hexdigest()
+
+    def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
+        """Yield (row number, row) of a block.
+
+        Null values in nested objects are left out: these formats cannot tell them from missing keys.
+        """
+        source, number = self._source, block.start
+        for batch in self.read(block.start, block.stop):
+            # Rows of pictures must not be in memory twice, and a value without a Python type must cost its row only.
+            rows = None
+            if batch.nbytes < min(_BATCH_BYTES, source.max_row_bytes):
+                with suppress(*_VALUE_ERRORS):
+                    rows = _as_python(batch)
+            for position in range(batch.num_rows):
+                if rows is not None:
+                    yield number, rows[position]
+                else:
+                    yield number, guard_row(source.label, number, _row, source, number, batch.slice(position, 1))
+                number += 1
+
+    def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Yield rows [start, stop) in batches; raise DataError if the file has no such rows any more."""
+        first, batches = self._batches_from(start)
+        if self._iterator is None or start < self._first or first >= self._stop:
+            self._iterator, self._batch, self._first, self._stop = batches, None, first, first
+        while start < stop:
+            if self._batch is None or start >= self._stop:
+                with self._data_errors():
+                    self._batch = next(self._iterator or iter(()), None)
+                if self._batch is None:
+                    self._iterator = None
+                    raise changed_error(self._source, f"it ends at row {self._stop}")
+                self._first, self._stop = self._stop, self._stop + self._batch.num_rows
+                continue
+            batch = self._batch.slice(start - self._first, stop - start)
+            yield batch
+            start += batch.num_rows
+
+    def close(self) -> None:
+        self._iterator = self._batch = None
+        self._file.close()
+
+    @contextmanager
+    def _data_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{self._source.label} cannot be read as {self.kind} file: {error}",
+                "The file is broken, cut off or of another kind: write it again, or give it the suffix of its kind.",
+            ) from error
+
+
+class ParquetReader(TableReader):
+    """An open parquet file."""
+
+    kind = "a parquet"
+
+    def _open(self) -> None:
+        # Column chunks are read in pieces: a row group of pictures may be larger than the memory.
+        self._table = pq.ParquetFile(self._file, pre_buffer=False, buffer_size=1 << 20)
+        self.schema = self._table.schema_arrow
+        self._groups = [self._table.metadata.row_group(group) for group in range(self._table.num_row_groups)]
+
+    def num_rows(self) -> int:
+        return int(self._table.metadata.num_rows)
+
+    def _batches_from(self, row: int) -> tuple[int, Iterator[pa.RecordBatch]]:
+        first = number = 0
+        while number < len(self._groups) and row >= first + self._groups[number].num_rows:
+            first += self._groups[number].num_rows
+            number += 1
+        return first, self._batches_of_groups(number)
+
+    def _batches_of_groups(self, first_group: int) -> Iterator[pa.RecordBatch]:
+        for number, group in enumerate(self._groups[first_group:], first_group):
+            row_bytes = group.total_byte_size // max(group.num_rows, 1)
+            size = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
+            yield from self._table.iter_batches(size, row_groups=[number], use_threads=False)
+
+
+class ArrowReader(TableReader):
+    """An open Arrow file or stream."""
+
+    kind = "an Arrow"
+
+    def _open(self) -> None:
+        self._is_file = self._file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+        self.schema = self._opened().schema
+
+    def _opened(self) -> Any:
+        self._file.seek(0)
+        return pa.ipc.open_file(self._file) if self._is_file else pa.ipc.open_stream(self._file)
+
+    def num_rows(self) -> int:
+        with self._data_errors():
+            return sum(batch.num_rows for batch in self._batches())
+
+    def _batches_from(self, row: int) -> tuple[int, Iterator[pa.RecordBatch]]:
+        return 0, self._batches()
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        reader = self._opened()
+        yield from map(reader.get_batch, range(reader.num_record_batches)) if self._is_file else reader
+
+
+def _seekable(source: Source) -> Any:
+    if source.compression is None:
+        if storage.is_remote(source.path):
+            return pa.PythonFile(storage.open_read(source.path), mode="r")
+        path = storage.normalize(source.path)
+        if source.size == 0:  # which cannot be mapped
+            return pa.OSFile(path)
+        storage.stat(source.path)  # raises a clear error if the file is missing
+        return pa.memory_map(path)
+    copy = tempfile.TemporaryFile()  # noqa: SIM115
+    try:
+        with open_text(source.path, source.compression) as file:
+            shutil.copyfileobj(file, copy, 1 << 22)
+    except BaseException:
+        copy.close()
+        raise
+    copy.seek(0)
+    return pa.PythonFile(copy, mode="r")
+
+
+# Raised for a value without a Python type: text that is not UTF-8, say.
+_VALUE_ERRORS = (pa.ArrowException, ValueError, ArithmeticError)
+
+
+def _as_python(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    tokens = [
+        name for name in NUMBER_COLUMNS if name in batch.schema.names and _holds_numbers(batch.schema.field(name))
+    ]
+    if not tokens:
+        return [{name: _without_nulls(value) for name, value in row.items()} for row in batch.to_pylist()]
+    others = batch.select([name for name in batch.schema.names if name not in tokens])
+    rows = _as_python(others) if others.num_columns else [{} for _ in range(batch.num_rows)]
+    for name in tokens:
+        for row, value in zip(rows, batch.column(name), strict=True):
+            row[name] = _array(value)
+    return rows
+
+
+def _holds_numbers(field: pa.Field) -> bool:
+    """Return whether a column has (lists of) lists of numbers, for which Python objects are 100 times slower."""
+    if not _is_list(field.type):
+        return False
+    inner = field.type.value_type
+    if _is_list(inner):
+        inner = inner.value_type
+    return pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _array(value: pa.Scalar) -> Any:
+    """Return a list of numbers as an array, or as a list if it has nulls; None for null; nested lists as a list."""
+    if not value.is_valid:
+        return None
+    if _is_list(value.type.value_type):
+        return [_array(item) for item in value.values]
+    return value.as_py() if value.values.null_count else value.values.to_numpy(zero_copy_only=False)
+
+
+def _row(source: Source, number: int, one: pa.RecordBatch) -> dict[str, Any] | Dropped:
+    try:
+        (row,) = _as_python(one)
+    except UnicodeDecodeError as error:
+        return Dropped(source.label, number, "invalid_text", f"not UTF-8: {error}")
+    except _VALUE_ERRORS as error:
+        return Dropped(source.label, number, "invalid_row", f"a value cannot be read: {error}")
+    return row if _text_bytes(row) <= source.max_row_bytes else too_large(source, number)
+
+
+def _text_bytes(value: Any) -> int:
+    """Return the approximate number of characters of all texts in a row, without embedded media."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<QBQQ")
+_NUMBER_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class MegatronReader:
+    """An open index and its file of tokens.
+
+    Raises:
+        DataError: if the index cannot be read or does not fit the ``.bin`` file.
+        StorageError: if one of the files cannot be reached.
+    """
+
+    def __init__(self, source: Source) -> None:
+        if source.compression is not None:
+            raise DataError(f"{source.label}: an index of tokens is read where it lies", "Decompress the two files.")
+        self._source, self._tokens_path = source, source.path[: -len("idx")] + "bin"
+        self._index, self._tokens = storage.open_read(source.path), storage.open_read(self._tokens_path)
+        try:
+            self._read_head()
+        except BaseException:
+            self.close()
+            raise
+
+    def blocks(self) -> Iterator[RowBlock]:
+        """Return blocks of 64 documents, after reading the last one: that finds a truncated file."""
+        self.read(max(self._num_documents - 1, 0), self._num_documents)
+        return equal_blocks(self._num_documents)
+
+    def digest(self) -> str:
+        return digest_of(self._source.path, self._tokens_path)
+
+    def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
+        """Yield (document number, ``{"input_ids": its tokens}``) of a block."""
+        for number, tokens in enumerate(self.read(block.start, block.stop), block.start):
+            if tokens.nbytes > self._source.max_row_bytes:
+                yield number, too_large(self._source, number)
+            else:
+                yield number, {"input_ids": tokens}
+
+    def read(self, start: int, stop: int) -> list[npt.NDArray[Any]]:
+        """Return the tokens of documents [start, stop), each (L,), in the file's number type.
+
+        Raises:
+            DataError: if the file is broken there, or has no such documents any more.
+        """
+        if stop > self._num_documents:
+            raise changed_error(self._source, f"it ends at document {self._num_documents}")
+        if start == stop:
+            return []
+        n = self._num_sequences
+        borders = self._numbers(12 * n + 8 * start, stop - start + 1, "<i8")
+        first, last = int(borders[0]), int(borders[-1])
+        if first < 0 or last > n or (np.diff(borders) < 0).any():
+            raise self._broken(f"documents {start} to {stop} lie outside of its {n} sequences")
+        sizes = self._numbers(4 * first, last - first, "<i4")
+        offsets = self._numbers(4 * n + 8 * first, last - first, "<i8")
+        sequences = []
+        for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+            if offset < 0 or size < 0:
+                raise self._broken(f"a sequence of {size} tokens at {offset}")
+            sequences.append(self._read(self._tokens, offset, size, self._token_type))
+        empty = np.zeros(0, self._token_type)
+        bounds = (borders - first).tolist()
+        return [sequences[a] if b == a + 1 else np.concatenate([empty, *sequences[a:b]]) for a, b in pairwise(bounds)]
+
+    def close(self) -> None:
+        self._index.close()
+        self._tokens.close()
+
+    def _read_head(self) -> None:
+        head = self._index.read(len(_MAGIC) + _HEAD.size)
+        if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEAD.size:
+            raise self._broken("it does not begin as Megatron's indexes do")
+        version, code, self._num_sequences, num_borders = _HEAD.unpack_from(head, len(_MAGIC))
+        self._num_documents = max(num_borders - 1, 0)
+        if version != 1 or code not in _NUMBER_TYPES:
+            raise self._broken(f"version {version} with numbers of kind {code} is not known")
+        self._token_type = np.dtype(_NUMBER_TYPES[code])
+        expected = len(head) + 12 * self._num_sequences + 8 * num_borders
+        size = self._index.seek(0, 2)
+        if size == expected + self._num_sequences and self._num_sequences:
+            raise self._broken("it is of a multimodal set, whose pictures packtool does not read")
+        if size != expected:
+            raise self._broken(f"it has {size:,} bytes where its head tells of {expected:,}")
+
+    def _numbers(self, offset: int, count: int, number_type: str) -> npt.NDArray[Any]:
+        return self._read(self._index, len(_MAGIC) + _HEAD.size + offset, count, np.dtype(number_type))
+
+    def _read(self, file: BinaryIO, offset: int, count: int, number_type: np.dtype[Any]) -> npt.NDArray[Any]:
+        stop = offset + count * number_type.itemsize
+        label = self._source.label
+        try:
+            file.seek(offset)
+            data = file.read(stop - offset)
+        except OSError as error:
+            raise StorageError(f"{label} cannot be read: {error.strerror or error}", "Check the disk.") from error
+        if len(data) != stop - offset:
+            raise DataError(
+                f"{label}: its .bin file ends before byte {stop:,}, which the index names",
+                "Both files must come from one run: copy them again.",
+            )
+        return np.frombuffer(data, number_type)
+
+    def _broken(self, detail: str) -> DataError:
+        return DataError(
+            f"{self._source.label} cannot be read as Megatron's index: {detail}", "Write it again, with its .bin file."
+        )
+
+
+_Members = dict[str, tarfile.TarInfo]
+_EMPTY_BLOCK = bytes(tarfile.BLOCKSIZE)
+
+
+class TarReader:
+    """An open tar file. Nothing is extracted to disk, and only regular files are read.
+
+    Raises:
+        DataError: if the file is compressed; while reading, if it is no tar file or is truncated.
+        StorageError: if it cannot be reached.
+    """
+
+    def __init__(self, source: Source) -> None:
+        if source.compression is not None:
+            raise DataError(f"{source.label}: a tar file is read where it lies", "Decompress it.")
+        self._source = source
+        self._file: BinaryIO = storage.open_read(source.path)
+
+    def digest(self) -> str:
+        return digest_of(self._source.path)
+
+    def blocks(self) -> Iterator[RowBlock]:
+        """Yield blocks of 64 packs, in order; their bounds are bytes of the file."""
+        start = first = 0
+        while True:
+            # Opened again for each block: an open tar file keeps all members that it has read.
+            offsets = [offset for offset, _ in islice(self._packs(start), BLOCK_ROWS + 1)]
+            num_rows = min(len(offsets), BLOCK_ROWS)
+            stop = offsets[-1] if len(offsets) > num_rows else self._source.size
+            if num_rows:
+                yield RowBlock(start, stop, first, num_rows)
+            if len(offsets) == num_rows:
+                return
+            start, first = stop, first + num_rows
+
+    def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
+        """Yield (number, document with the bytes of its files) of each pack of a block."""
+        number = block.first_row
+        for number, (_, members) in enumerate(islice(self._packs(block.start), block.num_rows), block.first_row):
+            yield number, guard_row(self._source.label, number, self._row, number, members)
+        if number < block.first_row + block.num_rows - 1:
+            raise changed_error(self._source, f"it ends at pack {number}")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _packs(self, start: int) -> Iterator[tuple[int, _Members]]:
+        """Yield the first byte of each pack from byte ``start`` on, and its members by name after the first dot."""
+        for _, group in groupby(self._members(start), key=lambda member: _split_name(member.name)[0]):
+            members = list(group)
+            yield members[0].offset, {_split_name(member.name)[1]: member for member in members}
+
+    def _members(self, start: int) -> Iterator[tarfile.TarInfo]:
+        """Yield the regular files from byte ``start`` on."""
+        remedy = "Write it again, or copy it again if it is cut off."
+        self._file.seek(start)
+        try:
+            with tarfile.open(fileobj=self._file, mode="r:") as archive:
+                for member in archive:
+                    if member.isreg() and not member.issparse():
+                        yield member
+                end = archive.offset
+            self._file.seek(end)
+            if self._file.read(tarfile.BLOCKSIZE) != _EMPTY_BLOCK:
+                raise DataError(f"{self._source.label} is broken or cut off at byte {end:,}", remedy)
+        except OSError as error:
+            raise StorageError(
+                f"{self._source.label} cannot be read: {error.strerror or error}", "Check the disk."
+            ) from error
+        except (tarfile.TarError, ValueError, RecursionError) as error:
+            raise DataError(f"{self._source.label} cannot be read as a tar file: {error}", remedy) from error
+
+    def _read(self, member: tarfile.TarInfo) -> bytes:
+        self._file.seek(member.offset_data)
+        return self._file.read(member.size)
+
+    def _row(self, number: int, members: _Members) -> dict[str, Any] | Dropped:
+        source, document = self._source, members.get("json")
+        if document is None:
+            names = ", ".join(sorted(members)[:8])
+            return Dropped(source.label, number, "unknown_form", f"there is no .json in the group, but {names}")
+        row = parse_row(source, number, None if document.size > source.max_row_bytes else self._read(document))
+        if isinstance(row, Dropped):
+            return row
+        for entry in _media_entries(row):
+            if isinstance(name := entry.pop("file", None), str):
+                if name not in members:
+                    detail = f"the pack names {name}, which is not in the file"
+                    return Dropped(source.label, number, "media_missing", detail)
+                entry["bytes"] = self._read(members[name])
+        return row
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Split a member's name into the part that its pack shares and the part after the first dot."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, suffix = file.partition(".")
+    return folder + slash + stem, suffix
+
+
+def _media_entries(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a row's media and of the frames of its videos."""
+    for kind in ("images", "videos", "audios"):
+        media = row.get(kind)
+        for medium in media if isinstance(media, list) else ():
+            if isinstance(medium, dict):
+                yield medium
+                yield from (frame for frame in medium.get("frames") or () if isinstance(frame, dict))
+
+
+Reader = TableReader | MegatronReader | TarReader
+READERS: dict[str, Callable[[Source], Reader]] = {
+    "parquet": ParquetReader,
+    "arrow": ArrowReader,
+    "megatron": MegatronReader,
+    "tar": TarReader,
+}
+"""Readers by format."""
