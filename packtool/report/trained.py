@@ -17,8 +17,7 @@ from packtool.report.drawing import plural
 from packtool.report.tables import aligned
 from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
-from packtool.train.prepare.history import has_history, read_ledger
-from packtool.train.prepare.replay import Replay, replay_segment, segments_of
+from packtool.train.prepare.history import Replay, has_history, read_ledger, replay_segment, segments_of
 
 _MAX_COMPANIONS = 20
 

@@ -19,8 +19,7 @@ from packtool.cli.main import run
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.prepare.checkpoint import finished_checkpoints
-from packtool.train.prepare.history import LEDGER_NAME, read_ledger
-from packtool.train.prepare.record import begin_ledger
+from packtool.train.prepare.history import LEDGER_NAME, begin_ledger, read_ledger
 from packtool.train.run import train
 from tests.forked import run_ranks, started, started_ranks
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world

@@ -25,8 +25,8 @@ from packtool.progress import SilentProgress
 from packtool.report.inspect import sample_view
 from packtool.report.statistics import train_lines
 from packtool.train.prepare.check import packs_of
+from packtool.train.prepare.history import replay_segment, segments_of
 from packtool.train.prepare.output_dir import RESULT_NAME
-from packtool.train.prepare.replay import replay_segment, segments_of
 from packtool.train.prepare.trained import TrainedModel
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics

@@ -67,7 +67,7 @@ def execute(
             trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
-    result = trainer.loader.steps.counted(result)
+    result = dataclasses.replace(result, **trainer.loader.steps.counted())
     skipped = [sample for rank in all_gather_objects(trainer.skipped, run.world.size) for _, sample in rank]
     lines = list(early_end_lines(trainer, callback, result.steps))
     if spec.media_cache is not None:

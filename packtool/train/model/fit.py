@@ -32,9 +32,8 @@ from packtool.simulate.run import read_hardware
 from packtool.train.model.load import model_without_weights, quiet_transformers, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.prepare.costs import ExpectedTime
-from packtool.train.prepare.figures import RankTokens
+from packtool.train.prepare.figures import RankTokens, max_rank_tokens, seen_media, share_media
 from packtool.train.prepare.opening import open_to_train
-from packtool.train.prepare.peak_memory import max_rank_tokens, seen_media, share_media
 from packtool.train.prepare.result import option_words
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared

@@ -37,8 +37,7 @@ from packtool.train.model.precision import full_size, quantized_layers, saved_by
 from packtool.train.model.sharding import expert_weights, zero_stage
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing
-from packtool.train.prepare.figures import RankTokens
-from packtool.train.prepare.peak_memory import max_rank_tokens, seen_media, share_media, with_longest
+from packtool.train.prepare.figures import RankTokens, max_rank_tokens, seen_media, share_media, with_longest
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 

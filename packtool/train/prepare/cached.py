@@ -23,10 +23,18 @@ from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import share_figures
 from packtool.planning.pack_plan import select_packs
 from packtool.train.prepare.costs import RunCosts, sample_costs
-from packtool.train.prepare.figures import RankStep, RankTokens, SampleFigures, Steps, figures_of_steps
+from packtool.train.prepare.figures import (
+    RankStep,
+    RankTokens,
+    SampleFigures,
+    Steps,
+    figures_of_steps,
+    max_rank_tokens,
+    seen_media,
+    share_media,
+)
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.mixtures import counts_in, mixture_lines
-from packtool.train.prepare.peak_memory import max_rank_tokens, seen_media, share_media
 from packtool.train.prepare.result import schedule_lines
 from packtool.train.prepare.shared_prefixes import first_pair
 from packtool.train.prepare.timeline import Timeline, TrainedStage

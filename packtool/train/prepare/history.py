@@ -1,4 +1,4 @@
-"""Files that record what a run has trained: its history, and the ledger of each checkpoint.
+"""The history of a run, the ledger of each checkpoint, and steps planned again from these.
 
 OUTPUT_DIR/history/
     run.json                    a segment for each time: options, caches, assignment of packs, fingerprints
@@ -6,10 +6,11 @@ OUTPUT_DIR/history/
     ledger-120.npz              what was trained before step 121, where the data changed there
     rows-<fingerprint>.npz      which file and row each sample of a cache was made of
 
-The history is enough to plan any step again. ``packtool_ledger.npz`` in a checkpoint, and ``ledger-120.npz``, are
-archives of numpy arrays, megabytes for 100M samples: ``told`` is JSON with names, totals and the last change of the
-data; ``0.before.0``, ``0.epoch.0``, ... are planes of bits (``planning.ledger``) of the first cache, ``0.skipped`` its
-rows that could not be loaded. Caches that the run no longer has come last.
+A plan is a pure function of options and caches, so the history is enough to plan any step again.
+``packtool_ledger.npz`` in a checkpoint, and ``ledger-120.npz``, are archives of numpy arrays, megabytes for 100M
+samples: ``told`` is JSON with names, totals and the last change of the data; ``0.before.0``, ``0.epoch.0``, ... are
+planes of bits (``planning.ledger``) of the first cache, ``0.skipped`` its rows that could not be loaded. Caches that
+the run no longer has come last.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,17 +31,21 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.evaluation_file import plain_json
+from packtool.cache.manifest import Manifest
 from packtool.cache.origins import read_origins
+from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
 from packtool.constants import VERSION
-from packtool.errors import ConfigError, MismatchError
+from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
-from packtool.train.prepare.checkpoint import finished_checkpoints
+from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
 from packtool.train.prepare.mixtures import portable_recipe
-from packtool.train.prepare.output_dir import HISTORY
+from packtool.train.prepare.opening import open_to_train
+from packtool.train.prepare.output_dir import HISTORY, METRICS_NAME
 from packtool.train.prepare.result import non_default_options
+from packtool.train.prepare.timeline import Timeline
 
 _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
@@ -269,3 +274,221 @@ def _planes(name: str, counts: RowCounts) -> _Arrays:
 def _read_planes(arrays: Any, name: str) -> tuple[npt.NDArray[np.uint8], ...]:
     bits = itertools.takewhile(lambda bit: f"{name}.{bit}" in arrays, itertools.count())
     return tuple(arrays[f"{name}.{bit}"] for bit in bits)
+
+
+Skipped = Sequence[tuple[int, int]]
+"""Samples that were left out: the step, 0-based, and the sample's position in the caches."""
+
+
+class RunRecord:
+    """Keeps history and ledger of a run up to date; on the first rank.
+
+    Args:
+        ledger: of what was trained before.
+        timeline: of the run.
+        segment: of the history.
+        checkpoint: that the run resumes from.
+    """
+
+    def __init__(self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None) -> None:
+        self.ledger, self._checkpoint = ledger, checkpoint
+        self._timeline, self._segment = timeline, segment
+
+    def begin(self, output_dir: str) -> None:
+        """Write the history before the first step."""
+        begin_segment(output_dir, self._segment, self._checkpoint)
+        change = self.ledger.change
+        if change is not None:
+            write_ledger(os.path.join(output_dir, HISTORY), self.ledger, ledger_name(change.step))
+
+    def save(self, checkpoint: str, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()) -> None:
+        """Write the ledger into a checkpoint after ``step`` steps.
+
+        Args:
+            skipped: samples that all ranks skipped since the last checkpoint.
+            left_out: steps since then that changed no weight.
+        """
+        keep_origins(self._timeline.inputs.of_run[2], history_of(checkpoint))
+        self.ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
+        write_ledger(checkpoint, self.ledger)
+
+
+def ledger_after(
+    ledger: Ledger, timeline: Timeline, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()
+) -> Ledger:
+    """A ledger with all steps of a timeline up to ``step``; other arguments as for ``RunRecord.save``."""
+    lengths, targets = timeline.inputs.lengths, timeline.inputs.targets
+    while True:
+        stretch = timeline.stretch(ledger.step)
+        while ledger.epoch < stretch.epoch:
+            ledger = ledger.in_next_epoch()
+        if ledger.step >= step:
+            return dataclasses.replace(ledger, stage=timeline.stage_of(ledger.step))
+        plan, first = stretch.plan, stretch.first
+        here = range(ledger.step, min(stretch.stop, step))
+        none = [plan.samples_of(each - first, each - first + 1) for each in left_out if each in here]
+        out = [position for at, position in skipped if at in here and at not in left_out]
+        rows = np.concatenate([np.array(out, np.int64), *none])
+        ledger = ledger.plus(plan, range(here.start - first, here.stop - first), lengths, targets, rows)
+
+
+def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
+    """The ledger of a checkpoint of an older packtool, from its plan; it has no skipped samples."""
+    inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
+    reader = inputs.of_run[2]
+    lengths, targets = inputs.lengths, inputs.targets
+    planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
+
+    def taken(number: int) -> npt.NDArray[np.int64]:
+        """Occurrences of each sample in an epoch, (N,)."""
+        return np.asarray(planned if inputs.mixture is None else inputs.wanted_of(number), np.int64)
+
+    before, in_epoch = np.zeros((2, len(lengths)), np.int64)
+    for number in range(epoch):
+        before += taken(number)
+    if done:
+        left = timeline.stretch(step).plan.packs_from(done).samples
+        in_epoch = taken(epoch) - np.bincount(left, minlength=len(lengths))
+    parts = (np.split(each, reader.offsets[1:-1]) for each in (before, in_epoch, lengths, targets))
+    sources = []
+    for begun, ago, now, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):
+        times = ago + now
+        sources.append(
+            dataclasses.replace(
+                begun,
+                before=RowCounts.of(ago),
+                epoch=RowCounts.of(now),
+                num_samples=int(times.sum()),
+                tokens=int((times * length).sum()),
+                target_tokens=int((times * target).sum()),
+            )
+        )
+    return Ledger(step=step, epoch=epoch, sources=tuple(sources))
+
+
+def begin_ledger(reader: CacheReader) -> Ledger:
+    """The ledger of a run before its first step."""
+    caches = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
+    sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in caches)
+    return Ledger(sources=tuple(sources))
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A segment of a run, planned again.
+
+    Args:
+        segment: of its history.
+        stop: the first step after the segment, or that was not trained yet.
+        timeline: its steps, numbered as in the run.
+    """
+
+    segment: Segment
+    stop: int
+    timeline: Timeline
+
+    @property
+    def reader(self) -> CacheReader:
+        """The reader of its caches."""
+        return self.timeline.inputs.of_run[2]
+
+    def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield step, epoch, rank, micro-batch, and the pack in the epoch's plan, each time a sample was trained."""
+        step = self.segment.first
+        while step < self.stop:
+            stretch = self.timeline.stretch(step)
+            plan, stop = stretch.plan, min(stretch.stop, self.stop)
+            for at in np.flatnonzero(plan.packs.samples == position):
+                pack = int(np.searchsorted(plan.packs.offsets, at, side="right")) - 1
+                number, rank, micro_batch = map(int, plan.steps.locations()[pack])
+                if step <= stretch.first + number < stop:
+                    yield stretch.first + number, stretch.epoch, rank, micro_batch, pack
+            step = stop
+
+
+def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
+    """The segments of a run, each with the step at which it was resumed, or at which the run is now."""
+    segments = read_history(output_dir)
+    stops = [*(segment.first for segment in segments[1:]), max(steps_done(output_dir), segments[-1].first)]
+    return list(zip(segments, stops, strict=True))
+
+
+def steps_done(output_dir: str) -> int:
+    """Steps that a run has trained, from its log and its checkpoints."""
+    steps = [read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)]
+    path = os.path.join(output_dir, METRICS_NAME)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            steps += [load_json(line)["step"] for line in file if line.endswith("\n")]
+    return max(steps, default=0)
+
+
+def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
+    """Plan a segment of a run again.
+
+    Args:
+        model: directory of its model, if that has moved.
+
+    Raises:
+        MismatchError: if a cache is gone or has changed since, or this packtool plans otherwise.
+        ConfigError: if its model cannot be read.
+    """
+    for directory, fingerprint, _ in segment.caches:
+        _check_cache(directory, fingerprint)
+    config = segment.train_config
+    if config.plan is not None:
+        _check_plan(config.plan)
+    changes = {"resume_from_checkpoint": None, "data_change": "refuse", "cache_dir": None, "output_dir": output_dir}
+    try:
+        inputs = open_to_train(dataclasses.replace(config, **changes, model=model or config.model))  # type: ignore[arg-type]
+    except ConfigError as error:
+        if model is not None:
+            raise
+        raise ConfigError(
+            f"the model of this run, {config.model}, cannot be read here: {error.message}",
+            "Say where it is now: --model DIR.",
+        ) from error
+    change = None
+    if segment.changed_at is not None:
+        name = ledger_name(segment.changed_at)
+        ledger = read_ledger(os.path.join(output_dir, HISTORY), name)
+        if ledger is None or ledger.change is None:
+            raise MismatchError(f"{output_dir}/{HISTORY} lacks {name}, which says what was left then", "Copy it again.")
+        change = ledger.change
+    state = inputs.state(segment.assignments[-1][1:])
+    if (state.plan, state.steps) != (segment.plan, segment.steps):
+        if config.plan is not None:
+            raise MismatchError(
+                f"the file {config.plan}, the --plan of {output_dir}, is another since it was trained: its packs were "
+                f"{segment.plan} and are {state.plan}",
+                "Bring it back as it was: what the run's steps held is told from it.",
+            )
+        raise MismatchError(
+            f"the steps of {output_dir} cannot be planned anew: packtool {segment.version} planned other ones for the "
+            "same options and caches",
+            f"Look at them with that version{', on such hardware as it ran on' if state.schedule else ''}.",
+        )
+    return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
+
+
+def _check_plan(path: str) -> None:
+    try:
+        read_plan(path)
+    except PacktoolError as error:
+        raise MismatchError(
+            f"the --plan of this run is gone: {error.message}", "Bring it back where it was."
+        ) from error
+
+
+def _check_cache(directory: str, fingerprint: str) -> None:
+    try:
+        current = Manifest.read(directory).fingerprint
+    except MismatchError as error:
+        raise MismatchError(
+            f"the cache {directory} of this run is gone: {error.message}", "Bring it back where it was."
+        ) from error
+    if current != fingerprint:
+        raise MismatchError(
+            f"the cache {directory} has changed since it was trained: it was {fingerprint} and is {current}",
+            "Export it as it was: what its steps held is planned from the same cache only.",
+        )

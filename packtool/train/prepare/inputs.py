@@ -20,6 +20,7 @@ from packtool.config.mixture import Recipe
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
+from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
 from packtool.planning.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reorder_saved_packs
 from packtool.planning.ledger import DataChange, Ledger
@@ -32,10 +33,12 @@ from packtool.planning.towers import TowerWork
 from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, load_shared_prefixes, shared_in_packs
-from packtool.train.prepare.targets import TargetChoices
 
 _KEPT_PLANS = 2
 """Plans that are cached, tens of megabytes each: of the epoch in training, and of the one read ahead."""
+
+TargetChoices = tuple[TargetChoice | None, ...]
+"""One for each cache of a run; None for the targets of its export."""
 
 BatchShape = tuple[int, int, int]
 """World size, gradient accumulation and batch size: what the packs of an epoch are assigned to."""

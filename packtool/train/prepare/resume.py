@@ -1,25 +1,376 @@
-"""Resuming a run on caches: the timeline from its checkpoint on, and the ledger of what was trained before."""
+"""Resuming a run on caches: the timeline from its checkpoint on, the ledger of what was trained, and changed caches.
+
+Caches are identified by their fingerprints. Another export of the rows of a removed cache may have replaced it: its
+samples are matched by file and row, or, where files have changed and the old cache can still be read, by content. The
+training counts of matched samples go to the new cache.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.cache.manifest import Manifest
+from packtool.cache.origins import Origins, read_contents, read_origins
+from packtool.cache.reader import CacheReader
 from packtool.config.settings import flag, load_json
 from packtool.config.train import TrainConfig
-from packtool.errors import MismatchError
+from packtool.errors import MismatchError, PacktoolError
 from packtool.launch.world import World
-from packtool.planning.ledger import Ledger
+from packtool.planning.ledger import (
+    DataChange,
+    Keys,
+    Ledger,
+    Match,
+    RowCounts,
+    SourceLedger,
+    content_keys,
+    joined_counts,
+    match,
+    row_keys,
+)
+from packtool.planning.pack_plan import Int64Array
 from packtool.train.prepare.checkpoint import ONLY_MODEL, RunState, read_options
-from packtool.train.prepare.data_change import SourceChange, cache_differences, change_lines, with_changed_data
-from packtool.train.prepare.history import history_of, options_kept, read_ledger
+from packtool.train.prepare.history import (
+    begin_ledger,
+    history_of,
+    ledger_of_plan,
+    options_kept,
+    origins_path,
+    read_ledger,
+)
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.output_dir import ResumePoint
-from packtool.train.prepare.record import begin_ledger, ledger_of_plan
 from packtool.train.prepare.timeline import Timeline
+
+_NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedCounts:
+    """Training counts of new caches, taken from removed caches with the same samples.
+
+    Args:
+        before, epoch: by cache, counts (N,) of its samples before this epoch and in it.
+        num_new: by cache, samples without a match.
+        is_again: by cache, whether any sample has a match.
+        is_gone: of each removed cache, bool (M,), samples without a match.
+    """
+
+    before: dict[int, Int64Array]
+    epoch: dict[int, Int64Array]
+    num_new: dict[int, int]
+    is_again: dict[int, bool]
+    is_gone: list[npt.NDArray[np.bool_]]
+
+
+def _paired_caches(
+    sources: Sequence[SourceLedger], reader: CacheReader
+) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
+    """Pair caches by fingerprint: the ledger of each present cache, None for a new one; and the removed caches."""
+    removed = list(sources)
+    kept: list[SourceLedger | None] = []
+    for manifest in reader.manifests:
+        same = next((source for source in removed if source.fingerprint == manifest.fingerprint), None)
+        kept.append(same)
+        if same is not None:
+            removed.remove(same)
+    return kept, removed
+
+
+def _match_counts(
+    pool: Sequence[SourceLedger], num_leaving: int, reader: CacheReader, new: Sequence[int], history: str
+) -> MatchedCounts:
+    """Match the samples of new caches to those of removed ones.
+
+    Args:
+        pool: removed caches, the first ``num_leaving`` of them removed since the checkpoint.
+        new: numbers of the new caches.
+        history: folder of the run's history.
+    """
+    if not new or not pool:
+        sizes = np.diff(reader.offsets).tolist()
+        zeros = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
+        gone = [np.ones(source.num, np.bool_) for source in pool]
+        return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, dict.fromkeys(new, False), gone)
+    before, epoch = (joined_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
+    # Of caches removed earlier, samples that were matched then have no counts here any more.
+    is_considered = before + epoch > 0
+    is_considered[: sum(source.num for source in pool[:num_leaving])] = True
+    considered = np.flatnonzero(is_considered)
+    old_origins = [_old_origins(source, history) for source in pool]
+    new_origins = {cache: read_origins(reader, cache) for cache in new}
+    old = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)[:, considered]
+    matches = {cache: match(old, _row_keys(origins)) for cache, origins in new_origins.items()}
+    missing = considered[np.logical_and.reduce([each.is_gone for each in matches.values()])]
+    by_content = _match_contents(pool, missing, before + epoch, reader, matches)
+    if by_content is None:
+        _check_rows_unchanged(pool, old_origins, new_origins)
+    counts = MatchedCounts({}, {}, {}, {}, [])
+    is_gone = np.zeros(len(before), np.bool_)
+    is_gone[missing] = True
+    for cache, each in matches.items():
+        samples, same = (_NOTHING, _NOTHING) if by_content is None else by_content[cache]
+        counts.before[cache], counts.epoch[cache] = each.transfer(before[considered]), each.transfer(epoch[considered])
+        counts.before[cache][samples], counts.epoch[cache][samples] = before[same], epoch[same]
+        is_new = each.is_new.copy()
+        is_new[samples] = False
+        counts.num_new[cache], counts.is_again[cache] = int(is_new.sum()), not is_new.all()
+        is_gone[same] = False
+    counts.is_gone.extend(np.split(is_gone, np.cumsum([source.num for source in pool])[:-1]))
+    return counts
+
+
+def _match_contents(
+    pool: Sequence[SourceLedger],
+    missing: Int64Array,
+    counts: Int64Array,
+    reader: CacheReader,
+    matches: dict[int, Match],
+) -> dict[int, tuple[Int64Array, Int64Array]] | None:
+    """Match samples by content where their rows have no match.
+
+    Args:
+        missing: samples of the pool without a match.
+        counts: how often each sample of the pool was trained.
+
+    Returns:
+        by cache, matched samples and those of the pool that are the same; None if a removed cache cannot be read.
+    """
+    starts = np.cumsum([0, *(source.num for source in pool)])
+    unmatched = {cache: np.flatnonzero(each.is_new) for cache, each in matches.items()}
+    if not len(missing) or not any(map(len, unmatched.values())):
+        return dict.fromkeys(matches, (_NOTHING, _NOTHING))
+    contents = np.zeros(len(missing), np.uint64)
+    for number, source in enumerate(pool):
+        here = (missing >= starts[number]) & (missing < starts[number + 1])
+        if here.any():
+            removed = _open_unchanged(source)
+            if removed is None:
+                return None
+            contents[here] = read_contents(removed, missing[here] - starts[number])
+    old = content_keys(contents, counts[missing])
+    by_cache = {}
+    for cache, samples in unmatched.items():
+        new = read_contents(reader, samples + reader.offsets[cache])
+        same = match(old, content_keys(new, np.zeros(len(new), np.int64))).same
+        by_cache[cache] = samples[same >= 0], missing[same[same >= 0]]
+    return by_cache
+
+
+def _old_origins(source: SourceLedger, history: str) -> Origins:
+    """Read the rows that the samples of a removed cache came from."""
+    path = origins_path(history, source.fingerprint)
+    if os.path.exists(path):
+        return Origins.read(path)
+    removed = _open_unchanged(source)
+    if removed is not None:
+        return read_origins(removed, 0)
+    raise MismatchError(
+        f"{source.directory} is no longer the cache {source.fingerprint} that was trained, and nothing in {history} "
+        "tells which rows its samples were: what was trained of it cannot be found in the new caches",
+        "Bring it back where it was, and export into another directory; or begin anew with --resume-only-model true.",
+    )
+
+
+def _open_unchanged(source: SourceLedger) -> CacheReader | None:
+    """Open a removed cache; None if it has changed or cannot be read."""
+    try:
+        if Manifest.read(source.directory).fingerprint != source.fingerprint:
+            return None
+        return CacheReader.open([source.directory])
+    except PacktoolError:
+        return None
+
+
+def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
+    """Raise if rows cannot be matched because their file has changed and the old cache is gone."""
+    now = {
+        path: digest for origins in new.values() for path, digest in zip(origins.files, origins.digests, strict=True)
+    }
+    for source, origins in zip(pool, old, strict=True):
+        for path, digest in zip(origins.files, origins.digests, strict=True):
+            if now.get(path, digest) != digest and _open_unchanged(source) is None:
+                raise MismatchError(
+                    f"{path} has changed since {source.directory} was exported, so its rows are not those that were "
+                    "trained; and the old cache, which could tell which is which, is gone",
+                    "Bring that cache back, export the changed file into another directory, and resume with that one.",
+                )
+
+
+def _row_keys(origins: Origins) -> Keys:
+    digests = [blake2b(digest.encode(errors="surrogatepass"), digest_size=8).digest() for digest in origins.digests]
+    of_files = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+    return row_keys(of_files[origins.file], origins.row, origins.part)
+
+
+SourceStatus = Literal["as before", "new", "back", "exported again", "replaced", "gone"]
+
+
+@dataclass(frozen=True)
+class SourceChange:
+    """The change of one cache since the checkpoint; as JSON shows it.
+
+    Args:
+        directory: of the cache.
+        fate: its status: one that is "exported again" has rows of one that is "replaced"; one that is "back" was
+            removed earlier.
+        samples: of the cache.
+        trained: of them in this epoch, by this cache or the one that it replaces.
+        left: to be trained in this epoch.
+        new: samples of rows that the run did not have.
+        gone: samples that no cache has any more; of a cache that is gone or replaced.
+    """
+
+    directory: str
+    fate: SourceStatus
+    samples: int
+    trained: int
+    left: int = 0
+    new: int = 0
+    gone: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """One line for the log."""
+        if self.fate in ("gone", "replaced"):
+            trained = f"{self.fate}; {self.trained:,} of its {self.samples:,} samples were trained in this epoch"
+            gone = f", and {self.gone:,} are in no cache of this run any more" if self.fate == "replaced" else ""
+            return f"{self.directory}: {trained}{gone}"
+        status = {"as before": "", "back": "back again; "}.get(self.fate, f"{self.fate}, {self.new:,} samples new; ")
+        trained = f"{self.trained:,} of {self.samples:,} trained in this epoch, {self.left:,} left"
+        return f"{self.directory}: {status}{trained}"
+
+
+def change_lines(
+    change: DataChange, sources: Sequence[SourceChange], steps_left: int, steps_before: str
+) -> Iterator[str]:
+    """Describe a change of the data before it is trained.
+
+    Args:
+        steps_left: of the rest of the epoch.
+        steps_before: steps of the whole run before and after the change, in words.
+    """
+    yield f"the data have changed after step {change.step:,}, in epoch {change.epoch + 1:,}:"
+    for source in sources:
+        yield f"  {source.sentence}"
+    left = sum(source.left for source in sources)
+    yield (
+        f"what is left of this epoch, {left:,} samples, is planned anew in {steps_left:,} steps: none that was "
+        f"trained in it comes again; {steps_before}"
+    )
+
+
+def with_changed_data(
+    ledger: Ledger,
+    reader: CacheReader,
+    wanted: Callable[[Int64Array, Int64Array], Int64Array],
+    history: str,
+    max_length: int,
+    stage: tuple[int, int] | None = None,
+) -> tuple[Ledger, tuple[SourceChange, ...]]:
+    """Move the ledger of a checkpoint to other caches.
+
+    Args:
+        reader: of the caches of the resumed run.
+        wanted: returns how often the epoch has each of their samples, (N,), given how often each was trained before
+            the epoch, and in it.
+        history: folder of the run's history.
+        max_length: maximum tokens of a sample.
+        stage: of the run, as ``Ledger`` has it.
+
+    Returns:
+        the ledger of these caches, with the change; and the change of each cache, removed ones last.
+    """
+    kept, leaving = _paired_caches(ledger.sources, reader)
+    new = [cache for cache, source in enumerate(kept) if source is None]
+    # Of caches that were removed earlier, those with trained rows that have not come back.
+    pool = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
+    matched = _match_counts(pool, len(leaving), reader, new, history)
+    removed_before = {source.fingerprint: source for source in reversed(ledger.retired)}
+    sources = [
+        dataclasses.replace(
+            source or _new_source(reader, cache, matched, removed_before),
+            directory=storage.absolute(reader.directories[cache]),
+        )
+        for cache, source in enumerate(kept)
+    ]
+    counts = joined_counts([source.epoch for source in sources])
+    before_epoch = joined_counts([source.before for source in sources])
+    left = np.maximum(wanted(before_epoch, counts) - counts, 0)
+    bounds = reader.offsets[1:-1]
+    trained = () if stage is None else tuple(source.trained for source in sources)
+    change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, trained)
+    retired = [_only(source, is_gone) for source, is_gone in zip(pool, matched.is_gone, strict=True)]
+    retired += [source for source in ledger.retired if not source.trained.num_rows]
+    now = {manifest.fingerprint for manifest in reader.manifests}
+    retired = [source for source in retired if source.fingerprint not in now]
+    after = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
+    num_left = [int(each.sum()) for each in np.split(np.where(reader.index.length <= max_length, left, 0), bounds)]
+    changes = [
+        _change_of(source, kept[cache], removed_before, matched, cache, num_left[cache])
+        for cache, source in enumerate(sources)
+    ]
+    for source, is_gone in zip(leaving, matched.is_gone, strict=False):
+        status: SourceStatus = "gone" if is_gone.all() else "replaced"
+        num_gone = int(is_gone.sum())
+        changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
+    return after, tuple(changes)
+
+
+def _change_of(
+    source: SourceLedger,
+    before: SourceLedger | None,
+    removed_before: Mapping[str, SourceLedger],
+    matched: MatchedCounts,
+    cache: int,
+    num_left: int,
+) -> SourceChange:
+    """The change of a cache of the resumed run, from its ledger in the checkpoint, if that has one."""
+    status: SourceStatus = "back" if before is None else "as before"
+    num_new = 0
+    if before is None and source.fingerprint not in removed_before:
+        status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
+    return SourceChange(source.directory, status, source.num, source.epoch.num_rows, num_left, num_new)
+
+
+def _new_source(
+    reader: CacheReader, cache: int, matched: MatchedCounts, removed_before: Mapping[str, SourceLedger]
+) -> SourceLedger:
+    """The ledger of a cache that the checkpoint did not have, with matched counts."""
+    fingerprint, num = reader.manifests[cache].fingerprint, int(reader.offsets[cache + 1] - reader.offsets[cache])
+    source = removed_before.get(fingerprint) or SourceLedger.begin("", fingerprint, num)
+    before, epoch = RowCounts.of(matched.before[cache]), RowCounts.of(matched.epoch[cache])
+    return dataclasses.replace(source, before=before, epoch=epoch)
+
+
+def _only(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedger:
+    """The ledger with the counts of the chosen samples; its totals stay, for the others are trained from elsewhere."""
+    before, epoch = (RowCounts.of(np.where(is_chosen, each.counts(), 0)) for each in (source.before, source.epoch))
+    return dataclasses.replace(source, before=before, epoch=epoch)
+
+
+def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
+    """Describe the differences between the caches of a checkpoint and those of this run, a line for each."""
+    kept, leaving = _paired_caches(sources, reader)
+    replaced = {source.directory for source in leaving}
+    directories = [storage.absolute(directory) for directory in reader.directories]
+    lines = [
+        f"{directory}: {'is another export now' if directory in replaced else 'was not there'}"
+        for directory, source in zip(directories, kept, strict=True)
+        if source is None
+    ]
+    lines += [f"{each.directory}: is not there now" for each in leaving if each.directory not in directories]
+    return lines or ["the caches are in another order"]
+
 
 _FIXED_PANELS = ("Optimizer", "Parameters")
 """Panels of options that a resumed optimizer has from its checkpoint."""

@@ -18,20 +18,16 @@ from packtool.planning.ledger import Ledger
 from packtool.stream.reading import read_stream_state
 from packtool.train.prepare.cached import CachedSource, CachedSteps, sample_figures
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.data_change import SourceChange
 from packtool.train.prepare.evaluation import Validation, validation_of
-from packtool.train.prepare.figures import RankTokens, Steps
-from packtool.train.prepare.history import Segment, options_kept
+from packtool.train.prepare.figures import RankTokens, Steps, length_step, max_tokens, num_fillers
+from packtool.train.prepare.history import RunRecord, Segment, options_kept
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
-from packtool.train.prepare.peak_memory import length_step, max_tokens, num_fillers
-from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult
-from packtool.train.prepare.resume import resume
+from packtool.train.prepare.resume import SourceChange, resume
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
-from packtool.train.prepare.stream_steps import NumberExchange, StreamedSteps
-from packtool.train.prepare.streamed import StreamedSource, open_stream
+from packtool.train.prepare.streamed import NumberExchange, StreamedSource, StreamedSteps, open_stream
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
 

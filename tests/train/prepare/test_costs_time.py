@@ -16,8 +16,8 @@ from packtool.planning.epoch import EpochPlan, plan_epoch
 from packtool.planning.towers import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.train.prepare.costs import ExpectedTime, RunCosts, sample_costs, with_model
+from packtool.train.prepare.figures import seen_media, share_media
 from packtool.train.prepare.opening import plan_options
-from packtool.train.prepare.peak_memory import seen_media, share_media
 from tests.train.tiny import TinyWorld
 
 WORLD_SIZE = 4

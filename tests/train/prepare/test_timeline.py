@@ -18,11 +18,10 @@ from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.train.loop.callbacks import ends_epoch
 from packtool.train.loop.loader import StepLoader
-from packtool.train.prepare.cached import CachedSource
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.output_dir import ResumePoint
-from packtool.train.prepare.run import Run
+from packtool.train.prepare.run import CachedSource, Run
 from packtool.train.prepare.timeline import Timeline
 from tests.batch.reduced import reduced_spec
 from tests.batch.test_dataset import Samples, documents

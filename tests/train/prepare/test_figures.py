@@ -14,8 +14,7 @@ from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.launch.world import World
 from packtool.planning.skrull import SHARDED
-from packtool.train.prepare.figures import RankTokens
-from packtool.train.prepare.peak_memory import keys_per_pack
+from packtool.train.prepare.figures import RankTokens, keys_per_pack
 from packtool.train.prepare.run import Run
 from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld

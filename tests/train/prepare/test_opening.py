@@ -13,7 +13,7 @@ from packtool.config.mixture import Recipe, SourceRecipe
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.check import check_sources
-from packtool.train.prepare.targets import choices_of_targets, planned_targets
+from packtool.train.prepare.opening import choices_of_targets, planned_targets
 from tests.train.tiny import TinyWorld, export_rows
 
 

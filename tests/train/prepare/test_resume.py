@@ -19,11 +19,10 @@ from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger, joined_counts
 from packtool.planning.options import PlanOptions
-from packtool.train.prepare import data_change
-from packtool.train.prepare.data_change import change_lines, with_changed_data
-from packtool.train.prepare.history import read_ledger, write_ledger
+from packtool.train.prepare import resume
+from packtool.train.prepare.history import begin_ledger, ledger_after, read_ledger, write_ledger
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.record import begin_ledger, ledger_after
+from packtool.train.prepare.resume import change_lines, with_changed_data
 from packtool.train.prepare.timeline import Timeline
 
 Cache = tuple[int, tuple[int, ...]]
@@ -66,9 +65,9 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         file, *rows = map(int, source.fingerprint.split("-"))
         return origins(Caches([(file, tuple(rows))]), 0)
 
-    monkeypatch.setattr(data_change, "read_origins", origins)
-    monkeypatch.setattr(data_change, "_old_origins", of_gone)
-    monkeypatch.setattr(data_change, "_open_unchanged", lambda source: None)
+    monkeypatch.setattr(resume, "read_origins", origins)
+    monkeypatch.setattr(resume, "_old_origins", of_gone)
+    monkeypatch.setattr(resume, "_open_unchanged", lambda source: None)
 
 
 def trained(caches: Caches, timeline: Timeline, steps: range) -> Counter[tuple[int, int]]:
@@ -158,7 +157,7 @@ def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeyp
     def edited(caches: Caches, number: int) -> Origins:
         return dataclasses.replace(origins(caches, number), digests=("another digest",))
 
-    monkeypatch.setattr(data_change, "read_origins", edited)
+    monkeypatch.setattr(resume, "read_origins", edited)
     reader = after
     with pytest.raises(MismatchError, match=r"0\.jsonl has changed since /0 was exported"):
         with_changed_data(ledger, reader, lambda *_: np.ones(4, np.int64), "", 10)
