@@ -126,12 +126,6 @@ def launch_command(
     return [python, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
 
 
-def launch_environment(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
-    """Return the environment of the launched processes; the cores are divided unless ``OMP_NUM_THREADS`` is set."""
-    per_node = Processes.from_environment(environ).per_node
-    return {"OMP_NUM_THREADS": str(max(1, num_cores // per_node)), **environ}
-
-
 def share_cores_politely() -> None:
     """Let waiting OpenMP threads sleep instead of spin; called before torch is imported.
 
@@ -160,28 +154,29 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=poll, daemon=True).start()
-    known = os.environ.get(_LAUNCHER, "")
     # The launcher may have ended before the call.
-    if os.getppid() != launcher or (known.isdecimal() and not _exists(int(known))):
+    has_ended = os.getppid() != launcher
+    if (known := os.environ.get(_LAUNCHER, "")).isdecimal():
+        try:
+            os.kill(int(known), 0)
+        except OSError as error:
+            has_ended |= isinstance(error, ProcessLookupError)
+    if has_ended:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, PermissionError) as error:
-        return isinstance(error, PermissionError)
-    return True
-
-
 def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False, max_wait: int | None = None) -> None:
-    """Become torchrun if ``launch_command``, which has the same arguments, returns a command; else return."""
+    """Become torchrun if ``launch_command``, which has the same arguments, returns a command; else return.
+
+    The processes share the cores of this machine, unless ``OMP_NUM_THREADS`` is set.
+    """
     command = launch_command(arguments, os.environ, even_one=even_one, max_wait=max_wait)
     if command is None:
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = max(1, num_cores // Processes.from_environment(os.environ).per_node)
     # exec keeps the process id.
-    environ = launch_environment(os.environ, num_cores) | {_LAUNCHER: str(os.getpid())}
+    environ = {"OMP_NUM_THREADS": str(num_threads), **os.environ, _LAUNCHER: str(os.getpid())}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(command[0], command, environ)

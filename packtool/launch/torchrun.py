@@ -1,11 +1,20 @@
 """torchrun with the exit code of the process that failed first, and without its own traceback.
 
 ``python -m packtool.launch.torchrun`` takes the arguments of ``python -m torch.distributed.run``.
+
+The launchers of several machines wait for each other, print the reason, and notice when one has ended. Node 0 serves a
+TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun and the ranks use, too. Every second each launcher writes a record
+of itself, and node 0 publishes all records:
+
+    packtool/node/R   by node R: host, process, id, NNODES and NPROC_PER_NODE, a counter, and finally its exit code
+    packtool/nodes    by node 0: all records with the seconds since the counter last changed, and the ids that have met
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import logging
 import os
 import signal
@@ -13,18 +22,21 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import psutil
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import main as torchrun
 
+from packtool.config.settings import load_json
 from packtool.errors import EXIT_UNEXPECTED, ConfigError
-from packtool.launch.nodes import Nodes
 from packtool.terminal import show
 
 _SIGNAL_BASE = 128
@@ -33,6 +45,14 @@ _SAME_KEY_SECONDS = 0.5
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STUCK_SECONDS = 1.0
 _MAX_SIGNALS = 64  # read at once
+_NODE, _NODES = "packtool/node/", "packtool/nodes"
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 5.0
+_STORE_SECONDS = 3.0
+_FIRST_LINE_SECONDS, _MAX_LINE_SECONDS = 5.0, 60.0
+_GRACE_SECONDS = 30.0  # for ranks to notice that another node has ended
+_LEAVE_SECONDS = 10.0
+_OPTION = "--ddp-timeout"
 
 
 class SignalForwarder:
@@ -99,6 +119,260 @@ def _signal_ranks(number: int) -> bool:
     return bool(ranks)
 
 
+class Nodes:
+    """This machine's launcher among those of all machines.
+
+    Args:
+        num_nodes: machines.
+        rank: 0-based number of this one.
+        per_node: processes on each.
+        address, port: of the store of node 0.
+        limit: seconds to wait for other machines.
+    """
+
+    def __init__(self, num_nodes: int, rank: int, per_node: int, address: str, port: int, *, limit: float) -> None:
+        self.num_nodes, self.rank, self.per_node, self.limit = num_nodes, rank, per_node, limit
+        self.address, self.port = address, port
+        self.place = f"{address}:{port}"
+        self._record: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
+        self._record |= {"processes": [num_nodes, per_node], "beat": 0, "end": None}
+        self._store: TCPStore | None = None
+        self._trouble: str = "not connected yet"
+        self._fatal: ConfigError | None = None
+        self._state: dict[str, Any] = {"nodes": {}, "met": None}
+        self._seen: dict[str, tuple[tuple[str, int], float]] = {}
+        self._met, self._leaves = threading.Event(), threading.Event()
+        self._printed = ""
+        self._ended_at: float | None = None
+        self._serves = self._had_ranks = False
+        self._begin = time.monotonic()
+        self._waits_since: float | None = self._begin
+        self._line_gap = _FIRST_LINE_SECONDS
+        self._next_line = self._begin + self._line_gap
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def title(self) -> str:
+        """Prefix of the log lines about this machine."""
+        return f"packtool: node {self.rank} of {self.num_nodes}"
+
+    def meet(self) -> None:
+        """Wait for the launchers of all machines; ConfigError after the limit, or if the port is in use."""
+        self._thread.start()
+        while not self._met.wait(0.1):
+            if self._fatal:
+                raise self._fatal
+            if time.monotonic() - self._begin > self.limit:
+                raise self.failure()
+        show(f"{self.title}: {_names_of_ranks(self.rank, self._record)}, master {self.place}", error=True)
+
+    def failure(self, reason: str = "") -> ConfigError:
+        """Return the error of a launcher that gives up: the awaited event or ``reason``, and likely causes."""
+        causes = (
+            "Every machine needs the same NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its "
+            f"own; a firewall may block port {self.port}. {_OPTION} sets the limit, now {self.limit:g} s."
+        )
+        if self._store is None:
+            causes = "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine? " + causes
+        return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._line() or reason}", causes)
+
+    def leave(self, code: int, reason: str = "") -> None:
+        """Publish the exit code of this machine, and print which other machine failed first.
+
+        Args:
+            code: exit code.
+            reason: why this machine ended, if that is known; other machines are then not the cause.
+        """
+        self._leaves.set()
+        self._thread.join()
+        if not self._met.is_set():
+            return
+        self._record["end"] = {"code": code, "reason": reason}
+        asks = code == EXIT_UNEXPECTED and not reason
+        until = time.monotonic() + _LEAVE_SECONDS
+        while time.monotonic() < until:
+            self._exchange()
+            lost = self._lost()
+            done = [rank for rank, record in self._others() if record["end"] and not record["end"]["code"]]
+            # The store ends with node 0, so the others must read it before.
+            is_read = self.rank > 0 or len(lost) + len(done) == self.num_nodes - 1
+            if (lost or not asks) and is_read:
+                break
+            time.sleep(_BEAT_SECONDS / 2)
+        for text in self._lost().values() if asks else ():
+            if text not in self._printed:
+                show(f"{self.title}: {text}", error=True)
+        minutes = (time.monotonic() - self._begin) / 60
+        show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
+
+    def _run(self) -> None:
+        while not self._leaves.wait(_BEAT_SECONDS):
+            self._exchange()
+            self._print_line()
+            if self._met.is_set():
+                self._give_up()
+
+    def _exchange(self) -> None:
+        """Write this machine's record and read the others', after connecting to the store if necessary."""
+        try:
+            store = self._store or self._connect()
+            self._record["beat"] += 1
+            store.set(f"{_NODE}{self.rank}", json.dumps(self._record))
+            if self.rank == 0:
+                self._gather(store)
+                store.set(_NODES, json.dumps(self._state))
+            elif store.check([_NODES]):
+                self._state = load_json(store.get(_NODES))
+            self._store = store
+        except (DistError, OSError, RuntimeError) as error:
+            self._store = None
+            self._trouble = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+            return
+        met = self._state["met"] or {}
+        if met.get(str(self.rank)) == self._record["id"]:
+            self._met.set()
+        elif self._met.is_set():
+            self._store, self._trouble = None, "another run is there now"
+
+    def _connect(self) -> TCPStore:
+        """Connect to the store of node 0; first by a plain socket, because torch prints a stack on errors."""
+        with contextlib.ExitStack() as sockets:
+            if self.rank == 0 and not self._serves:
+                try:
+                    sockets.enter_context(socket.create_server(("", self.port)))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        self._fatal = ConfigError(
+                            f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
+                            "Another job may have the port: give a free MASTER_PORT, the same on every machine.",
+                        )
+                    raise
+            sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
+        self._serves = self.rank == 0
+        return TCPStore(
+            self.address,
+            self.port,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            wait_for_workers=False,
+            multi_tenant=True,  # torchrun shares this server
+        )
+
+    def _gather(self, store: TCPStore) -> None:
+        """Read all records on node 0; once all are fresh, their ids have met."""
+        nodes, now = {}, time.monotonic()
+        for rank in map(str, range(self.num_nodes)):
+            if not store.check([_NODE + rank]):
+                continue
+            record = load_json(store.get(_NODE + rank))
+            beat = record["id"], record["beat"]
+            if self._seen.get(rank, (None, 0))[0] != beat:
+                self._seen[rank] = beat, now
+            nodes[rank] = record | {"silent": now - self._seen[rank][1]}
+        self._state["nodes"] = nodes
+        if self._state["met"] is None and not self._missing() and not self._different():
+            self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
+
+    def _missing(self) -> list[int]:
+        """Return the machines without a live launcher."""
+        nodes = self._state["nodes"]
+        fresh = {rank for rank, record in nodes.items() if record["silent"] < _SILENT_SECONDS and not record["end"]}
+        return [rank for rank in range(self.num_nodes) if str(rank) not in fresh]
+
+    def _different(self) -> str:
+        """Describe a machine that was started with another number of machines or processes; empty for none."""
+        nodes = self._state["nodes"]
+        for rank, record in nodes.items():
+            first = nodes.get("0", record)
+            if record["processes"] != first["processes"]:
+                here, there = (f"NNODES={n} NPROC_PER_NODE={p}" for n, p in (record["processes"], first["processes"]))
+                return f"node {rank} ({record['host']}) has {here}, node 0 ({first['host']}) has {there}"
+        return ""
+
+    def _others(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the records of the other machines of this run."""
+        met = self._state["met"] or {}
+        return [(rank, each) for rank, each in self._state["nodes"].items() if int(rank) != self.rank and rank in met]
+
+    def _lost(self) -> dict[str, str]:
+        """Return descriptions of the other machines that failed or do not answer."""
+        if self._store is None:
+            return {} if self.rank == 0 else {"0": f"node 0 at {self.place} has ended: {self._trouble}"}
+        lost = {}
+        for rank, record in self._others():
+            who = f"node {rank} ({record['host']}, {_names_of_ranks(int(rank), record)})"
+            if record["id"] != self._state["met"][rank]:
+                lost[rank] = f"{who} was started again"
+            elif record["end"] and record["end"]["code"]:
+                lost[rank] = f"{who} failed with exit code {record['end']['code']}"
+                lost[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
+            elif not record["end"] and record["silent"] >= _SILENT_SECONDS:
+                lost[rank] = f"{who} has not answered for {record['silent']:.0f} s: killed, or cut off"
+        return lost
+
+    def _line(self) -> str:
+        """Describe the event that this launcher waits for; empty for none."""
+        met = self._state["met"]
+        if self._met.is_set():
+            return "; ".join(self._lost().values())
+        if self._store is None:
+            whom = (
+                f"MASTER_ADDR={self.address} to lead to this machine" if self.rank == 0 else f"node 0 at {self.place}"
+            )
+            return f"waiting for {whom}: {self._trouble}"
+        if met is not None:
+            record = self._state["nodes"][str(self.rank)]
+            return (
+                f"waiting for the next run: the one at {self.place} has begun with another NODE_RANK={self.rank} "
+                f"({record['host']})"
+            )
+        if different := self._different():
+            return f"waiting for equal settings: {different}"
+        missing = self._missing()
+        return (
+            f"waiting at {self.place} for {len(missing)} of {self.num_nodes} nodes: NODE_RANK "
+            f"{', '.join(map(str, missing))}"
+        )
+
+    def _print_line(self) -> None:
+        """Print what this launcher waits for: after a few seconds, then less and less often, at least once a minute."""
+        line, now = self._line(), time.monotonic()
+        if not line:
+            self._waits_since = None
+            return
+        if self._waits_since is None:
+            self._waits_since, self._line_gap = now, _FIRST_LINE_SECONDS
+            self._next_line = now + self._line_gap
+        if now >= self._next_line:
+            waited = f"{now - self._waits_since:.0f} s of at most {self.limit:g}: {_OPTION}"
+            show(f"{self.title}: {line} ({waited})", error=True)
+            self._printed = line
+            self._line_gap = min(2 * self._line_gap, _MAX_LINE_SECONDS)
+            self._next_line = now + self._line_gap
+
+    def _give_up(self) -> None:
+        """End ranks that wait for a machine which has ended and do not notice it themselves."""
+        lost, now = self._lost(), time.monotonic()
+        has_ranks = _signal_ranks(0)
+        self._had_ranks |= has_ranks
+        self._ended_at = (self._ended_at or now) if lost else None
+        if self._ended_at is None or (self._had_ranks and not has_ranks):
+            return
+        is_known = not has_ranks or any(record["end"] and record["end"]["code"] for _, record in self._others())
+        late = now - self._ended_at - (min(_GRACE_SECONDS, self.limit) if is_known else self.limit)
+        if late >= 0 and has_ranks:
+            _signal_ranks(signal.SIGTERM if late < _GRACE_SECONDS else signal.SIGKILL)
+        elif late >= 0:  # the main thread is inside torch's store
+            show(f"packtool: error: {self.failure()}", error=True)
+            os._exit(ConfigError.exit_code)
+
+
+def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
+    num_nodes, per_node = record["processes"]
+    first, total = rank * per_node, num_nodes * per_node
+    return f"rank {first} of {total}" if per_node == 1 else f"ranks {first} to {first + per_node - 1} of {total}"
+
+
 def run_torchrun(arguments: Sequence[str]) -> int:
     """Run torchrun to its end, on several machines once their launchers have met.
 
@@ -107,7 +381,12 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     """
     # The failed process has printed the problem; torchrun would add a table and a stack.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    passed, nodes = SignalForwarder(), _nodes(arguments)
+    passed, nodes = SignalForwarder(), None
+    options = get_args_parser().parse_args(arguments)
+    _, num_nodes = parse_min_max_nnodes(options.nnodes)
+    if num_nodes > 1:
+        address, limit = (options.master_addr, options.master_port), float(options.rdzv_conf.removeprefix("timeout="))
+        nodes = Nodes(num_nodes, options.node_rank, int(options.nproc_per_node), *address, limit=limit)
     try:
         if nodes is not None:
             nodes.meet()
@@ -124,23 +403,6 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     if nodes is not None:
         nodes.leave(code, reason)
     return code
-
-
-def _nodes(arguments: Sequence[str]) -> Nodes | None:
-    """Return the launchers of all machines that torchrun's arguments name; None for a single machine."""
-    options = get_args_parser().parse_args(arguments)
-    _, num_nodes = parse_min_max_nnodes(options.nnodes)
-    if num_nodes == 1:
-        return None
-    return Nodes(
-        num_nodes,
-        options.node_rank,
-        int(options.nproc_per_node),
-        options.master_addr,
-        options.master_port,
-        limit=float(options.rdzv_conf.removeprefix("timeout=")),
-        signal_ranks=_signal_ranks,
-    )
 
 
 def _run(arguments: Sequence[str], passed: SignalForwarder) -> tuple[int, str]:

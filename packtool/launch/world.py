@@ -54,12 +54,7 @@ class World:
 
     def shared_by(self, sequence_parallel_size: int) -> World:
         """Return the same processes in groups that share each sequence; ConfigError if the number is no multiple."""
-        if self.size % sequence_parallel_size:
-            raise ConfigError(
-                f"--sequence-parallel-size {sequence_parallel_size}: {self._counted} cannot be divided into groups of "
-                f"{sequence_parallel_size}",
-                f"NPROC_PER_NODE={sequence_parallel_size} in front, or a multiple of it, starts enough.",
-            )
+        self._check_groups("--sequence-parallel-size", sequence_parallel_size)
         return dataclasses.replace(self, sequence_parallel_size=sequence_parallel_size)
 
     def check_shards(self, config: TrainConfig) -> None:
@@ -69,16 +64,16 @@ class World:
                 f"--fsdp {' '.join(config.fsdp)} spreads weights over processes, and there is one",
                 "NPROC_PER_NODE=8 in front starts eight; leave --fsdp out to train in one.",
             )
-        if self.size % config.expert_parallel_size:
-            raise ConfigError(
-                f"--expert-parallel-size {config.expert_parallel_size}: {self._counted} cannot be divided into groups "
-                f"of {config.expert_parallel_size}",
-                f"NPROC_PER_NODE={config.expert_parallel_size} in front, or a multiple of it, starts enough.",
-            )
+        self._check_groups("--expert-parallel-size", config.expert_parallel_size)
 
-    @property
-    def _counted(self) -> str:
-        return f"{self.size} process{'es' if self.size > 1 else ''}"
+    def _check_groups(self, option: str, group_size: int) -> None:
+        """Raise a ConfigError if the processes cannot be divided into groups of this size."""
+        if self.size % group_size:
+            raise ConfigError(
+                f"{option} {group_size}: {self.size} process{'es' if self.size > 1 else ''} cannot be divided into "
+                f"groups of {group_size}",
+                f"NPROC_PER_NODE={group_size} in front, or a multiple of it, starts enough.",
+            )
 
     @property
     def data(self) -> World:

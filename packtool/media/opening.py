@@ -67,7 +67,7 @@ def open_medium(
         raise
     except Exception as error:  # decoders raise anything on damaged bytes
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrub(text)}") from error
+        raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrubbed(text)}") from error
 
 
 def _record_success(ref: MediaRef) -> None:

@@ -24,7 +24,6 @@ from packtool.errors import StorageError
 from packtool.storage.local import Bounds, FileState, LocalStore, RedirectRefused, TooLarge, final_name
 from packtool.storage.options import (
     StorageOptions,
-    forget_failures,
     options,
     record_failure,
     record_success,
@@ -68,6 +67,7 @@ __all__ = [
     "record_failure",
     "record_success",
     "retries_for",
+    "scrubbed",
 ]
 
 HEADER_BLOCK = 64 * 1024
@@ -117,7 +117,6 @@ def _writable(path: str) -> tuple[LocalStore | S3Store, str]:
 def configure(new: StorageOptions | None) -> None:
     """Use other options for all further requests, on new connections; None reads the environment again."""
     set_options(new)
-    forget_failures()
     if _store.cache_info().currsize:
         from packtool.storage import remote
 
@@ -288,11 +287,6 @@ def discard_unfinished(path: str) -> None:
     """
     store, path = _writable(path)
     store.discard_unfinished(path)
-
-
-def scrub(text: str) -> str:
-    """Remove passwords and queries of URLs and the values of secret variables from a library's message."""
-    return scrubbed(text, os.environ)
 
 
 class AtomicFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from packtool.errors import RemoteError, RemoteFault
@@ -84,7 +83,7 @@ def storage_error(path: str, operation: str, error: BaseException) -> RemoteErro
 
 
 def _explained(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
-    text = scrubbed(" ".join(str(error).split()), os.environ) or type(error).__name__
+    text = scrubbed(" ".join(str(error).split())) or type(error).__name__
     scheme, code, kind, status = scheme_of(path), code_of(error), type(error).__name__, status_of(error)
     bucket = masked(path).partition("://")[2].partition("/")[0]
     keys, region = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", "AWS_REGION"

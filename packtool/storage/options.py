@@ -91,9 +91,11 @@ def options() -> StorageOptions:
 
 
 def set_options(new: StorageOptions | None) -> None:
-    """Replace the options of this process; None reads the environment again."""
+    """Replace the options of this process and forget failed requests; None reads the environment again."""
     global _current
     _current = new
+    _failures.clear()
+    _responsive.clear()
 
 
 def _number(
@@ -126,12 +128,6 @@ def _oss_region(endpoint: str | None) -> str | None:
 _UNKNOWN_WEB_SHIFT = 2
 _failures: dict[str, int] = {}
 _responsive: set[str] = set()
-
-
-def forget_failures() -> None:
-    """Reset the backoff of all stores."""
-    _failures.clear()
-    _responsive.clear()
 
 
 def retries_for(store: str) -> int:

@@ -134,7 +134,7 @@ def masked(path: str) -> str:
     return re.sub(r"\?[^#]*", "?***", path, count=1)
 
 
-def scrubbed(text: str, environ: Mapping[str, str]) -> str:
+def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Remove secrets of URLs and the values of secret environment variables from a library's message."""
     text = _URL_IN_TEXT.sub(lambda match: masked(match[0]), text)
     text = _SECRET_PAIR.sub(r"\1=***", text)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from packtool.errors import ConfigError
-from packtool.launch import nodes, torchrun
+from packtool.launch import torchrun
 from packtool.launch.processes import launch_command
 from tests.forked import started
 from tests.waiting import PATIENCE_S, wait_for
@@ -30,7 +30,7 @@ WAITS = "print('rank runs', flush=True); time.sleep(600)"
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"BEAT": 0.05, "SILENT": 1.0, "FIRST_LINE": 0.3, "GRACE": 1.0, "LEAVE": 5.0}.items():
-        monkeypatch.setattr(nodes, f"_{name}_SECONDS", seconds)
+        monkeypatch.setattr(torchrun, f"_{name}_SECONDS", seconds)
     monkeypatch.setattr(torchrun, "_STUCK_SECONDS", 0.2)
 
 
@@ -144,16 +144,16 @@ def test_peer_killed_between_meeting_and_torchruns_rendezvous(
     node: Node, told: Told, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The main thread of the other one is inside torch's store, where Python handles no signal."""
-    meet = nodes.Nodes.meet
+    meet = torchrun.Nodes.meet
 
-    def meet_and_die(self: nodes.Nodes) -> None:
+    def meet_and_die(self: torchrun.Nodes) -> None:
         meet(self)
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(nodes.Nodes, "meet", meet_and_die)
+    monkeypatch.setattr(torchrun.Nodes, "meet", meet_and_die)
     if number:
-        monkeypatch.setattr(nodes, "_GRACE_SECONDS", PLENTY_S)
+        monkeypatch.setattr(torchrun, "_GRACE_SECONDS", PLENTY_S)
     with node(0) as first, node(1) as second:
         assert ended(second) == -signal.SIGKILL
         if number:
@@ -189,8 +189,8 @@ def test_the_machine_whose_rank_failed_is_named_on_the_other(
     node: Node, told: Told, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine the other rank may start, or its launcher leave, long after this one has failed.
-    monkeypatch.setattr(nodes, "_GRACE_SECONDS", PLENTY_S)
-    monkeypatch.setattr(nodes, "_LEAVE_SECONDS", PLENTY_S)
+    monkeypatch.setattr(torchrun, "_GRACE_SECONDS", PLENTY_S)
+    monkeypatch.setattr(torchrun, "_LEAVE_SECONDS", PLENTY_S)
     other = 1 - failing
     codes = {failing: "os.kill(os.getpid(), signal.SIGKILL)", other: "time.sleep(1); sys.exit(1)"}
     with node(0, codes[0]) as first, node(1, codes[1]) as second:

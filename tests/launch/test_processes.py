@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.launch import torchrun
-from packtool.launch.processes import Processes, launch_command, launch_environment, launch_if_asked
+from packtool.launch.processes import Processes, launch_command, launch_if_asked
 from tests.forked import started
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -111,11 +111,22 @@ def test_the_total(per_node: int, num_nodes: int, data: st.DataObject) -> None:
     assert (launch_command([], environ) is None) == (processes.total == 1)
 
 
-def test_cores_are_shared_out_unless_the_user_did() -> None:
-    assert launch_environment({"NPROC_PER_NODE": "4"}, num_cores=16)["OMP_NUM_THREADS"] == "4"
-    assert launch_environment({"NPROC_PER_NODE": "4"}, num_cores=2)["OMP_NUM_THREADS"] == "1"
-    kept = launch_environment({"NPROC_PER_NODE": "4", "OMP_NUM_THREADS": "7", "HOME": "/h"}, num_cores=16)
-    assert kept == {"NPROC_PER_NODE": "4", "OMP_NUM_THREADS": "7", "HOME": "/h"}
+@pytest.mark.parametrize(("num_cores", "given", "expected"), [(16, None, "4"), (2, None, "1"), (16, "7", "7")])
+def test_cores_are_shared_out_unless_the_user_did(
+    num_cores: int, given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    for name in ("OMP_NUM_THREADS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    settings = {"NPROC_PER_NODE": "4", "HOME": "/h"} | ({} if given is None else {"OMP_NUM_THREADS": given})
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    launch_if_asked(ARGUMENTS)
+    ((_, _, environ),) = calls
+    assert environ["OMP_NUM_THREADS"] == expected
+    assert {name: environ[name] for name in ("NPROC_PER_NODE", "HOME")} == {"NPROC_PER_NODE": "4", "HOME": "/h"}
 
 
 def test_the_process_is_replaced_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
