@@ -8,13 +8,8 @@ from typing import Literal
 from packtool.config.conflicts import Settings
 from packtool.config.data import AccessOptions, CacheOptions, MediaCacheOptions
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType, QuantizationOptions
-from packtool.config.packages import missing_packages
-from packtool.config.packing import (
-    SEQUENCE_PARALLELISM,
-    LaunchOptions,
-    ParallelOptions,
-    SharingOptions,
-)
+from packtool.config.packages import PackageOptions
+from packtool.config.packing import SEQUENCE_PARALLELISM, LaunchOptions, ParallelOptions, SharingOptions
 from packtool.config.settings import REQUIRED, Tokens, flag, option, speed_option
 from packtool.constants import TRAIN_SPLIT
 
@@ -54,11 +49,6 @@ class InspectConfig(AccessOptions):
     port: int = option(0, "Port of --serve; 0 takes one that is free.", minimum=0, maximum=65_535)
     verify: bool = option(False, "Read the whole cache, and say which files are damaged and how to mend them.")
 
-    @property
-    def named_places(self) -> tuple[str, ...]:
-        """The directory, which may be accessed."""
-        return (self.directory,)
-
     def value_problems(self) -> list[str]:
         """Return the problem of options that show different things."""
         shown = ("row", "trained", "step", "pack", "html", "serve", "verify")
@@ -93,11 +83,6 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     html: str | None = option(None, "Write the report as a page to this file, also if a check fails.")
 
     @property
-    def named_places(self) -> tuple[str, ...]:
-        """The named caches, which may be accessed."""
-        return self.cached_dataset
-
-    @property
     def not_shared_with(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
         trained = ["--trajectory"] if self.trajectory is not None else []
@@ -114,7 +99,14 @@ MAX_TOKENS_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(
-    CacheOptions, MediaCacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions, QuantizationOptions
+    CacheOptions,
+    MediaCacheOptions,
+    AccessOptions,
+    ParallelOptions,
+    LaunchOptions,
+    SharingOptions,
+    QuantizationOptions,
+    PackageOptions,
 ):
     """Settings of ``packtool eval``."""
 
@@ -133,19 +125,10 @@ class EvalConfig(
     dataloader_num_workers: int = speed_option(1, "Processes a rank that load pictures ahead of the model.", minimum=0)
 
     @property
-    def named_places(self) -> tuple[str, ...]:
-        """The named caches, which may be accessed."""
-        return self.cached_dataset
-
-    @property
     def not_shared_with(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
         bounds = ["--max-samples-per-micro-batch"] if self.max_samples_per_micro_batch is not None else []
         return bounds + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
-
-    def missing_packages(self) -> list[str]:
-        """Return the messages about packages that are needed and not installed."""
-        return missing_packages(quant_bits=self.quant_bits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from packtool import storage
 from packtool.config.conflicts import Settings
-from packtool.config.packages import missing_packages
+from packtool.config.packages import PackageOptions
 from packtool.config.settings import (
     REQUIRED,
     YES_OR_NO,
@@ -24,6 +26,10 @@ from packtool.config.settings import (
     scale_option,
     video_option,
 )
+
+# Declares a limit that is not set by default and at least 1.
+picture_limit = functools.partial(picture_option, None, minimum=1)
+video_limit = functools.partial(video_option, None, minimum=1)
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
@@ -80,7 +86,8 @@ class AccessOptions(Settings):
     @property
     def named_places(self) -> tuple[str, ...]:
         """Caches, rows and the media root that the command line names, which may be accessed."""
-        return ()
+        named = [getattr(self, name, None) or () for name in ("directory", "cached_dataset", "dataset", "media_root")]
+        return tuple(chain.from_iterable([value] if isinstance(value, str) else value for value in named))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,18 +142,10 @@ class MediaOptions(Settings):
     are N x (patch x merge)^2 pixels.
     """
 
-    max_pixels: int | None = picture_option(
-        None, "Most pixels of a picture; larger ones are shrunk.", env="MAX_PIXELS", minimum=1
-    )
-    min_pixels: int | None = picture_option(
-        None, "Fewest pixels of a picture; smaller ones are enlarged.", env="MIN_PIXELS", minimum=1
-    )
-    image_max_token_num: Tokens | None = picture_option(
-        None, "Most tokens of a picture.", env="IMAGE_MAX_TOKEN_NUM", minimum=1
-    )
-    image_min_token_num: Tokens | None = picture_option(
-        None, "Fewest tokens of a picture.", env="IMAGE_MIN_TOKEN_NUM", minimum=1
-    )
+    max_pixels: int | None = picture_limit("Most pixels of a picture; larger ones are shrunk.", env="MAX_PIXELS")
+    min_pixels: int | None = picture_limit("Fewest pixels of a picture; smaller ones are enlarged.", env="MIN_PIXELS")
+    image_max_token_num: Tokens | None = picture_limit("Most tokens of a picture.", env="IMAGE_MAX_TOKEN_NUM")
+    image_min_token_num: Tokens | None = picture_limit("Fewest tokens of a picture.", env="IMAGE_MIN_TOKEN_NUM")
     resize: int = picture_option(
         0,
         "Only 0, ms-swift's 'keep the pictures as they are', is known; limits are set with --max-pixels.",
@@ -155,29 +154,17 @@ class MediaOptions(Settings):
     )
 
     fps: float | None = video_option(None, "Frames a second to take of a video.", env="FPS", minimum=0.001)
-    fps_min_frames: int | None = video_option(
-        None, "Fewest frames to take of a video.", env="FPS_MIN_FRAMES", minimum=1
-    )
-    fps_max_frames: int | None = video_option(None, "Most frames to take of a video.", env="FPS_MAX_FRAMES", minimum=1)
-    video_max_pixels: int | None = video_option(
-        None, "Most pixels of a video's frame.", env="VIDEO_MAX_PIXELS", minimum=1
-    )
-    video_min_pixels: int | None = video_option(
-        None, "Fewest pixels of a video's frame.", env="VIDEO_MIN_PIXELS", minimum=1
-    )
-    video_total_pixels: int | None = video_option(
-        None, "Most pixels of all frames of a video.", env="VIDEO_TOTAL_PIXELS", minimum=1
-    )
-    video_max_token_num: Tokens | None = video_option(
-        None, "Most tokens of a video's frame.", env="VIDEO_MAX_TOKEN_NUM", minimum=1
-    )
-    video_min_token_num: Tokens | None = video_option(
-        None, "Fewest tokens of a video's frame.", env="VIDEO_MIN_TOKEN_NUM", minimum=1
-    )
+    fps_min_frames: int | None = video_limit("Fewest frames to take of a video.", env="FPS_MIN_FRAMES")
+    fps_max_frames: int | None = video_limit("Most frames to take of a video.", env="FPS_MAX_FRAMES")
+    video_max_pixels: int | None = video_limit("Most pixels of a video's frame.", env="VIDEO_MAX_PIXELS")
+    video_min_pixels: int | None = video_limit("Fewest pixels of a video's frame.", env="VIDEO_MIN_PIXELS")
+    video_total_pixels: int | None = video_limit("Most pixels of all frames of a video.", env="VIDEO_TOTAL_PIXELS")
+    video_max_token_num: Tokens | None = video_limit("Most tokens of a video's frame.", env="VIDEO_MAX_TOKEN_NUM")
+    video_min_token_num: Tokens | None = video_limit("Fewest tokens of a video's frame.", env="VIDEO_MIN_TOKEN_NUM")
     use_audio_in_video: bool | None = video_option(
         None, "Weave a video's sound track in between its frames (Omni models).", env="USE_AUDIO_IN_VIDEO"
     )
-    sampling_rate: int | None = video_option(None, "Samples a second of sound.", env="SAMPLING_RATE", minimum=1)
+    sampling_rate: int | None = video_limit("Samples a second of sound.", env="SAMPLING_RATE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,22 +252,14 @@ class EncodeSpec(BoxOptions, MediaOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(RowOptions, EncodeSpec):
+class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     """Settings of ``packtool export``."""
 
     TAKES_TOKENS: ClassVar[bool] = False
     """Whether a row with both tokens and their source is read as tokens."""
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
-        "model",
-        "dataset",
-        "output_dir",
-        "max_length",
-        "truncation_strategy",
-        "split_dataset_ratio",
-        "dataset_num_proc",
-        "overwrite",
-        "repair",
-        "dry_run",
+        *("model", "dataset", "output_dir", "max_length", "truncation_strategy", "split_dataset_ratio"),
+        *("dataset_num_proc", "overwrite", "repair", "dry_run"),
     )
 
     dataset: tuple[str, ...] = row_option(REQUIRED, DATASET_HELP)
@@ -312,10 +291,6 @@ class ExportConfig(RowOptions, EncodeSpec):
     def is_part(self) -> bool:
         """True if other commands, perhaps on other machines, export into the same directory."""
         return self.task_index is not None or self.finalize
-
-    def missing_packages(self) -> list[str]:
-        """Return the messages about packages that are needed and not installed."""
-        return missing_packages(executor=self.executor)
 
     def value_problems(self) -> list[str]:
         """Return the problem of a loss scale that contradicts ``--expand-turns``."""

@@ -57,15 +57,8 @@ InitWeights = Annotated[
 ]
 _LORA, _FULL = ("train_type", "lora"), ("train_type", "full")
 _NAME_OPTIONS = (
-    "lora_bias",
-    "target_modules",
-    "target_regex",
-    "modules_to_save",
-    "freeze_parameters",
-    "freeze_parameters_regex",
-    "freeze_parameters_ratio",
-    "trainable_parameters",
-    "trainable_parameters_regex",
+    *("lora_bias", "target_modules", "target_regex", "modules_to_save", "freeze_parameters", "freeze_parameters_regex"),
+    *("freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex"),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 
 # Trackers: modules, one of which is enough, and the package that provides the first.
 TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -19,36 +18,35 @@ TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
 _OF_BITSANDBYTES = ("paged_", "adamw_bnb", "adamw_8bit", "ademamix", "lion_8bit", "rmsprop_bnb")
 
 
-def missing_packages(
-    *,
-    deepspeed: object = None,
-    use_liger_kernel: bool = False,
-    quant_bits: int | None = None,
-    optim: str = "",
-    report_to: Sequence[str] = (),
-    executor: str = "",
-) -> list[str]:
-    """Return a message for each missing package of these options, with the command that installs it."""
-    needs: list[tuple[str, tuple[str, ...], str, str]] = []
-    if deepspeed is not None:
-        needs.append((f"--deepspeed {deepspeed}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
-    if use_liger_kernel:
-        needs.append(("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"))
-    if quant_bits is not None:
-        needs.append((f"--quant-bits {quant_bits}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
-    if optim.startswith(_OF_BITSANDBYTES):
-        needs.append((f"--optim {optim}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
-    for name in report_to:
-        if name in TRACKERS:
-            modules, package = TRACKERS[name]
-            needs.append((f"--report-to {name}", modules, f"{package} is", package))
-    if executor == "ray":
-        needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
-    return [
-        f"{option}: {name} not installed: pip install {package}"
-        for option, modules, name, package in needs
-        if not any(map(_is_installed, modules))
-    ]
+class PackageOptions:
+    """Base class of settings with options that need optional packages."""
+
+    def missing_packages(self) -> list[str]:
+        """Return a message for each missing package of the given options, with the command that installs it."""
+        options = ("deepspeed", "use_liger_kernel", "quant_bits", "optim", "report_to", "executor")
+        deepspeed, use_liger_kernel, quant_bits, optim, report_to, executor = (
+            getattr(self, name, None) for name in options
+        )
+        needs: list[tuple[str, tuple[str, ...], str, str]] = []
+        if deepspeed is not None:
+            needs.append((f"--deepspeed {deepspeed}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
+        if use_liger_kernel:
+            needs.append(("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"))
+        if quant_bits is not None:
+            needs.append((f"--quant-bits {quant_bits}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
+        if (optim or "").startswith(_OF_BITSANDBYTES):
+            needs.append((f"--optim {optim}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
+        for name in report_to or ():
+            if name in TRACKERS:
+                modules, package = TRACKERS[name]
+                needs.append((f"--report-to {name}", modules, f"{package} is", package))
+        if executor == "ray":
+            needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
+        return [
+            f"{option}: {name} not installed: pip install {package}"
+            for option, modules, name, package in needs
+            if not any(map(_is_installed, modules))
+        ]
 
 
 def _is_installed(module: str) -> bool:

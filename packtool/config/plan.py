@@ -31,18 +31,8 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     """Settings of ``packtool plan``."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
-        "cached_dataset",
-        "lengths",
-        "packing",
-        "packing_length",
-        "world_size",
-        "gradient_accumulation_steps",
-        "per_device_train_batch_size",
-        "sweep",
-        "fit",
-        "media",
-        "save",
-        "html",
+        *("cached_dataset", "lengths", "packing", "packing_length", "world_size", "gradient_accumulation_steps"),
+        *("per_device_train_batch_size", "sweep", "fit", "media", "save", "html"),
     )
 
     lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
@@ -178,11 +168,6 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
     dataset_num_proc: int = option(
         1, "Worker processes that write files; the output is the same for any number.", minimum=1
     )
-
-    @property
-    def named_places(self) -> tuple[str, ...]:
-        """The named caches, which may be accessed."""
-        return self.cached_dataset
 
     @property
     def embeds(self) -> bool:

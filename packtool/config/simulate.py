@@ -45,19 +45,8 @@ class SimulateConfig(StrategyOptions):
     """Settings of ``packtool simulate``."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
-        "cached_dataset",
-        "lengths",
-        "distribution",
-        "model",
-        "hardware",
-        "world_size",
-        "gradient_checkpointing",
-        "sequence_parallel_size",
-        "packing_length",
-        "strategies",
-        "html",
-        "max_length",
-        "steps",
+        *("cached_dataset", "lengths", "distribution", "model", "hardware", "world_size", "gradient_checkpointing"),
+        *("sequence_parallel_size", "packing_length", "strategies", "html", "max_length", "steps"),
     )
 
     cached_dataset: tuple[str, ...] = option((), "Caches to take lengths from; they may stand without the name.")

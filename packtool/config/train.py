@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from packtool.config.checkpoints import CheckpointOptions
 from packtool.config.commands import MAX_TOKENS_HELP
 from packtool.config.conflicts import Settings
 from packtool.config.data import (
@@ -37,10 +36,11 @@ from packtool.config.model import (
     MemoryOptions,
     QuantizationOptions,
 )
-from packtool.config.packages import missing_packages
+from packtool.config.packages import PackageOptions
 from packtool.config.packing import IntervalOptions, LaunchOptions, PackingOptions, ParallelOptions
 from packtool.config.settings import (
     NOT_AT_ALL,
+    YES_OR_NO,
     Tokens,
     checkpoint_option,
     evaluation_option,
@@ -109,6 +109,62 @@ class OptimizerOptions(Settings):
         return math.ceil(num_steps * self.warmup_ratio)
 
 
+SaveStrategy = Annotated[Literal["steps", "epoch", "best", "no"], NOT_AT_ALL]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(Settings):
+    """Saving, keeping and resuming of checkpoints."""
+
+    save_strategy: SaveStrategy = checkpoint_option(
+        "steps",
+        "When to save: every --save-steps, at the end of every epoch, where an evaluation is the best so far, or not "
+        "at all. The end is saved too, but with no and best.",
+    )
+    save_steps: int = checkpoint_option(500, "Optimizer steps between two checkpoints.", minimum=1)
+    save_total_limit: int | None = checkpoint_option(None, "Checkpoints to keep.", minimum=1)
+    save_only_model: bool = checkpoint_option(False, "Save weights only; such checkpoints cannot be gone on from.")
+    load_best_model_at_end: bool = evaluation_option(
+        False,
+        "End with the checkpoint whose evaluation was best: it is saved and kept, whatever else is, and told at the "
+        "end.",
+    )
+    metric_for_best_model: str = evaluation_option(
+        "loss", "What best means: loss, perplexity, token_accuracy, or loss/CHANNEL."
+    )
+    greater_is_better: bool | None = evaluation_option(
+        None, "Whether more of --metric-for-best-model is better; by default of accuracies only."
+    )
+    early_stop_interval: int | None = evaluation_option(
+        None,
+        "End after so many evaluations in a row in which --metric-for-best-model was not better than its best.",
+        minimum=1,
+    )
+    resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = checkpoint_option(
+        None, "true for the newest checkpoint in --output-dir, or the directory of one."
+    )
+    data_change: Literal["refuse", "allow"] = checkpoint_option(
+        "refuse",
+        "What a resumed run does whose caches are others than its checkpoint's: refuse to go on, naming them; or plan "
+        "what is left of the epoch anew, so that nothing is trained in it twice and nothing is lost.",
+    )
+
+    @property
+    def seeks_best(self) -> bool:
+        """True if evaluations determine which checkpoint is saved or reported."""
+        return self.load_best_model_at_end or self.save_strategy == "best"
+
+    @property
+    def best_metric(self) -> str:
+        """The evaluation metric that selects the best checkpoint, as in log lines: ``eval_loss``."""
+        return "eval_" + self.metric_for_best_model.removeprefix("eval_")
+
+    @property
+    def prefers_greater(self) -> bool:
+        """True if a larger value of ``best_metric`` is better."""
+        return "accuracy" in self.best_metric if self.greater_is_better is None else self.greater_is_better
+
+
 OnNan = Literal["stop", "skip", "go-on"]
 LossReduction = Literal["token", "sample"]
 EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
@@ -132,22 +188,13 @@ class TrainConfig(
     AdapterOptions,
     QuantizationOptions,
     CheckpointOptions,
+    PackageOptions,
 ):
     """Settings of ``packtool train``."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
-        "model",
-        "cached_dataset",
-        "dataset",
-        "output_dir",
-        "packing",
-        "packing_length",
-        "train_type",
-        "learning_rate",
-        "num_train_epochs",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "dry_run",
+        *("model", "cached_dataset", "dataset", "output_dir", "packing", "packing_length", "train_type"),
+        *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "dry_run"),
     )
 
     model: str = option("", "Directory (or hub id) of the model; by default the cache's.", panel="Options")
@@ -252,16 +299,6 @@ class TrainConfig(
             problems.append(f"--num-train-epochs {self.num_train_epochs}: streaming reads all rows each time")
         return problems
 
-    def missing_packages(self) -> list[str]:
-        """Return the messages about packages that are needed and not installed."""
-        return missing_packages(
-            deepspeed=self.deepspeed,
-            use_liger_kernel=self.use_liger_kernel,
-            quant_bits=self.quant_bits,
-            optim=self.optim,
-            report_to=self.report_to,
-        )
-
     @property
     def not_shared_with(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
@@ -289,11 +326,6 @@ class TrainConfig(
         """Return the settings of the export that turns the rows of ``--dataset`` into a cache."""
         # A dry run of training still exports.
         return part_of(ExportConfig, self, output_dir=output_dir, max_length=max_length, dry_run=False)
-
-    @property
-    def named_places(self) -> tuple[str, ...]:
-        """Caches, rows and the media root, which may be accessed."""
-        return (*self.cached_dataset, *self.dataset, *([self.media_root] if self.media_root else []))
 
     @property
     def peak_learning_rate(self) -> float:
