@@ -42,7 +42,6 @@ class InspectConfig(AccessOptions):
     max_samples: int = option(
         1000,
         "Most samples on the pages of --html, evenly chosen from the split; with --plan about so many, of whole steps.",
-        minimum=1,
         maximum=1_000_000,
     )
     serve: bool = option(False, "Show the pages of the whole cache at an address of this machine, until Ctrl-C.")
@@ -67,7 +66,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     packing_length: Tokens | None = option(
         None, "Tokens that a pack holds at most; by default the export's --max-length.", minimum=2
     )
-    num_packs: int = option(2, "Packs to look at.", minimum=1)
+    num_packs: int = option(2, "Packs to look at.")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
     torch_dtype: DType = option(
         "auto", "Precision of the weights; auto is the checkpoint's on a GPU, and float32 on the CPU."
@@ -76,9 +75,8 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
         None,
         "Instead, train so many steps with AdamW in float32 twice, packed with --samples-per-step and unpacked, and "
         "compare the losses of all steps and the weights in the end.",
-        minimum=1,
     )
-    samples_per_step: int | None = option(None, "Samples of a step of --trajectory; by default 16.", minimum=1)
+    samples_per_step: int | None = option(None, "Samples of a step of --trajectory; by default 16.")
     seed: int = option(42, "Seed of the packing.", minimum=0)
     html: str | None = option(None, "Write the report as a page to this file, also if a check fails.")
 
@@ -115,9 +113,9 @@ class EvalConfig(
     cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
     output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
     split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")
-    max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP, minimum=1)
-    max_samples_per_micro_batch: int | None = speed_option(None, "Most samples of a forward pass.", minimum=1)
-    limit: int | None = option(None, "Evaluate only so many samples, the first ones.", minimum=1)
+    max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP)
+    max_samples_per_micro_batch: int | None = speed_option(None, "Most samples of a forward pass.")
+    limit: int | None = option(None, "Evaluate only so many samples, the first ones.")
     torch_dtype: DType = speed_option(
         "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU."
     )

@@ -27,9 +27,9 @@ from packtool.config.settings import (
     video_option,
 )
 
-# Declares a limit that is not set by default and at least 1.
-picture_limit = functools.partial(picture_option, None, minimum=1)
-video_limit = functools.partial(video_option, None, minimum=1)
+# For limits that are not set by default.
+picture_limit = functools.partial(picture_option, None)
+video_limit = functools.partial(video_option, None)
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
@@ -37,8 +37,6 @@ MediaAccess = Literal["root", "local", "any"]
 ExpandTurns = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
 BboxType = Literal["real", "norm1", "norm1000"]
 """Units of coordinates: pixels, shares of the picture's sides, thousandths of its sides."""
-BboxFormat = Literal["legacy", "new"]
-NormBbox = Literal["norm1000", "none"]
 
 MAX_ROW_BYTES = 64_000_000
 
@@ -80,7 +78,7 @@ class AccessOptions(Settings):
         "whose rows an export has checked, may name files and buckets, and with any other addresses, too.",
     )
     max_media_bytes: Bytes | None = access_option(
-        None, "Largest file of a medium, as in 100MB; by default 4GB, and 500MB of a picture."
+        None, "Largest file of a medium, as in 100MB; by default 4GB, and 500MB of a picture.", minimum=None
     )
 
     @property
@@ -127,7 +125,6 @@ class RowOptions(AccessOptions):
         MAX_ROW_BYTES,
         "Largest row that is read, as in 64MB; larger ones are left out before they are parsed (of parquet and Arrow "
         "files, only their texts count).",
-        minimum=1,
     )
     dataset_num_proc: int = row_option(
         1, "Worker processes that encode; the output is the same for any number.", minimum=1
@@ -176,13 +173,13 @@ class BoxOptions(Settings):
         "Unit of the coordinates that texts have as JSON (bbox_2d, point_2d), of rows that do not say it: pixels of "
         "the picture (real), shares of its sides, or thousandths. By default such texts stay as they are.",
     )
-    bbox_format: BboxFormat | None = picture_option(
+    bbox_format: Literal["legacy", "new"] | None = picture_option(
         None,
         "How <bbox> and <ref-object> are written: legacy, with Qwen2-VL's tokens, or new, as lists for JSON. By "
         "default as the model's family has it.",
         env="QWENVL_BBOX_FORMAT",
     )
-    norm_bbox: NormBbox | None = picture_option(
+    norm_bbox: Literal["norm1000", "none"] | None = picture_option(
         None,
         "What written coordinates are: thousandths of the picture's sides (norm1000), or pixels of the resized "
         "picture (none). By default as the model's family has it.",
@@ -211,7 +208,6 @@ def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) ->
 
 
 Executor = Literal["local", "ray"]
-MediaStorage = Literal["reference", "embed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +225,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
     loss_scale: str = row_option("default", LOSS_SCALE_HELP)
     expand_turns: ExpandTurns = row_option("false", EXPAND_HELP)
     chat_template: str | None = row_option(None, TEMPLATE_HELP)
-    media: MediaStorage = row_option(
+    media: Literal["reference", "embed"] = row_option(
         "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
     )
 
@@ -278,7 +274,7 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     task_index: int | None = scale_option(
         None, "Export only part i of --num-tasks, from 0 on; the last part to finish publishes.", minimum=0
     )
-    num_tasks: int | None = scale_option(None, "Parts that a job array exports.", minimum=1)
+    num_tasks: int | None = scale_option(None, "Parts that a job array exports.")
     finalize: bool = scale_option(False, "Publish what the parts of a job array have exported.")
     dry_run: bool = option(False, "Encode and count, but write nothing.")
 
@@ -337,6 +333,7 @@ class CacheOptions(Settings):
         None,
         "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
         env="PACKTOOL_CACHE_DIR_SIZE",
+        minimum=None,
     )
     verify_cache: VerifyCache = cache_option(
         "once",
@@ -358,6 +355,7 @@ class MediaCacheOptions(Settings):
         None,
         "Most that --media-cache may hold, as in 500GB; what a run reads in every epoch is not removed for something "
         "else that it reads as often.",
+        minimum=None,
     )
 
     def value_problems(self) -> list[str]:

@@ -5,6 +5,7 @@ Names and meanings of the options are ms-swift's.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -51,11 +52,9 @@ TrainType = Annotated[
         },
     ),
 ]
-InitWeights = Annotated[
-    Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"],
-    YES_OR_NO,
-]
-_LORA, _FULL = ("train_type", "lora"), ("train_type", "full")
+InitWeights = Annotated[Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"], YES_OR_NO]
+lora_option = functools.partial(parameter_option, needs=("train_type", "lora"))
+full_option = functools.partial(parameter_option, needs=("train_type", "full"))
 _NAME_OPTIONS = (
     *("lora_bias", "target_modules", "target_regex", "modules_to_save", "freeze_parameters", "freeze_parameters_regex"),
     *("freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex"),
@@ -67,42 +66,37 @@ class LearningOptions(Settings):
     """Trained parts of a model, which determine the cost of a step."""
 
     train_type: TrainType = training_option("lora", "Low-rank adapters, or all weights.", aliases=("tuner_type",))
-    lora_rank: int = parameter_option(8, "Rank of the adapters.", needs=_LORA, minimum=1)
+    lora_rank: int = lora_option(8, "Rank of the adapters.")
     freeze_vit: bool = parameter_option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.")
     freeze_aligner: bool = parameter_option(True, "Keep the projection from vision to text as it is.")
     freeze_llm: bool = parameter_option(False, "Keep the language model as it is.")
-    lora_bias: Literal["none", "all", "lora_only"] = parameter_option(
-        "none", "Biases that learn too: none, all of the model, or those of adapted modules.", needs=_LORA
+    lora_bias: Literal["none", "all", "lora_only"] = lora_option(
+        "none", "Biases that learn too: none, all of the model, or those of adapted modules."
     )
-    target_modules: tuple[str, ...] = parameter_option(
-        ("all-linear",), "Modules that get adapters: all-linear or names.", needs=_LORA
+    target_modules: tuple[str, ...] = lora_option(("all-linear",), "Modules that get adapters: all-linear or names.")
+    target_regex: str | None = lora_option(
+        None, "Modules that get adapters, by a regular expression of their whole names; nothing else counts then."
     )
-    target_regex: str | None = parameter_option(
-        None,
-        "Modules that get adapters, by a regular expression of their whole names; nothing else counts then.",
-        needs=_LORA,
+    modules_to_save: tuple[str, ...] = lora_option(
+        (), "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head."
     )
-    modules_to_save: tuple[str, ...] = parameter_option(
-        (), "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head.", needs=_LORA
+    freeze_parameters: tuple[str, ...] = full_option(
+        (), "With full: keep parameters as they are whose names begin with one of these."
     )
-    freeze_parameters: tuple[str, ...] = parameter_option(
-        (), "With full: keep parameters as they are whose names begin with one of these.", needs=_FULL
+    freeze_parameters_regex: str | None = full_option(
+        None, "With full: keep parameters as they are in whose names this regular expression is found."
     )
-    freeze_parameters_regex: str | None = parameter_option(
-        None, "With full: keep parameters as they are in whose names this regular expression is found.", needs=_FULL
-    )
-    freeze_parameters_ratio: float = parameter_option(
+    freeze_parameters_ratio: float = full_option(
         0.0,
         "With full: keep this share of the parameters as it is, from the model's first ones on.",
-        needs=_FULL,
         minimum=0.0,
         maximum=1.0,
     )
-    trainable_parameters: tuple[str, ...] = parameter_option(
-        (), "With full: train parameters whose names begin with one of these, whatever else is frozen.", needs=_FULL
+    trainable_parameters: tuple[str, ...] = full_option(
+        (), "With full: train parameters whose names begin with one of these, whatever else is frozen."
     )
-    trainable_parameters_regex: str | None = parameter_option(
-        None, "With full: train parameters in whose names this is found, whatever else is frozen.", needs=_FULL
+    trainable_parameters_regex: str | None = full_option(
+        None, "With full: train parameters in whose names this is found, whatever else is frozen."
     )
 
     @property
@@ -157,20 +151,15 @@ def _matches(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
 class AdapterOptions(LearningOptions):
     """Trained weights and adapters."""
 
-    adapters: tuple[str, ...] = parameter_option((), "Directory of an adapter to go on training from.", needs=_LORA)
-    lora_alpha: int = parameter_option(32, "Scale of the adapters.", needs=_LORA, minimum=1)
-    lora_dropout: float = parameter_option(0.05, "Dropout before the adapters.", needs=_LORA, minimum=0.0, maximum=1.0)
-    use_rslora: bool = parameter_option(
-        False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).", needs=_LORA
-    )
-    use_dora: bool = parameter_option(
-        False, "Learn the magnitudes of the weights apart from their directions.", needs=_LORA
-    )
-    init_weights: InitWeights = parameter_option(
+    adapters: tuple[str, ...] = lora_option((), "Directory of an adapter to go on training from.")
+    lora_alpha: int = lora_option(32, "Scale of the adapters.")
+    lora_dropout: float = lora_option(0.05, "Dropout before the adapters.", minimum=0.0, maximum=1.0)
+    use_rslora: bool = lora_option(False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).")
+    use_dora: bool = lora_option(False, "Learn the magnitudes of the weights apart from their directions.")
+    init_weights: InitWeights = lora_option(
         "true",
         "How adapters begin: true (peft's own, without effect at first), false (at random), gaussian, orthogonal, "
         "pissa or olora.",
-        needs=_LORA,
     )
 
     def value_problems(self) -> list[str]:
@@ -185,7 +174,6 @@ class AdapterOptions(LearningOptions):
 
 
 FSDP_WORDS = ("fsdp2", "full_shard", "shard_grad_op", "auto_wrap", "offload")
-MasterWeights = Literal["float32", "kahan", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +183,7 @@ class MemoryOptions(Settings):
     torch_dtype: DType = memory_option(
         "auto", "Precision of the computation; auto is the checkpoint's on a GPU and float32 on a CPU."
     )
-    master_weights: MasterWeights = memory_option(
+    master_weights: Literal["float32", "kahan", "none"] = memory_option(
         "float32",
         "How all weights are kept while they are trained in 16 bits: float32 (16 bytes each with gradient and AdamW); "
         "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
@@ -219,23 +207,19 @@ class MemoryOptions(Settings):
         return [f"--fsdp {word}: known are {known}" for word in self.fsdp if word not in FSDP_WORDS]
 
 
-QuantMethod = Literal["bnb"]
-_BITS = (4, 8)
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOptions(Settings):
     """Quantization of the base model under adapters (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
 
-    quant_method: QuantMethod | None = memory_option(
+    quant_method: Literal["bnb"] | None = memory_option(
         None, "What keeps the base model in few bits: bnb is bitsandbytes, which --quant-bits takes alone, too."
     )
     quant_bits: int | None = memory_option(
         None,
         "Bits of the language model's linear layers under adapters: 4 (QLoRA) or 8. Towers of media and the head stay "
         "as they are.",
-        minimum=min(_BITS),
-        maximum=max(_BITS),
+        minimum=4,
+        maximum=8,
     )
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = memory_option("nf4", "What four bits stand for.")
     bnb_4bit_use_double_quant: bool = memory_option(
@@ -251,7 +235,6 @@ class ExpertOptions(Settings):
         1,
         "Processes that divide the experts of a mixture among themselves and send each other tokens; the number of "
         "processes is a multiple of it. All other weights are sharded over all processes.",
-        minimum=1,
     )
 
     @property

@@ -43,12 +43,9 @@ class PackOptions(Settings):
         1,
         "Processes that pack windows (or binpacking's batches); the plan is the same for any number. One process packs "
         "40 million samples at once in seconds.",
-        minimum=1,
     )
     packing_window: int | None = packing_option(
-        None,
-        "Pack windows of so many samples, drawn by the seed, apart from one another; by default all at once.",
-        minimum=1,
+        None, "Pack windows of so many samples, drawn by the seed, apart from one another; by default all at once."
     )
     packing_batch_size: int = packing_option(
         1000, "Samples that --packing-algorithm binpacking packs at a time.", env="PACKING_BATCH_SIZE", minimum=1
@@ -58,7 +55,7 @@ class PackOptions(Settings):
         "Samples further on that --packing-algorithm sequential may fill a pack from; 0 never leaves the order.",
         minimum=0,
     )
-    max_samples_per_pack: int | None = packing_option(None, "Most samples of a pack.", minimum=1)
+    max_samples_per_pack: int | None = packing_option(None, "Most samples of a pack.")
     max_media_tokens_per_pack: Tokens | None = packing_option(
         None, "Most media tokens of a pack: bounds the memory of the vision tower.", minimum=1
     )
@@ -68,7 +65,7 @@ class PackOptions(Settings):
 class IntervalOptions(Settings):
     """Number of samples that ``--streaming true`` holds at a time."""
 
-    packing_interval: int = stream_option(1000, "Samples that streaming holds and packs at a time.", minimum=1)
+    packing_interval: int = stream_option(1000, "Samples that streaming holds and packs at a time.")
     shuffle_buffer_size: int = stream_option(
         1000, "Samples that streaming draws the next one from; 1 keeps the order.", minimum=1
     )
@@ -93,22 +90,20 @@ class StepOptions(PackOptions):
     dynamic_batch_tokens: Tokens | None = packing_option(
         None,
         "Without packing: micro-batches of at most so many tokens, padding removed, instead of a number of rows.",
-        minimum=1,
         aliases=("max_packing_token_size",),
     )
     dynamic_max_batch_size: int | None = packing_option(
         None, "Most rows of a micro-batch of --dynamic-batch-tokens.", minimum=1
     )
     per_device_train_batch_size: int = training_option(
-        1, "Packs (or padded rows) of a micro-batch.", minimum=1, aliases=("micro_batch_size",)
+        1, "Packs (or padded rows) of a micro-batch.", aliases=("micro_batch_size",)
     )
-    gradient_accumulation_steps: int = training_option(1, "Micro-batches of an optimizer step on each rank.", minimum=1)
+    gradient_accumulation_steps: int = training_option(1, "Micro-batches of an optimizer step on each rank.")
     samples_per_step: int | None = training_option(
         None,
         "A step has exactly the samples that it would have without packing, with batch size times accumulation times "
         "ranks equal to this: packed among themselves, so that steps, learning rates and losses stay what they were. "
         "By default a step has so many packs.",
-        minimum=1,
     )
 
 
@@ -153,7 +148,6 @@ class ParallelOptions(Settings):
         None,
         "Processes that share each packed sequence; the number of processes is a multiple of it. By default "
         "--ulysses-size times --ring-size.",
-        minimum=1,
         aliases=("model_parallel_size",),
     )
     sequence_parallel_type: SequenceParallelType = parallel_option(
@@ -162,11 +156,9 @@ class ParallelOptions(Settings):
         "auto takes what moves least, and says why.",
     )
     ulysses_size: int | None = parallel_option(
-        None,
-        "Processes of the Ulysses axis of the mesh, next to each other; with --ring-size for both at once.",
-        minimum=1,
+        None, "Processes of the Ulysses axis of the mesh, next to each other; with --ring-size for both at once."
     )
-    ring_size: int | None = parallel_option(None, "Processes of the ring axis of the mesh.", minimum=1)
+    ring_size: int | None = parallel_option(None, "Processes of the ring axis of the mesh.")
 
     @property
     def sequence_parallel_ranks(self) -> int:

@@ -50,14 +50,12 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         None,
         "Optimizer steps of the run, in place of --num-train-epochs: for --tflops, and for the stages of --mix, which "
         "end after so many, or at a share of them.",
-        minimum=1,
     )
     sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16K.")
     fit: Bytes | None = option(
         None,
         "Memory of a GPU, as in 80GB: search the packing length, recomputation, sharding and sequence parallel size "
         "that fit into it and train cheapest, and print the train command. What is given beside it is kept.",
-        minimum=1,
     )
     hardware: str | None = model_option(
         None,
@@ -155,7 +153,7 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
     plan: str | None = packing_option(
         None, "Write the packs of this plan, from packtool plan --save, instead of packing."
     )
-    max_length: Tokens | None = packing_option(None, "Leave out longer samples.", minimum=1)
+    max_length: Tokens | None = packing_option(None, "Leave out longer samples.")
     seed: int = option(42, "Seed of the packing.", minimum=0)
     split: str = option(TRAIN_SPLIT, "Split whose samples are packed.")
     model: str | None = option(None, "Directory (or hub id) whose config.json tells positions; by default the caches'.")
@@ -164,7 +162,7 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
         "Keep where media lie (reference), or write their files into the packs (embed); by default embed in tar files, "
         "and elsewhere as the caches have them.",
     )
-    packs_per_file: int = option(1000, "Packs of each file.", minimum=1)
+    packs_per_file: int = option(1000, "Packs of each file.")
     dataset_num_proc: int = option(
         1, "Worker processes that write files; the output is the same for any number.", minimum=1
     )

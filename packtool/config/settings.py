@@ -184,7 +184,7 @@ def option(
     panel: Panel = FIRST,
     env: str | None = None,
     aliases: tuple[str, ...] = (),
-    minimum: float | None = None,
+    minimum: float | None = 1,
     maximum: float | None = None,
     flag: bool = True,
     needs: tuple[str, str] | None = None,
@@ -197,7 +197,7 @@ def option(
         panel: heading under which ``--help`` shows it.
         env: environment variable that sets it too.
         aliases: other option names (``--tuner-type`` for ``--train-type``).
-        minimum, maximum: inclusive bounds of a number.
+        minimum, maximum: inclusive bounds of a number, which is at least 1 by default; None for no bound.
         flag: False for settings that only YAML and ``--set`` can give.
         needs: another setting and its value, without which this one has no effect.
     """

@@ -11,15 +11,7 @@ from packtool.config.settings import Tokens, model_option, num_tokens, option, s
 from packtool.errors import did_you_mean
 
 StrategyName = Literal[
-    "padded",
-    "packed",
-    "packed-balanced",
-    "context-parallel",
-    "sorted",
-    "packed-shared",
-    "wlb",
-    "dynamic-cp",
-    "skrull",
+    "padded", "packed", "packed-balanced", "context-parallel", "sorted", "packed-shared", "wlb", "dynamic-cp", "skrull"
 ]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 BASELINE: StrategyName = "packed-shared"
@@ -33,7 +25,7 @@ class StrategyOptions(Settings):
     sequences_per_rank: int = step_option(
         64, "Sequences of a global batch for each group of GPUs (a data-parallel rank).", minimum=1
     )
-    padded_batch_size: int = step_option(4, "Rows of a micro-batch of the strategy padded.", minimum=1)
+    padded_batch_size: int = step_option(4, "Rows of a micro-batch of the strategy padded.")
     shared_batch_size: int = step_option(
         1, "Sequences of a micro-batch of the strategies context-parallel and sorted, padded to the longest.", minimum=1
     )
@@ -69,7 +61,7 @@ class SimulateConfig(StrategyOptions):
         "caches' model, or 8b.",
     )
     hardware: str = model_option("h100", "h100, h200, a100, 910b, or a .yaml or .json file of the same fields.")
-    world_size: int = model_option(32, "GPUs.", minimum=1)
+    world_size: int = model_option(32, "GPUs.")
     zero_stage: int = model_option(
         2, "What is sharded over all GPUs: 2 gradients and optimizer, 3 weights as well.", minimum=2, maximum=3
     )

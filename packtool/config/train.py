@@ -121,8 +121,8 @@ class CheckpointOptions(Settings):
         "When to save: every --save-steps, at the end of every epoch, where an evaluation is the best so far, or not "
         "at all. The end is saved too, but with no and best.",
     )
-    save_steps: int = checkpoint_option(500, "Optimizer steps between two checkpoints.", minimum=1)
-    save_total_limit: int | None = checkpoint_option(None, "Checkpoints to keep.", minimum=1)
+    save_steps: int = checkpoint_option(500, "Optimizer steps between two checkpoints.")
+    save_total_limit: int | None = checkpoint_option(None, "Checkpoints to keep.")
     save_only_model: bool = checkpoint_option(False, "Save weights only; such checkpoints cannot be gone on from.")
     load_best_model_at_end: bool = evaluation_option(
         False,
@@ -136,9 +136,7 @@ class CheckpointOptions(Settings):
         None, "Whether more of --metric-for-best-model is better; by default of accuracies only."
     )
     early_stop_interval: int | None = evaluation_option(
-        None,
-        "End after so many evaluations in a row in which --metric-for-best-model was not better than its best.",
-        minimum=1,
+        None, "End after so many evaluations in a row in which --metric-for-best-model was not better than its best."
     )
     resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = checkpoint_option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one."
@@ -207,8 +205,7 @@ class TrainConfig(
     expand_turns: ExpandTurns | None = row_option(None, EXPAND_HELP)
     chat_template: str | None = row_option(None, TEMPLATE_HELP)
     streaming: bool = stream_option(
-        False,
-        "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps.",
+        False, "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps."
     )
     bf16: bool | None = memory_option(
         None,
@@ -225,7 +222,7 @@ class TrainConfig(
     plan: str | None = packing_option(None, "Train the packs of this file, which packtool plan --save wrote.")
 
     num_train_epochs: float = training_option(1.0, "Times that every sample is seen.", minimum=0.0)
-    max_steps: int | None = training_option(None, "Stop after so many optimizer steps.", minimum=1)
+    max_steps: int | None = training_option(None, "Stop after so many optimizer steps.")
     loss_reduction: LossReduction = training_option(
         "token", "Mean over the target tokens of a step, or over its samples, each by its own mean."
     )
@@ -245,7 +242,7 @@ class TrainConfig(
         "What --torch-compile compiles with: inductor makes kernels; aot_eager and eager make none, to find mistakes.",
     )
 
-    logging_steps: int = checkpoint_option(5, "Optimizer steps between two log lines.", minimum=1)
+    logging_steps: int = checkpoint_option(5, "Optimizer steps between two log lines.")
     enable_channel_loss: bool = checkpoint_option(False, "Log the loss and the accuracy of each of the rows' channels.")
     eval_strategy: EvalStrategy | None = evaluation_option(
         None,
@@ -255,7 +252,7 @@ class TrainConfig(
     eval_steps: int | None = evaluation_option(
         None, "Optimizer steps between two evaluations; by default --save-steps.", minimum=1
     )
-    max_tokens_per_micro_batch: Tokens | None = evaluation_option(None, MAX_TOKENS_HELP, minimum=1)
+    max_tokens_per_micro_batch: Tokens | None = evaluation_option(None, MAX_TOKENS_HELP)
     report_to: tuple[str, ...] = checkpoint_option(
         (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written."
     )
