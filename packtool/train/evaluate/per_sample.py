@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -45,7 +44,6 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.cache.views import SampleReader
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World, all_gather_objects
 from packtool.planning.dynamic import EvaluationPlan
@@ -236,13 +234,23 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         try:
             samples = [self.reader.sample(int(position)) for position in self.micro_batches[index]]
             aligned = [align_sample(sample, self.alignment) for sample in samples]
-            batch = with_media_reads(self._collate(aligned), self.spec)
+            if self.split is not None:
+                batch: Batch = collate_shard(aligned, self.spec, self.split)
+            elif self.shares:
+                batch = collate_tree(aligned, self.spec)
+            else:
+                batch = (collate_packs if self.packed else collate_padded)(aligned, self.spec)
+            batch = with_media_reads(batch, self.spec)
         except PacktoolError as error:
             return error
+        prompts = []
+        for sample in samples:
+            targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
+            prompts.append(int(targets[0]) + 1 if len(targets) else sample.length)
         where = (
             torch.tensor([sample.length for sample in samples], dtype=torch.int64),
             torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64),
-            torch.tensor([_prompt_length(sample) for sample in samples], dtype=torch.int64),
+            torch.tensor(prompts, dtype=torch.int64),
         )
         labels = None
         if isinstance(batch, TreeBatch):
@@ -250,19 +258,6 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
             labels = torch.from_numpy(shifted).unsqueeze(0)
         origins = tuple((sample.length, sample.source, sample.row, sample.part) for sample in samples)
         return EvaluationBatch(batch, where, labels, origins)
-
-    def _collate(self, samples: Sequence[EncodedSample]) -> Batch:
-        if self.split is not None:
-            return collate_shard(samples, self.spec, self.split)
-        if self.shares:
-            return collate_tree(samples, self.spec)
-        return (collate_packs if self.packed else collate_padded)(samples, self.spec)
-
-
-def _prompt_length(sample: EncodedSample) -> int:
-    """Return the number of tokens before the first target; all tokens if there is none."""
-    targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
-    return int(targets[0]) + 1 if len(targets) else sample.length
 
 
 def evaluate(
@@ -317,40 +312,20 @@ def evaluate(
     )
     with evaluating(bare, packed=packed) as scorer:
         device = next(bare.parameters()).device
-        mine = _score_all(partial(_sequence_scores, scorer, parallel), device, dataset, progress, num_workers)
+        mine = _score_all(scorer, parallel, device, dataset, progress, num_workers)
     # Ranks that share sequences have the same results.
     return _joined(all_gather_objects(mine, world.size)[:: world.sequence_parallel_size], plan, reader)
 
 
-def _sequence_scores(
-    scorer: Scorer, parallel: SequenceParallel | None, batch: Batch, tree_labels: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return labels, losses in nats and correct predictions of a whole sequence, (1, T) each.
-
-    Args:
-        tree_labels: of the samples of a tree, (1, T'). Their shared prefixes are scored once, for each sample.
-    """
-    labels, (losses, correct) = batch.labels[:1], scorer(batch)
-    if parallel is not None:
-        assert isinstance(batch, ShardedBatch), "collated with a split"
-        length = sum(batch.lengths)
-        parts = (parallel.gather(part[0], batch.index, length)[None] for part in (labels, losses, correct))
-        labels, losses, correct = parts
-    if tree_labels is not None:
-        assert isinstance(batch, TreeBatch), "only trees have separate labels"
-        index = batch.sample_index()
-        # A target of a prefix need not be one in every sample that begins with it: they may train different turns.
-        return tree_labels, losses[:, index].where(tree_labels != IGNORE_INDEX, 0), correct[:, index]
-    return labels, losses, correct
-
-
 def _score_all(
-    score: Callable[[Batch, Tensor | None], tuple[Tensor, Tensor, Tensor]],
+    scorer: Scorer,
+    parallel: SequenceParallel | None,
     device: torch.device,
     dataset: EvaluationMicroBatches,
     progress: Progress,
     num_workers: int,
 ) -> RankScores:
+    """Score the samples of all micro-batches of this rank."""
     scores = [np.zeros((0, len(SCORES)))]
     origins: list[tuple[int, ...]] = []
     names: dict[str, int] = {}
@@ -361,9 +336,19 @@ def _score_all(
         for item in cast(Iterator[EvaluationBatch], loaded):
             batch = item.batch.to(device)
             reads += batch.media_reads
-            sequence = score(batch, None if item.labels is None else item.labels.to(device))
+            labels, (losses, correct) = batch.labels[:1], scorer(batch)
+            if parallel is not None:
+                assert isinstance(batch, ShardedBatch), "collated with a split"
+                length = sum(batch.lengths)
+                parts = (parallel.gather(part[0], batch.index, length)[None] for part in (labels, losses, correct))
+                labels, losses, correct = parts
+            if item.labels is not None:
+                assert isinstance(batch, TreeBatch), "only trees have separate labels"
+                # A target of a prefix need not be one in every sample that begins with it: they may train other turns.
+                labels, index = item.labels.to(device), batch.sample_index()
+                losses, correct = losses[:, index].where(labels != IGNORE_INDEX, 0), correct[:, index]
             seqlens, cu_seqlens, prompts = (tensor.to(device) for tensor in item.where)
-            scores.append(sample_scores(seqlens, cu_seqlens, prompts, *sequence).cpu().numpy())
+            scores.append(sample_scores(seqlens, cu_seqlens, prompts, labels, losses, correct).cpu().numpy())
             origins += [
                 (tokens, names.setdefault(source, len(names)), row, *dataclasses.astuple(part or RowPart()))
                 for tokens, source, row, part in item.samples

@@ -14,7 +14,6 @@ comparisons that cost only a few forward passes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ class Check:
     @property
     def excess(self) -> float:
         """The error relative to the allowed one; infinite for NaN."""
-        return nan_as_inf(self.error) / self.allowed
+        return math.inf if math.isnan(self.error) else self.error / self.allowed
 
     def sentence(self) -> str:
         """Describe a failed check."""
@@ -98,40 +97,38 @@ def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
     """
     before = pack.packed_logits(pack.batch)
     allowed = pack.tolerances["isolation"] * _unit(before)
-    worst, has_effect = Check("isolation", 0.0, allowed, "no change moved another sample"), False
+    checks, has_effect = [Check("isolation", 0.0, allowed, "no change moved another sample")], False
     # A node that all samples share changes all of them.
     nodes = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]
     for changed in _spread(nodes, max_changes):
         after = pack.packed_logits(pack.with_change(changed))
-        errors = [_difference(a, b) for a, b in zip(after, before, strict=True)]
-        has_effect |= not all(errors[number] <= allowed for number in changed.samples)
-        for number, error in enumerate(errors):
-            if number not in changed.samples and nan_as_inf(error) > nan_as_inf(worst.error):
+        for number, error in enumerate(map(_difference, after, before)):
+            if number in changed.samples:
+                has_effect |= not error <= allowed  # NaN is an effect
+            else:
                 where = f"a change of {pack.node_name(changed)} moved {pack.name(number)}"
-                worst = Check("isolation", error, allowed, where)
+                checks.append(Check("isolation", error, allowed, where))
     if nodes and not has_effect:
         raise MismatchError(
             "changing a sample's tokens does not change what the model says of it: nothing can be verified",
             "Check that --model is a trained model, and not one of zeros.",
         )
-    return worst
+    return worst_of(checks)[0]
 
 
 @torch.no_grad()
 def check_prefixes(pack: PackUnderTest, max_changes: int = 4) -> Check:
     """Change one shared prefix after the other, and compare its samples with the same samples alone."""
-    worst = Check("prefixes", 0.0, pack.tolerances["logits"], "no prefix did anything else")
+    checks = [Check("prefixes", 0.0, pack.tolerances["logits"], "no prefix did anything else")]
     for changed in _spread([node for node in pack.nodes if node.is_shared], max_changes):
         packed = pack.packed_logits(pack.with_change(changed))
         with own_attention(base_model(pack.model)):
             alone = {number: pack.logits_alone(number, changed) for number in changed.samples}
         allowed = pack.tolerances["logits"] * _unit(list(alone.values()))
         for number, logits in alone.items():
-            error = _difference(packed[number], logits)
-            if nan_as_inf(error / allowed) > nan_as_inf(worst.error / worst.allowed):
-                where = f"after a change of {pack.node_name(changed)} in {pack.name(number)}"
-                worst = Check("prefixes", error, allowed, where)
-    return worst
+            where = f"after a change of {pack.node_name(changed)} in {pack.name(number)}"
+            checks.append(Check("prefixes", _difference(packed[number], logits), allowed, where))
+    return worst_of(checks)[0]
 
 
 @torch.no_grad()
@@ -140,9 +137,8 @@ def check_logits(pack: PackUnderTest) -> Check:
     packed = pack.packed_logits(pack.batch)
     with own_attention(base_model(pack.model)):
         alone = [pack.logits_alone(number) for number in range(len(pack.samples))]
-    errors = [_difference(a, b) for a, b in zip(packed, alone, strict=True)]
-    worst = max(range(len(errors)), key=lambda number: nan_as_inf(errors[number]))
-    return Check("logits", errors[worst], pack.tolerances["logits"] * _unit(alone), f"in {pack.name(worst)}")
+    allowed, errors = pack.tolerances["logits"] * _unit(alone), map(_difference, packed, alone)
+    return worst_of([Check("logits", error, allowed, f"in {pack.name(n)}") for n, error in enumerate(errors)])[0]
 
 
 @torch.no_grad()
@@ -171,14 +167,13 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     norms = {name: float(p.grad.float().norm()) for name, p in pack.model.named_parameters() if p.grad is not None}
     min_norm = _MIN_GRADIENT * max(norms.values(), default=0.0) or 1.0
     pack.subtract_packed_gradients()
-    worst = Check("gradients", 0.0, pack.tolerances["gradients"], "nowhere")
+    checks = [Check("gradients", 0.0, pack.tolerances["gradients"], "nowhere")]
     for name, parameter in pack.model.named_parameters():
         if parameter.grad is not None:
             error = float(parameter.grad.float().norm()) / max(norms.get(name, 0.0), min_norm)
-            if nan_as_inf(error) > nan_as_inf(worst.error):
-                worst = dataclasses.replace(worst, error=error, where=f"in {name}")
+            checks.append(Check("gradients", error, checks[0].allowed, f"in {name}"))
     pack.model.zero_grad(set_to_none=True)
-    return worst
+    return worst_of(checks)[0]
 
 
 def worst_of(checks: Sequence[Check]) -> list[Check]:
@@ -200,11 +195,6 @@ def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
             f"Train with {instead}--packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the "
             "model's name.",
         )
-
-
-def nan_as_inf(error: float) -> float:
-    """Return the error, or infinity for NaN: the key to sort errors by."""
-    return math.inf if math.isnan(error) else error
 
 
 def _spread(nodes: Sequence[Node], max_nodes: int) -> list[Node]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -132,29 +131,23 @@ class PackUnderTest:
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Return each sample's logits at its checked positions, float32 (P, vocabulary), on every rank."""
-        checked = [_positions(length) for length in self.lengths]
-        rows = torch.cat([self._rows_of(number)[positions] for number, positions in enumerate(checked)])
+        checked, rows = [_positions(length) for length in self.lengths], []
+        nodes = list(zip(self.starts, self.nodes, strict=True))
+        for number, positions in enumerate(checked):
+            own = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
+            rows.append(torch.cat(own)[positions])  # in the whole sequence
+        num_positions = [len(positions) for positions in checked]
         if self.parallel is None:
-            logits = _logits(self.model, batch, rows)
-        else:
-            logits = self._shared_logits(batch, rows, self.parallel)
-        return list(torch.split(logits, [len(positions) for positions in checked]))
-
-    def _rows_of(self, number: int) -> Tensor:
-        """Return the position of each token of a sample in the whole sequence, int64 (L,)."""
-        nodes = zip(self.starts, self.nodes, strict=True)
-        return torch.cat([torch.arange(start, start + node.length) for start, node in nodes if number in node.samples])
-
-    def _shared_logits(self, batch: PackedBatch | ShardedBatch, rows: Tensor, parallel: SequenceParallel) -> Tensor:
-        """Return logits that each rank computes for its own tokens; all ranks get all of them."""
+            return list(torch.split(_logits(self.model, batch, torch.cat(rows)), num_positions))
+        # Each rank computes the logits of its own tokens; all ranks get all of them.
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
-        mine = [(number, slots[row]) for number, row in enumerate(rows.tolist()) if row in slots]
+        mine = [(number, slots[row]) for number, row in enumerate(torch.cat(rows).tolist()) if row in slots]
         # All ranks run the model, even without a checked position of their own.
         logits = _logits(self.model, batch, torch.tensor([slot for _, slot in mine] or [0]))
-        all_logits = logits.new_zeros((len(rows), logits.shape[1]))
+        all_logits = logits.new_zeros((sum(num_positions), logits.shape[1]))
         if mine:
             all_logits[torch.tensor([number for number, _ in mine])] = logits
-        return parallel.sum(all_logits.to(batch.input_ids.device)).cpu()
+        return list(torch.split(self.parallel.sum(all_logits.to(batch.input_ids.device)).cpu(), num_positions))
 
     def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
         """Return logits of one sample at its checked positions, (positions, vocabulary), computed alone.
@@ -214,7 +207,10 @@ class PackUnderTest:
 
     def _other_tokens(self, node: Node) -> Tensor:
         """Return the changed tokens of a node, int64 (L,): each becomes the next larger text token of the pack."""
-        kept = torch.tensor(sorted(_token_ids(self.spec.config)))
+        # Special tokens that the configuration names, such as placeholders of media.
+        settings = self.spec.config.to_dict().items()
+        special = [token for name, token in settings if name.endswith(("_token_id", "_token_index"))]
+        kept = torch.tensor(sorted({token for token in special if isinstance(token, int)}))
         tokens = torch.from_numpy(np.concatenate([sample.input_ids for sample in self.samples], dtype=np.int64))
         known = torch.unique(tokens[~torch.isin(tokens, kept)])
         if len(known) == 1:
@@ -229,7 +225,10 @@ class PackUnderTest:
         flipped = {}
         for name, tensor in media.items():
             shapes = [_shape(part, name, self.spec) for part in parts]
-            axis = _axis_of_parts(tensor, shapes)
+            known = [shape for shape in shapes if shape]
+            # Samples lie one after the other along the first axis, or as patches in one long row.
+            has_rows = not known or sum(shape[0] for shape in known) == len(tensor) or len(known[0]) == 1
+            axis = 0 if has_rows else tensor.ndim - 1
             counts = [shape[axis] if shape else 0 for shape in shapes]
             start = sum(counts[:number])
             signs = torch.ones(tensor.shape[axis], device=tensor.device)
@@ -275,19 +274,3 @@ def _shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]
     if name == "pixel_values_videos":
         return (sum(math.prod(video.grid) for video in sample.videos),)
     return (len(sounds_in_order(sample, spec.media_tokens)),) if name == "input_features" else ()
-
-
-def _axis_of_parts(tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the axis along which a tower input concatenates samples: rows, or patches in one long row."""
-    known = [shape for shape in shapes if shape]
-    rows = sum(shape[0] for shape in known)
-    return 0 if not known or rows == len(tensor) or len(known[0]) == 1 else tensor.ndim - 1
-
-
-def _token_ids(config: Any) -> set[int]:
-    """Return the special tokens that a configuration names, such as placeholders of media."""
-    return {
-        value
-        for name, value in config.to_dict().items()
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from packtool.constants import MIN_SHARED
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
-from packtool.planning.options import PlanOptions
 from packtool.planning.packing import pack, pack_trees
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
@@ -48,8 +47,6 @@ from packtool.train.verify.checks import (
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
 from packtool.train.verify.trajectory import TrainedStep, compare_trajectories, plan_steps
-
-_SAMPLES_PER_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -163,13 +160,21 @@ def _verify_packs(
         set_attention(model, config.attn_impl, parallel)
         make_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
         tests = [make_test(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
-        checks = worst_of(list(_check_all(model, tests, progress)))
+        functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
+        calls = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
+        checks: list[Check] = []
+        progress.start("verify", len(calls))
+        with without_dropout(model):
+            for check, test in calls:
+                checks.append(check(test))
+                progress.advance(1)
+        progress.finish()
     return packs, {
         "device": device.type if device.type == "cpu" else str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "attention": kernel,
         "num_shared_tokens": sum(test.num_shared_tokens for test in tests),
-        "checks": tuple(checks),
+        "checks": tuple(worst_of(checks)),
     }
 
 
@@ -177,9 +182,7 @@ def _verify_trajectory(
     config: VerifyConfig, reader: CacheReader, spec: InputSpec, device: torch.device, progress: Progress
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
     """Return the packs of all steps, and the report's fields that depend on the comparison."""
-    capacity, num_samples = _capacity(config, reader), config.samples_per_step or _SAMPLES_PER_STEP
-    options = PlanOptions(max_length=capacity, packing_length=capacity, samples_per_step=num_samples)
-    steps = plan_steps(config, options, reader)
+    steps = plan_steps(config, _capacity(config, reader), reader)
 
     def load() -> PreTrainedModel:
         model = load_model(config.model, spec.config, dtype=torch.float32, packing=True, attn_impl=config.attn_impl)
@@ -237,14 +240,3 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
     in_order = several[np.argsort(~shares, kind="stable")]
     chosen = [first, *in_order[in_order != first]][: config.num_packs]
     return [plan.pack(number).tolist() for number in chosen]
-
-
-def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress: Progress) -> Iterator[Check]:
-    functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
-    calls = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
-    progress.start("verify", len(calls))
-    with without_dropout(model):
-        for check, test in calls:
-            yield check(test)
-            progress.advance(1)
-    progress.finish()
