@@ -15,8 +15,7 @@ from packtool.errors import ConfigError
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
-    from packtool.report.statistics import export_figures, export_lines
-    from packtool.report.tables import TerminalProgress, table
+    from packtool.report.tables import TerminalProgress, export_figures, export_lines, table
     from packtool.rows.sample import drop_notes
     from packtool.rows.sources import with_local_copies
 

@@ -30,7 +30,7 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
     elif config.serve:
         _serve_pages(config, invocation)
     elif config.plan is not None and config.pack is not None:
-        from packtool.report.inspect_pack import pack_figures, pack_lines
+        from packtool.report.inspect import pack_figures, pack_lines
 
         pack = pack_figures(config.directory, config.plan, config.pack, config.model)
         invocation.show(pack, pack_lines(pack))

@@ -60,8 +60,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
 def _print_plan(plan: Plan, config: PlanConfig) -> None:
     from packtool.report.plan_page import fill_histogram, length_histogram
-    from packtool.report.statistics import source_rows
-    from packtool.report.tables import histogram_lines, print_table
+    from packtool.report.tables import histogram_lines, print_table, source_rows
     from packtool.simulate.run import read_hardware
     from packtool.train.prepare.timeline import stage_title
 

@@ -80,8 +80,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         max_wait=config.ddp_timeout,
     )
     from packtool.cache.evaluation_file import plain_json
-    from packtool.report.statistics import source_rows, train_lines
-    from packtool.report.tables import print_table
+    from packtool.report.tables import print_table, source_rows, train_lines
     from packtool.rows.sample import drop_notes, unforeseen_note
     from packtool.train.prepare.result import next_lines
 

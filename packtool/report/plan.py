@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packtool.report.drawing import plural, render
-from packtool.report.statistics import Line, percent, source_rows
-from packtool.report.tables import aligned
+from packtool.report.tables import Line, aligned, percent, source_rows
 from packtool.train.prepare.timeline import stage_title
 
 

@@ -18,7 +18,7 @@ from packtool.planning.pack_plan import PackPlan
 from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.report.drawing import SIZE, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
 from packtool.report.plan import plan_lines, times_without_packing
-from packtool.report.statistics import percent, source_rows
+from packtool.report.tables import percent, source_rows
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.timeline import stage_title
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from packtool import storage
 from packtool.report.drawing import SIZE, Boxes, Drawing, Rectangle, render
-from packtool.report.statistics import Line
-from packtool.report.tables import table
+from packtool.report.tables import Line, table
 from packtool.simulate.cost import Timing
 from packtool.simulate.run import Outcome, Simulation
 

@@ -27,7 +27,7 @@ from packtool.cli.main import run
 from packtool.config.data import ExportConfig
 from packtool.errors import ConfigError, DataError, MismatchError, RowError, StorageError
 from packtool.progress import SilentProgress
-from packtool.report.statistics import export_lines
+from packtool.report.tables import export_lines
 from packtool.rows import read as scan_module
 from packtool.storage import local as local_storage
 from tests.cache.conftest import Told, tree

@@ -20,7 +20,7 @@ from packtool.cache.reader import CacheReader
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError
 from packtool.report.inspect import cache_figures, figure_lines, sample_view
-from packtool.report.statistics import export_lines
+from packtool.report.tables import export_lines
 from packtool.stream.reading import StreamState, read_stream_state, write_stream_state
 from tests.cache.conftest import CHATML, CONTROL, Told, tree
 from tests.cache.test_embed import take_away

@@ -17,7 +17,7 @@ from PIL import Image
 from packtool.cli.main import run
 from packtool.report.plan import _COLUMNS, sweep_page
 from packtool.report.plan_page import length_histogram, page
-from packtool.report.statistics import source_rows
+from packtool.report.tables import source_rows
 from tests.report.browser import Browser, find, started
 from tests.report.contents import content, content_with_trees
 

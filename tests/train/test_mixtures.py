@@ -24,7 +24,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.report.statistics import train_lines
+from packtool.report.tables import train_lines
 from packtool.report.trained import step_figures
 from packtool.train.prepare.figures import RankStep
 from packtool.train.prepare.history import read_ledger

@@ -25,7 +25,7 @@ from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
-from packtool.report.inspect_pack import pack_figures, pack_lines
+from packtool.report.inspect import pack_figures, pack_lines
 from packtool.report.plan import plan_lines
 from packtool.report.plan_page import page_content
 from packtool.train.model.load import load_model, make_trainable
