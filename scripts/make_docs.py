@@ -17,7 +17,7 @@ from _draw_docs import pictures
 from packtool.cli.main import app
 from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, Family
-from packtool.encode.families.record import BY_PROCESSOR
+from packtool.encode.families.processor import ProcessorFamily
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = DOCS.parent / "examples"
@@ -125,7 +125,7 @@ def _model_cells(family: Family) -> list[str]:
     return [
         family.title,
         " ".join(f"`{name}`" for name in family.model_types) or "others",
-        "by its processor" if family.encoding == BY_PROCESSOR else export,
+        "by its processor" if family.encoding is ProcessorFamily else export,
         f"refused: {family.refused}" if family.refused else "yes",
         "" if family.refused else "yes",
         *("yes" if kind in family.kinds else "" for kind in ("video", "audio")),

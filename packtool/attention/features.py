@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from packtool.attention.parallel.mesh import exchange_features
-from packtool.encode.families import MediaKind, family_of
+from packtool.encode.families import family_of
+from packtool.rows.sample import MediaKind
 
 if TYPE_CHECKING:
     from packtool.attention.parallel.mesh import SequenceParallel

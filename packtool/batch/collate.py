@@ -39,8 +39,8 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.constants import IGNORE_INDEX, MIN_SHARED
 from packtool.encode.encoded import EncodedImage, EncodedSample
-from packtool.encode.families import MediaKind
 from packtool.errors import DataError
+from packtool.rows.sample import MediaKind
 
 
 def collate_packs(

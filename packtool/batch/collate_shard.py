@@ -25,10 +25,10 @@ from packtool.batch.positions import PAD_ID, align_sample, sample_positions
 from packtool.batch.shard import FeatureRoute, Int64Array, SequenceShard, SequenceSplit, assign_tokens, route_features
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
-from packtool.encode.families import MediaKind
 from packtool.encode.media_spans import sounds_in_order
 from packtool.planning.skrull import SHARDED
 from packtool.planning.towers import assign_heaviest_first
+from packtool.rows.sample import MediaKind
 
 DocumentMedium = tuple[int, MediaKind, int, EncodedImage | EncodedVideo | EncodedAudio]
 """Number of its document, kind, number in the document, and the medium; sounds are in the order of their tokens."""

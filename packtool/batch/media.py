@@ -25,7 +25,6 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProc
 from packtool.batch.media_cache import key_of
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.families import MediaKind
 from packtool.encode.families.processor import load_processor, process_images, process_video
 from packtool.encode.families.qwen_vl import Bounds, image_bounds, video_bounds
 from packtool.encode.media_spans import sounds_in_order
@@ -34,6 +33,7 @@ from packtool.media.audio import load_audio
 from packtool.media.content import content_state
 from packtool.media.measure import EXPORT_AGAIN, blank_image, load_image
 from packtool.media.video import load_video
+from packtool.rows.sample import MediaKind
 
 _UNSCALED = {"do_rescale": False, "do_normalize": False}
 """Settings with which a processor resizes and cuts into patches, and does not change pixels."""

@@ -40,9 +40,9 @@ from torch import Tensor
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.families import MediaKind
 from packtool.encode.media_spans import sounds_in_order
 from packtool.errors import DataError
+from packtool.rows.sample import MediaKind
 
 NUM_POSITION_ROWS = 4
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}

@@ -20,11 +20,12 @@ from packtool.batch.micro_batch import Tower
 from packtool.config.data import AccessOptions, MediaCacheOptions
 from packtool.config.model import LearningOptions
 from packtool.config.train import LossReduction
-from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal
+from packtool.encode.families import FAMILIES, Family, MediaLimits, family_of, is_multimodal
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import ConfigError
 from packtool.planning.cost import CostModel
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
+from packtool.rows.sample import MediaKind
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from packtool.cache.task import TASKS_DIR, TaskResult
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, VERSION
 from packtool.encode.families import MediaLimits
-from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
+from packtool.encode.loss_scale import loss_scale_of
 from packtool.encode.model_files import ModelFiles, absolute_model
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import ConfigError, MismatchError, StorageError
@@ -230,7 +230,7 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
         | {
             "model": absolute_model(config.model),
             # Resolved, because the default depends on whether the model has hybrid thinking.
-            "loss_scale": loss_scale_of(config.loss_scale, is_hybrid_thinking(files)),
+            "loss_scale": loss_scale_of(config.loss_scale, files.is_hybrid_thinking),
         },
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,

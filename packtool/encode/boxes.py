@@ -17,14 +17,14 @@ from typing import Any
 from packtool.config.data import BoxOptions
 from packtool.constants import BOX_MARK, NAME_MARK
 from packtool.encode.encoded import EncodedImage
-from packtool.encode.families import FAMILIES, ImageLimits, MediaKind, Medium, family_of
-from packtool.encode.families.boxes import QWEN_TOKENS, BoxForm, BoxTokens
+from packtool.encode.families import FAMILIES, ImageLimits, family_of
+from packtool.encode.families.record import QWEN_TOKENS, BoxForm, BoxTokens, Medium
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
 from packtool.rows.forms.columns import RowProblem, finite
 from packtool.rows.forms.objects import JSON_KEY, ROUNDING, corners_of
-from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
+from packtool.rows.sample import Dropped, MediaKind, MediaRef, Objects, Region, Sample, Turn
 
 # Within a JSON string, a name is written as JSON.
 _MARKS = re.compile(rf'(?P<json>[:\[,]\s*"){NAME_MARK}(?=")|{NAME_MARK}|{BOX_MARK}')

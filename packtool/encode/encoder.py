@@ -14,9 +14,10 @@ from packtool.config.data import EncodeSpec
 from packtool.encode.boxes import BoxWriter
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
+from packtool.encode.families import media_encoding
+from packtool.encode.families.record import MediaEncoding, Medium
 from packtool.encode.fit import Tokenized, drop_too_long, fit, fit_all
-from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import LossScale, Weights, loss_scale_of, parse_loss_scale
 from packtool.encode.media_spans import (
     MediaLayout,
     MediaTokens,
@@ -36,13 +37,13 @@ from packtool.media.opening import MediaProblem
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.forms.media import lone_mark_detail
 from packtool.rows.parsing import Problem
-from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
+from packtool.rows.sample import Dropped, MediaKind, MediaRef, Sample, Turn
 
 
 def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
     """Return notes for the user on how rows are encoded for a model, a line each."""
     remarks = [*media.remarks]
-    requested, loss_scale = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
+    requested, loss_scale = spec.loss_scale, loss_scale_of(spec.loss_scale, files.is_hybrid_thinking)
     if loss_scale != requested:
         remarks.append(
             f"--loss-scale {requested} means {loss_scale} here: the chat template is one for hybrid thinking, whose "
@@ -113,7 +114,7 @@ class Encoder:
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._tokenizer = tokenizer
-        self._is_hybrid_thinking = is_hybrid_thinking(files)
+        self._is_hybrid_thinking = files.is_hybrid_thinking
         expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
         self._parts = RowParts(expansion, self._template, self._finder, self._pieces_of)
         self.remarks = remarks_on(spec, files, self._media)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from packtool.config.data import EncodeSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample, IntArray
-from packtool.encode.families import Medium
+from packtool.encode.families.record import Medium
 from packtool.encode.media_spans import Span
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.encode.model_files import ModelFiles
-from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError, did_you_mean
 
 Base = Literal["default", "last_round", "all"]
@@ -55,6 +54,11 @@ _KEYWORDS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "agentflan": {**_REACT, **dict.fromkeys(_TOOL_NAMES, (1.0, 3.0))},
 }
+# The longest first, for "Action Input:" must not match "Action".
+_KEYWORD_PATTERNS = {
+    rule: re.compile("|".join(map(re.escape, sorted(keywords, key=len, reverse=True))))
+    for rule, keywords in _KEYWORDS.items()
+}
 # Without the opening mark where the generation prompt has it. Gemma 4 and MiniMax have other marks.
 EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>|</mm:think>)\s*"
 """An empty thinking block, as a regular expression."""
@@ -80,8 +84,11 @@ class LossScale(NamedTuple):
         """Return the weight of each character of an assistant's text, (len(text),); several rules multiply."""
         weights = np.ones(len(text), np.float32)
         for rule in self.rules:
-            if rule in _KEYWORDS:
-                weights *= _keyword_weights(text, rule)
+            matches = list(_KEYWORD_PATTERNS[rule].finditer(text)) if rule in _KEYWORDS else []
+            for match, following in zip_longest(matches, matches[1:]):
+                own, after = _KEYWORDS[rule][match.group()]
+                weights[match.start() : match.end()] *= own
+                weights[match.end() : following.start() if following else len(text)] *= after
             for pattern, weight in _PATTERNS.get(rule, {}).items():
                 for match in re.finditer(pattern, text, re.DOTALL):
                     weights[match.start() : match.end()] *= weight
@@ -122,45 +129,3 @@ def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
     """
     rules = parse_loss_scale(text).rules
     return text if not is_hybrid_thinking or _IGNORE in rules or KEEP_EMPTY_THINK in rules else f"{text}+{_IGNORE}"
-
-
-@lru_cache(maxsize=8)
-def _switches_thinking(text: str, variables: tuple[tuple[str, str], ...]) -> bool:
-    for as_list in (False, True):
-        try:
-            template = ChatTemplate(text, dict(variables), content_as_list=as_list)
-            on, off = (
-                template.render([{"role": "user", "content": "?"}], add_generation_prompt=True, thinks=thinks)
-                for thinks in (True, False)
-            )
-        except (TemplateFailure, ConfigError):
-            continue  # errors of the template are reported where it is used
-        return on != off and re.search(rf"{EMPTY_THINKING}\Z", off) is not None
-    return False
-
-
-def is_hybrid_thinking(files: ModelFiles) -> bool:
-    """Return whether the model's chat template can switch thinking off.
-
-    Such a template knows a variable ``enable_thinking`` (or ``thinking``), and ends its generation prompt with an
-    empty thinking block where that is false.
-    """
-    variables = tuple(sorted(files.template_variables.items()))
-    return bool(files.chat_template) and _switches_thinking(files.chat_template, variables)
-
-
-def _keyword_weights(text: str, rule: str) -> Weights:
-    weights = np.ones(len(text), np.float32)
-    matches = list(_keyword_pattern(rule).finditer(text))
-    ends = [match.start() for match in matches[1:]] + [len(text)]
-    for match, end in zip(matches, ends, strict=False):  # a text without keywords has an end, too
-        own, after = _KEYWORDS[rule][match.group()]
-        weights[match.start() : match.end()] = own
-        weights[match.end() : end] = after
-    return weights
-
-
-@lru_cache(maxsize=16)
-def _keyword_pattern(rule: str) -> re.Pattern[str]:
-    # The longest first, for "Action Input:" must not match "Action".
-    return re.compile("|".join(map(re.escape, sorted(_KEYWORDS[rule], key=len, reverse=True))))

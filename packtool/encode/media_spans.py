@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from packtool.encode.control import Piece
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
-from packtool.encode.families import MediaKind, Medium, Part, family_of, thinker_of
+from packtool.encode.families import family_of, thinker_of
+from packtool.encode.families.record import Medium, Part
+from packtool.rows.sample import MediaKind
 
 
 class Span(NamedTuple):

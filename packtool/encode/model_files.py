@@ -9,18 +9,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from packtool.config.settings import load_json
-from packtool.encode.template import ended_template
+from packtool.encode.loss_scale import EMPTY_THINKING
+from packtool.encode.template import TemplateFailure, ended_template, template_variants
 from packtool.errors import ConfigError
 
 _FETCH_AGAIN = "Fetch the model's files again."
 # Files from which transformers makes a tokenizer without a tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+_QUESTION = {"role": "user", "content": "packtoolquestion"}
+_THOUGHT = "packtoolthought"
+_ANSWERS_WITH_THOUGHT = (
+    {"role": "assistant", "content": "packtoolanswer", "reasoning_content": _THOUGHT},
+    {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\npacktoolanswer"},
+)
 
 
 @dataclass(frozen=True)
@@ -67,25 +76,21 @@ class ModelFiles:
         if config is None:
             remedy = "Give the directory of a transformers model."
             raise ConfigError(f"--model {model}: there is no config.json", remedy)
-        tokenizer = _tokenizer_json(directory)
-        template = (
-            _chat_template(directory, tokenizer_config) if chat_template is None else read_template(chat_template)
-        )
-        stop_tokens = partial(_stop_tokens, directory, tokenizer)
-        template, end_mark = ended_template(template, _named_tokens(tokenizer_config), stop_tokens)
+        template = _own_template(directory, tokenizer_config) if chat_template is None else read_template(chat_template)
         images, videos = "preprocessor_config.json", "video_preprocessor_config.json"
-        return cls(
+        files = cls(
             directory=directory,
             config=config,
             tokenizer_config=tokenizer_config,
-            tokenizer_json=tokenizer,
+            tokenizer_json=_tokenizer_json(directory),
             chat_template=template,
-            end_mark=end_mark,
             processor=_settings_of(directory, "image_processor", images),
             video_processor=_settings_of(directory, "video_processor", videos, images),
             audio_processor=_settings_of(directory, "feature_extractor", images),
             template_file=chat_template,
         )
+        template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
+        return replace(files, chat_template=template, end_mark=end_mark)
 
     @property
     def model_type(self) -> str:
@@ -127,25 +132,46 @@ class ModelFiles:
     @property
     def template_variables(self) -> dict[str, str]:
         """``bos_token`` and its like, which chat templates may name."""
-        return _named_tokens(self.tokenizer_config)
+        extra = self.tokenizer_config.get("extra_special_tokens")
+        settings = {**self.tokenizer_config, **(extra if isinstance(extra, dict) else {})}
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
+        return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
+    @cached_property
+    def is_hybrid_thinking(self) -> bool:
+        """Whether the chat template can switch thinking off.
 
-def _named_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    extra = tokenizer_config.get("extra_special_tokens")
-    settings = {**tokenizer_config, **(extra if isinstance(extra, dict) else {})}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
-    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        Such a template knows a variable ``enable_thinking`` (or ``thinking``), and ends its generation prompt with an
+        empty thinking block where that is false.
+        """
+        for template in template_variants(self.chat_template, self.template_variables):
+            with suppress(TemplateFailure):
+                on, off = (
+                    template.render([_QUESTION], add_generation_prompt=True, thinks=thinks) for thinks in (True, False)
+                )
+                return on != off and re.search(rf"{EMPTY_THINKING}\Z", off) is not None
+        return False
 
+    @cached_property
+    def drops_thinking(self) -> bool:
+        """Whether the chat template writes a thought in the last turn, but not once another question follows."""
+        for template in template_variants(self.chat_template, self.template_variables):
+            for answer in _ANSWERS_WITH_THOUGHT:
+                with suppress(TemplateFailure):
+                    num_last = template.render([_QUESTION, answer]).count(_THOUGHT)
+                    if template.render([_QUESTION, answer] * 2).count(_THOUGHT) < 2 * num_last:
+                        return True
+        return False
 
-def _stop_tokens(directory: str, tokenizer_json: str) -> tuple[str, ...]:
-    """Return the tokens that generation stops at, from ``generation_config.json``."""
-    stops = (_read_json(directory, "generation_config.json") or {}).get("eos_token_id")
-    stops = stops if isinstance(stops, list) else [stops]
-    try:
-        added = load_json(tokenizer_json)["added_tokens"]
-        return tuple(str(token["content"]) for token in added if token["id"] in stops)
-    except (ValueError, KeyError, TypeError):  # reported where the tokenizer is used
-        return ()
+    def _stop_tokens(self) -> tuple[str, ...]:
+        """Return the tokens that generation stops at, from ``generation_config.json``."""
+        stops = (_read_json(self.directory, "generation_config.json") or {}).get("eos_token_id")
+        stops = stops if isinstance(stops, list) else [stops]
+        try:
+            added = load_json(self.tokenizer_json)["added_tokens"]
+            return tuple(str(token["content"]) for token in added if token["id"] in stops)
+        except (ValueError, KeyError, TypeError):  # reported where the tokenizer is used
+            return ()
 
 
 def absolute_model(model: str) -> str:
@@ -197,7 +223,7 @@ def _tokenizer_json(directory: str) -> str:
         ) from error
 
 
-def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
+def _own_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
     path = os.path.join(directory, "chat_template.jinja")
     if os.path.exists(path):
         return _read_text(path)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from packtool.constants import IGNORE_INDEX, MIN_PROMPT
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo, IntArray, files_of, patch_squares
-from packtool.encode.families import Medium
+from packtool.encode.families.record import Medium
 from packtool.encode.media_spans import MediaTokens, MediumSpan, media_spans
 from packtool.media.content import content_name
 
@@ -81,7 +81,7 @@ def prefix_hashes(
     for sample in samples:
         num_before = len(rows)
         media = media_spans(sample, tokens)
-        if len(media) < _num_media(sample):
+        if len(media) < len(sample.media):
             media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
         num_targets = np.cumsum(sample.labels != IGNORE_INDEX)
         pads = sound_pads = squares = 0
@@ -115,7 +115,7 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
         hashes: of the sample's prefixes, by their lengths.
     """
     media = media_spans(sample, tokens)
-    if len(media) < _num_media(sample):
+    if len(media) < len(sample.media):
         return []
     changed: list[Medium] | None = None
     # Older caches began with the channel, named media by their addresses, or knew no ends of system prompts.
@@ -134,10 +134,6 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
         changed = unproven if changed is None else changed
     paths = dict.fromkeys(path for medium in changed or () for path, data in files_of(medium) if path and data is None)
     return [path for path in paths if content_name(path, None) != f"at {path}"]
-
-
-def _num_media(sample: EncodedSample) -> int:
-    return len(sample.images) + len(sample.videos) + len(sample.audios)
 
 
 def _prefix_ends(sample: EncodedSample, media: Sequence[MediumSpan], prompt_ends: set[int]) -> list[int]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample, IntArray
-from packtool.encode.families import MediaEncoding, Medium, Part
+from packtool.encode.families.record import MediaEncoding, Medium, Part
 from packtool.encode.fit import Tokenized
-from packtool.encode.loss_scale import parse_loss_scale
+from packtool.encode.loss_scale import Base, Weights, parse_loss_scale
 from packtool.encode.media_spans import MediaTokens, MediumSpan, Span, media_spans
 from packtool.rows.forms.columns import RowProblem, shown
 from packtool.rows.forms.media import MEDIA_KINDS
@@ -77,18 +77,14 @@ class PreparedRows:
         if any(span.start < edge < span.end for edge in edges for span in spans):
             detail = "a medium begins in one of the samples that the row is packed of and ends in another"
             raise RowProblem("media_tokens", detail)
+        row = Tokenized(sample, ids.astype(np.int32), _NOTHING, spans, media)
+        channels = sample.tokens.channels or [sample.channel] * (len(edges) - 1)
         parts = []
-        for number, (start, stop) in enumerate(pairwise(edges)):
-            part = _part(sample, sample.tokens, spans, media, start, stop)
-            if sample.tokens.channels is not None:
-                part = replace(part, sample=replace(sample, channel=sample.tokens.channels[number]))
-            if scale.base != "default":  # only the last targets, or all tokens
-                weights = np.full(len(part.ids), float(scale.base == "all"), np.float32)
-                if scale.base == "last_round" and len(part.turns):
-                    last = slice(*part.turns[-2:])
-                    weights[last] = 1 if part.weights is None else part.weights[last]
-                part = replace(part, weights=weights)
-            parts.append(part)
+        for (start, stop), channel in zip(pairwise(edges), channels, strict=True):
+            turns, weights = _targets(sample.tokens, start, stop, scale.base)
+            part = row.take(np.arange(start, stop))
+            own = replace(sample, channel=channel)
+            parts.append(replace(part, sample=own, turns=turns, weights=weights, num_removed=0))
         return parts
 
     def _spans(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
@@ -174,33 +170,23 @@ def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium
                     raise RowProblem("media_changed", f"{detail}: {_PREPARED_LIMITS}")
 
 
-def _part(
-    sample: Sample,
-    tokens: PreparedTokens,
-    spans: Sequence[Span],
-    media: Mapping[str, Sequence[Medium]],
-    start: int,
-    stop: int,
-) -> Tokenized:
-    """Return one of the samples that a row is packed of: tokens [start, stop)."""
-    own: dict[str, list[Medium]] = {kind: [] for kind in MEDIA_KINDS}
-    own_spans = []
-    for span in spans:
-        if start <= span.start < stop:
-            own_spans.append(Span(span.kind, len(own[span.kind]), span.start - start, span.end - start))
-            own[span.kind].append(media[span.kind][span.number])
+def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple[IntArray, Weights | None]:
+    """Return the targets among tokens [start, stop): their runs [start, end), flat, and the weight of each token.
+
+    Weights are None if all targets weigh 1.
+    """
     trained = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
     weights = None if tokens.weights is None else np.where(trained, tokens.weights[start:stop], np.float32(0))
     if weights is not None and (weights[trained] == 1).all():
         weights = None
-    return Tokenized(
-        sample=sample,
-        ids=tokens.ids[start:stop].astype(np.int32),
-        turns=np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32),
-        spans=own_spans,
-        media=own,
-        weights=weights,
-    )
+    runs = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
+    if base == "default":
+        return runs, weights
+    base_weights = np.full(stop - start, float(base == "all"), np.float32)
+    if base == "last_round" and len(runs):
+        last = slice(*runs[-2:])
+        base_weights[last] = 1 if weights is None else weights[last]
+    return runs, base_weights
 
 
 def _disagreement(kind: str, num_pads: int, needed: Sequence[int]) -> str:

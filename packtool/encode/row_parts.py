@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from packtool.config.data import EncodeSpec, ExpandTurns
@@ -31,41 +30,17 @@ from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, parse_l
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TurnFinder
 from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
-from packtool.errors import ConfigError
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.sample import Dropped, RowPart, Sample, Turn
 
 _EMPTY = re.compile(rf"\A{EMPTY_THINKING}")
 _QUESTION = {"role": "user", "content": "packtoolquestion"}
 _ANSWER = {"role": "assistant", "content": "packtoolanswer"}
-_THOUGHT = "packtoolthought"
-_THINKING = (
-    {**_ANSWER, "reasoning_content": _THOUGHT},
-    {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\npacktoolanswer"},
-)
 
 
 def expansion_of(requested: ExpandTurns, files: ModelFiles) -> ExpandTurns:
     """Resolve ``--expand-turns``: ``auto`` is ``false`` for templates that keep the thinking of earlier turns."""
-    if requested != "auto":
-        return requested
-    variables = tuple(files.template_variables.items())
-    return "auto" if files.chat_template and _drops_thinking(files.chat_template, variables) else "false"
-
-
-@lru_cache(maxsize=8)
-def _drops_thinking(text: str, variables: tuple[tuple[str, str], ...]) -> bool:
-    """Return whether a template writes a thought in the last turn, but not once another question follows."""
-    for as_list in (False, True):
-        for thinking in _THINKING:
-            try:
-                template = ChatTemplate(text, dict(variables), content_as_list=as_list)
-                short, long = (template.render([_QUESTION, thinking, *rest]) for rest in ([], [_QUESTION, thinking]))
-            except (TemplateFailure, ConfigError):
-                continue  # errors of the template are reported where it is used
-            if long.count(_THOUGHT) < 2 * short.count(_THOUGHT):
-                return True
-    return False
+    return "false" if requested == "auto" and not files.drops_thinking else requested
 
 
 class RowParts:

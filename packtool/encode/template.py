@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import islice
@@ -271,6 +271,15 @@ class ChatTemplate:
         return missing
 
 
+def template_variants(text: str, variables: Mapping[str, str]) -> Iterator[ChatTemplate]:
+    """Yield the template with contents as texts, then as lists; nothing if it is not valid Jinja."""
+    try:
+        for as_list in (False, True):
+            yield ChatTemplate(text, variables, content_as_list=as_list)
+    except ConfigError:
+        return
+
+
 _QUESTION, _ANSWER = "packtoolquestion", "packtoolanswer"
 _EXTENSION = (
     "{{%- if messages and messages[-1].role == 'assistant' and not add_generation_prompt -%}}"
@@ -288,11 +297,7 @@ def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], 
         the template and the mark that it now has after the last answer; unchanged and "" where it ends answers by
         itself, or by tokens that generation does not stop at.
     """
-    for as_list in (False, True):
-        try:
-            template = ChatTemplate(text, variables, content_as_list=as_list)
-        except ConfigError:  # reported where the template is used
-            return text, ""
+    for template in template_variants(text, variables):
         if user := _mark_between(template, "user", stops):
             tool = _mark_between(template, "tool", stops) or user
             return text + _EXTENSION.format(user=user, tool=tool), user

@@ -30,7 +30,7 @@ from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
 from packtool.encode.boxes import box_form_of, written_size
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families import ImageLimits, pad_ids_of
-from packtool.encode.families.boxes import INTERNVL_TOKENS, QWEN_TOKENS, BoxForm, BoxTokens
+from packtool.encode.families.record import INTERNVL_TOKENS, QWEN_TOKENS, BoxForm, BoxTokens
 from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError

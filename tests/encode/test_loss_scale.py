@@ -12,7 +12,7 @@ from packtool.config.data import ExportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits
-from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.rows.sample import Sample, Turn
@@ -177,12 +177,12 @@ def test_empty_thoughts_of_hybrid_models_carry_no_loss(
 def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) -> None:
     """Qwen3's template writes an empty block before each last answer without thoughts."""
     hybrid = {
-        name: is_hybrid_thinking(ModelFiles.load(str(text_model(name))))
+        name: ModelFiles.load(str(text_model(name))).is_hybrid_thinking
         for name in ("text-qwen3", "text-qwen3_instruct_2507", "text-qwen2_5")
     }
     assert hybrid == {"text-qwen3": True, "text-qwen3_instruct_2507": False, "text-qwen2_5": False}
     for name in ("qwen2.5-vl", "qwen3-vl", "qwen3-omni"):
-        assert not is_hybrid_thinking(ModelFiles.load(str(data / "tokenizers" / name)))
+        assert not ModelFiles.load(str(data / "tokenizers" / name)).is_hybrid_thinking
     model = text_model("text-qwen3")
     tokenizer = encoder_for(model)._pieces._tokenizer
     for answer in ("Yes.", "<think>\nHm.\n</think>\n\nYes.", f"{EMPTY}Yes."):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import ImageLimits
-from packtool.encode.families.boxes import INTERNVL_TOKENS, BoxForm
+from packtool.encode.families.record import INTERNVL_TOKENS, BoxForm
 from packtool.report.inspect import PICTURE, ShownRegion, regions_of
 
 LIMITS = ImageLimits(1, 1 << 30, 16, 2, 2)

@@ -5,20 +5,17 @@ The other modules of this folder are the ``MediaEncoding`` classes that the reco
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.data import MediaOptions
-from packtool.encode.families import by_processor, glm4v, qwen
+from packtool.encode.families import by_processor, glm4v, qwen_omni, qwen_vl
 from packtool.encode.families.by_processor import OTHER, REFUSED
 from packtool.encode.families.record import (
     Family,
     ImageLimits,
     MediaEncoding,
     MediaLimits,
-    Medium,
-    Part,
     Towers,
     default_max_length,
     pad_ids_of,
@@ -26,7 +23,6 @@ from packtool.encode.families.record import (
     thinker_of,
 )
 from packtool.encode.model_files import ModelFiles
-from packtool.rows.sample import MediaKind
 
 __all__ = [
     "FAMILIES",
@@ -35,11 +31,7 @@ __all__ = [
     "TEXT",
     "Family",
     "ImageLimits",
-    "MediaEncoding",
-    "MediaKind",
     "MediaLimits",
-    "Medium",
-    "Part",
     "Towers",
     "default_max_length",
     "family_of",
@@ -50,7 +42,7 @@ __all__ = [
     "thinker_of",
 ]
 
-FAMILIES: tuple[Family, ...] = (*qwen.FAMILIES, glm4v.FAMILY, *by_processor.FAMILIES)
+FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *by_processor.FAMILIES)
 """All trained families, except other models of text alone."""
 
 TEXT = Family(title="text alone")
@@ -68,7 +60,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Return whether a model with this ``config.json`` takes more than text."""
-    return bool(family_of(config).encoding)
+    return family_of(config).encoding is not None
 
 
 def media_encoding(files: ModelFiles, options: MediaOptions) -> MediaEncoding:
@@ -78,9 +70,4 @@ def media_encoding(files: ModelFiles, options: MediaOptions) -> MediaEncoding:
         ConfigError: for a multimodal model whose processor cannot be used, or limits that contradict each other.
     """
     family = family_of(files.config)
-    if not family.encoding:
-        return MediaEncoding()
-    module, _, name = family.encoding.rpartition(".")
-    # Imported here, because the records are read by modules that open no media.
-    encoding: MediaEncoding = getattr(importlib.import_module(f"{__package__}.{module}"), name)(files, options, family)
-    return encoding
+    return MediaEncoding() if family.encoding is None else family.encoding(files, options, family)

@@ -1,7 +1,7 @@
 """Families whose pictures are counted, written and made by their own transformers processor: a record each.
 
 Their text tower is causal with plain positions, one token in ``config.json`` stands for a piece of a picture, and the
-forward takes the processor's outputs and puts features where that token is. ``processor.ProcessorFamily`` encodes for
+forward takes the processor's outputs and puts features where that token is. ``ProcessorFamily`` encodes for
 them, ``batch.media`` loads for them. Each is proven in ``tests/batch/test_media_processed.py``.
 
 ``REFUSED`` lists models with pictures that are exported through their own processor but not trained, by the reason.
@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from packtool.encode.families.boxes import INTERNVL_TOKENS, BoxForm
-from packtool.encode.families.qwen import QWEN3_5
-from packtool.encode.families.record import BY_PROCESSOR, Family, Towers
+from packtool.encode.families.processor import ProcessorFamily
+from packtool.encode.families.qwen_vl import QWEN3_5
+from packtool.encode.families.record import INTERNVL_TOKENS, BoxForm, Family, Towers
 
 
 def _family(
@@ -29,7 +29,7 @@ def _family(
     return Family(
         title=title,
         model_types=model_types,
-        encoding=BY_PROCESSOR,
+        encoding=ProcessorFamily,
         no_videos=no_videos,
         kinds=("image",) if no_videos else ("image", "video"),
         towers=Towers(vision=(vision,), aligner=aligner),
@@ -150,7 +150,7 @@ _REFUSED_TYPES = {
 
 OTHER = Family(
     title="other models with pictures",
-    encoding=BY_PROCESSOR,
+    encoding=ProcessorFamily,
     no_videos="of this model packtool knows pictures only",
     refused=UNPROVEN,
 )

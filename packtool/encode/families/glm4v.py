@@ -10,7 +10,6 @@ from functools import cached_property
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedVideo
-from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.processor import (
     SLOWER,
     ProcessorVideos,
@@ -20,7 +19,7 @@ from packtool.encode.families.processor import (
 )
 from packtool.encode.families.qwen_video import resize_together
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
-from packtool.encode.families.record import Family, MediaLimits, Medium, Part, Towers
+from packtool.encode.families.record import BoxForm, Family, MediaLimits, Medium, Part, Towers
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.sample import MediaRef
 
@@ -68,11 +67,11 @@ class Glm4v(QwenVL):
 FAMILY = Family(
     title="GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR",
     model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
-    encoding="glm4v.Glm4v",
+    encoding=Glm4v,
     kinds=("image", "video"),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
     image_marks=("image_start_token_id", "image_end_token_id"),
     keeps_bounds=True,
     videos_as_pictures=True,
-    boxes=BoxForm(notation="lists", scale="thousandths"),
+    boxes=BoxForm("lists", "thousandths"),
 )

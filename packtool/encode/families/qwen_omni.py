@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 
 from packtool.config.data import MediaOptions
@@ -17,10 +18,12 @@ from packtool.encode.families.qwen_video import video_limits
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
 from packtool.encode.families.record import (
     AudioLimits,
+    BoxForm,
     Family,
     MediaLimits,
     Medium,
     Part,
+    Towers,
     VideoLimits,
     thinker_of,
 )
@@ -168,3 +171,35 @@ def _chunk_sizes(tokens: list[tuple[float, int]], chunk: int) -> list[int]:
             count -= 1
         sizes[-1] += count
     return sizes
+
+
+QWEN2_5_OMNI = Family(
+    title="Qwen2.5-Omni (its thinker)",
+    model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
+    encoding=QwenOmni,
+    kinds=("image", "video", "audio"),
+    towers=Towers(
+        vision=("model.visual", "model.audio_tower"),
+        aligner=("model.visual.merger",),
+        unused=("model.audio_tower.audio_bos_eos_token",),
+    ),
+    positions="sound_seconds",
+    mel_frames=4,
+    sound_chunk=(4, 1),
+    boxes=BoxForm("lists", "pixels"),
+)
+
+_OMNI_ALIGNER = ("visual.merger", "visual.merger_list", "audio_tower.proj1", "audio_tower.proj2")
+QWEN3_OMNI = replace(
+    QWEN2_5_OMNI,
+    title="Qwen3-Omni (its thinker)",
+    model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    is_qwen3=True,
+    towers=Towers(
+        vision=("model.visual", "model.audio_tower"), aligner=tuple(f"model.{name}" for name in _OMNI_ALIGNER)
+    ),
+    sound_chunk=(100, 13),
+    boxes=BoxForm("lists", "thousandths"),
+)
+
+FAMILIES = (QWEN2_5_OMNI, QWEN3_OMNI)

@@ -26,12 +26,14 @@ from packtool.encode.families.qwen_video import (
     video_limits,
 )
 from packtool.encode.families.record import (
+    BoxForm,
     Family,
     ImageLimits,
     MediaEncoding,
     MediaLimits,
     Medium,
     Part,
+    Towers,
     VideoLimits,
 )
 from packtool.encode.model_files import ModelFiles
@@ -250,3 +252,46 @@ def _find_bounds(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pix
             else:
                 high = middle - 1
     return own
+
+
+QWEN2_VL = Family(
+    title="Qwen2-VL",
+    model_types=("qwen2_vl",),
+    encoding=QwenVL,
+    kinds=("image", "video"),
+    towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
+    boxes=BoxForm("tokens", "thousandths"),
+)
+
+QWEN2_5_VL = replace(QWEN2_VL, title="Qwen2.5-VL", model_types=("qwen2_5_vl",), boxes=BoxForm("lists", "pixels"))
+
+QWEN3_VL = replace(
+    QWEN2_VL,
+    title="Qwen3-VL",
+    model_types=("qwen3_vl", "qwen3_vl_moe"),
+    is_qwen3=True,
+    # Features of several levels of the tower go into the text (DeepStack).
+    towers=Towers(vision=("model.visual",), aligner=("model.visual.merger", "model.visual.deepstack_merger_list")),
+    boxes=BoxForm("lists", "thousandths"),
+)
+
+# Three of four layers are gated delta nets, in the text-only models too.
+QWEN3_5 = replace(
+    QWEN2_VL,
+    title="Qwen3.5",
+    model_types=("qwen3_5", "qwen3_5_moe"),
+    is_qwen3=True,
+    recurrent_types=("qwen3_5_text", "qwen3_5_moe_text"),
+    recurrent_layers=("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+    boxes=BoxForm("lists", "thousandths"),
+)
+
+QWEN3_NEXT = Family(
+    title="Qwen3-Next",
+    model_types=("qwen3_next",),
+    recurrent_types=("qwen3_next",),
+    recurrent_layers=("Qwen3NextGatedDeltaNet",),
+    has_joint_inputs=True,
+)
+
+FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5, QWEN3_NEXT)

@@ -6,14 +6,15 @@ the model's own configuration. ``MediaEncoding`` is what encoding needs of a fam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from packtool.config.data import MediaOptions
 from packtool.config.model import ModelPart
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
-from packtool.encode.families.boxes import BoxForm
+from packtool.encode.model_files import ModelFiles
 from packtool.media.opening import MediaProblem
 from packtool.rows.sample import MediaKind, MediaRef
 
@@ -173,10 +174,6 @@ class MediaEncoding:
         raise AssertionError("a model of text alone measures no media")
 
 
-BY_PROCESSOR = "processor.ProcessorFamily"
-"""The encoding of families whose own transformers processor is asked for the tokens of a picture."""
-
-
 @dataclass(frozen=True)
 class Towers:
     """Modules of each part of a model, as prefixes of parameter names; all others are language model.
@@ -202,6 +199,74 @@ class Towers:
         return "vision tower" if _is_under(name, self.vision) else "language model"
 
 
+class BoxTokens(NamedTuple):
+    """Control tokens around names and boxes.
+
+    Args:
+        name: opening and closing token of a name.
+        box: opening and closing token of a box, a point or a polygon.
+        is_list: a box is a list of lists of numbers, one for each box; otherwise the pairs of a single box.
+    """
+
+    name: tuple[str, str]
+    box: tuple[str, str]
+    is_list: bool = False
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The four tokens, in order."""
+        return *self.name, *self.box
+
+    @property
+    def box_pattern(self) -> str:
+        """Regular expression of the text between the tokens of a box."""
+        return r"[\d\[\],.\s]*" if self.is_list else r"[\d(),.\s]*"
+
+
+QWEN_TOKENS = BoxTokens(("<|object_ref_start|>", "<|object_ref_end|>"), ("<|box_start|>", "<|box_end|>"))
+INTERNVL_TOKENS = BoxTokens(("<ref>", "</ref>"), ("<box>", "</box>"), is_list=True)
+
+
+@dataclass(frozen=True)
+class BoxForm:
+    """Notation of boxes, points and polygons in a picture, and of the names of objects.
+
+    One box of 331.5,761.4 to 853.5,1594.8 in a picture of 1500 x 1800 pixels, which is resized to 1512 x 1792::
+
+        Qwen2-VL      <|object_ref_start|>a dog<|object_ref_end|><|box_start|>(221,423),(569,886)<|box_end|>
+        InternVL      <ref>a dog</ref><box>[[221, 423, 569, 886]]</box>
+        Qwen2.5-VL    [334, 758, 860, 1588]                pixels of the resized picture
+        Qwen3-VL      [221, 423, 569, 886]                 thousandths of its sides
+
+    Args:
+        notation: between control ``tokens``, or ``lists`` of numbers, optionally within JSON.
+        scale: numbers are ``thousandths`` of the picture's sides, or ``pixels`` of the resized picture.
+        tokens: the family's box tokens, also where they are not written.
+    """
+
+    notation: Literal["tokens", "lists"]
+    scale: Literal["thousandths", "pixels"]
+    tokens: BoxTokens = QWEN_TOKENS
+
+    def name(self, text: str) -> str:
+        """Write a name."""
+        return text.join(self.tokens.name) if self.notation == "tokens" else text
+
+    def boxes(self, boxes: Sequence[Sequence[int]]) -> str:
+        """Write the boxes of one mark.
+
+        Args:
+            boxes: x and y of each corner of each box, as they are written.
+        """
+        lists = [[*corners] for corners in boxes]
+        if self.notation == "lists":
+            return str(lists[0] if len(lists) == 1 else lists)
+        if self.tokens.is_list:
+            return str(lists).join(self.tokens.box)
+        pairs = [zip(corners[::2], corners[1::2], strict=True) for corners in boxes]
+        return "".join(",".join(f"({x},{y})" for x, y in box).join(self.tokens.box) for box in pairs)
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """A family of models.
@@ -209,9 +274,9 @@ class Family:
     Args:
         title: name for the documentation.
         model_types: ``model_type`` in ``config.json``, of the full model and of its thinker where it has one.
-        encoding: module of this folder and class of its ``MediaEncoding``, imported on first use; "" for text alone.
+        encoding: its subclass of ``MediaEncoding``; None for text alone.
         is_qwen3: videos, their times and sounds are encoded as by Qwen3-VL and Qwen3-Omni, not by their predecessors.
-        no_videos: reason why rows with videos are dropped, of ``BY_PROCESSOR`` families that take none.
+        no_videos: reason why rows with videos are dropped, of ``ProcessorFamily`` families that take none.
         kinds: of media that it can be trained on.
         towers: its vision tower and aligner; empty for models of text alone.
         image_inputs, video_inputs: arguments of its forward for patches of pictures (or videos), and for their grids.
@@ -236,7 +301,7 @@ class Family:
 
     title: str = ""
     model_types: tuple[str, ...] = ()
-    encoding: str = ""
+    encoding: Callable[[ModelFiles, MediaOptions, Family], MediaEncoding] | None = None
     is_qwen3: bool = False
     no_videos: str = ""
     kinds: tuple[MediaKind, ...] = ()

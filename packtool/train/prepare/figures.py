@@ -17,12 +17,13 @@ from packtool.batch.micro_batch import MicroBatch
 from packtool.cache.reader import SplitIndex
 from packtool.config.model import LearningOptions
 from packtool.config.train import TrainConfig
-from packtool.encode.families import MediaKind, family_of, thinker_of
+from packtool.encode.families import family_of, thinker_of
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import Counts, Mixture, added, by_name, counts_of_steps, share_figures
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.summary import computed_tokens
 from packtool.planning.towers import Media, MediaShares
+from packtool.rows.sample import MediaKind
 from packtool.train.prepare.costs import cost_of
 
 

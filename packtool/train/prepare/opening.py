@@ -20,7 +20,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.encode.families import family_of
-from packtool.encode.loss_scale import Base, is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import Base, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
@@ -80,7 +80,7 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
 
 def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str) -> TargetChoice | None:
     """The choice of one cache; ``option`` is the name of ``loss_scale`` for the user."""
-    scale = loss_scale_of(loss_scale, is_hybrid_thinking(files))
+    scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
     there = str(manifest.identity.spec.get("loss_scale", "default"))
     wanted, current = parse_loss_scale(scale), parse_loss_scale(there)
     if current == wanted:
