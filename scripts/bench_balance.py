@@ -27,10 +27,10 @@ from packtool.cache.export import export
 from packtool.cache.reader import CacheReader
 from packtool.config.data import ExportConfig
 from packtool.config.model import LearningOptions
-from packtool.planning.balance import imbalance
 from packtool.planning.cost import ALL_WEIGHTS, MODEL_PRESETS, CostModel
 from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions
+from packtool.planning.steps import imbalance
 from packtool.planning.summary import pack_costs
 from packtool.planning.towers import TowerWork
 from packtool.progress import SilentProgress

@@ -83,7 +83,7 @@ def pack_within_budgets(
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Pack by best fit within several budgets; further arguments as for ``histogram.pack_histogram``.
+    """Pack by best fit within several budgets; further arguments as for ``best_fit.pack_histogram``.
 
     All epochs have as many packs as the first and a few more, so that a random order can always be packed; the number
     depends on the seed, too.

@@ -61,8 +61,7 @@ def assign_by_tokens(
             f"Raise it to {longest}, or leave those samples out with --max-length {max_tokens}.",
         )
     limits = _limits(lengths, max_tokens, max_samples)
-    bin_of, num_bins = _bins(lengths, limits, samples_per_step, num_ranks, num_groups=1)
-    return _to_cells(lengths, bin_of, num_bins, samples_per_step, num_ranks, is_assigned=False)
+    return _divide(lengths, limits, samples_per_step, num_ranks, is_assigned=False)
 
 
 def assign_samples(
@@ -94,9 +93,7 @@ def assign_samples(
     if media is not None and max_media is not None:
         limits.append((media, max_media))
     work = units.lengths.astype(np.float64) if costs is None else costs
-    num_ranks, per_step = options.world_size, options.samples_per_step
-    bin_of, num_bins = _bins(work, limits, per_step, num_ranks, num_groups=num_ranks)
-    return _to_cells(work, bin_of, num_bins, per_step, num_ranks, is_assigned=True)
+    return _divide(work, limits, options.samples_per_step, options.world_size, is_assigned=True)
 
 
 def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list[Limit]:
@@ -104,10 +101,15 @@ def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list
     return [(lengths, max_tokens), *counts]
 
 
-def _bins(
-    work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, num_groups: int
-) -> tuple[Int64Array, Int64Array]:
-    """Place samples by LPT; return the bin of each within its step, (K,), and the bins of each step, (S,)."""
+def _divide(
+    work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, *, is_assigned: bool
+) -> StepAssignment:
+    """Place the samples (K,) of each step in bins by LPT, and order the bins as cells, those of a rank heaviest first.
+
+    Args:
+        is_assigned: place samples in ranks first, and there in bins; otherwise bins are assigned to ranks afterwards,
+            the heaviest ones to different ranks, then the next ones.
+    """
     num_full = len(work) // samples_per_step
     bin_of, num_bins = np.zeros(len(work), np.int64), np.zeros(-(-len(work) // samples_per_step), np.int64)
     full, rest = np.split(np.arange(len(work)), [num_full * samples_per_step])
@@ -117,14 +119,29 @@ def _bins(
     ):
         if samples.size:
             step_limits = [(sizes[samples], limit) for sizes, limit in limits]
+            num_groups = num_ranks if is_assigned else 1
             bin_of[samples], num_bins[steps] = _bins_of_steps(work[samples], step_limits, num_ranks, num_groups)
-    return bin_of, num_bins
+    first = to_offsets(num_bins)
+    bin_of += first[np.arange(len(work)) // samples_per_step]
+    loads = np.bincount(bin_of, weights=work, minlength=int(first[-1]))
+    cell_of = np.empty(len(loads), np.int64)
+    for bins in np.unique(num_bins).tolist():
+        per_rank = bins // num_ranks
+        own = first[:-1][num_bins == bins, None] + np.arange(bins)
+        by_rank = own.reshape(-1, num_ranks, per_rank)
+        if not is_assigned:
+            falling = np.take_along_axis(own, np.argsort(-loads[own], axis=1, kind="stable"), axis=1)
+            by_rank = falling.reshape(-1, per_rank, num_ranks).transpose(0, 2, 1)
+        by_rank = np.take_along_axis(by_rank, np.argsort(-loads[by_rank], axis=2, kind="stable"), axis=2)
+        cell_of[by_rank.reshape(-1, bins)] = own
+    cells = cell_of[bin_of]
+    return StepAssignment(np.argsort(cells, kind="stable"), np.bincount(cells, minlength=len(loads)), num_bins)
 
 
 def _bins_of_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """``_bins`` for steps with equally many samples: (S, n) and (S,)."""
+    """Return the bin of each sample within its step, (S, n), and the bins of each step, (S,)."""
     falling = np.argsort(-work, axis=1, kind="stable")
     num_bins = -(-np.max([_min_bins(*limit) for limit in limits], axis=0) // num_ranks) * num_ranks
     bin_of, todo = np.zeros(work.shape, np.int64), np.arange(len(work))
@@ -180,38 +197,6 @@ def _place(
         group_loads[bins[:2]] += added
         bin_of[rows, sample] = group * shape[2] + bins[2]
     return bin_of, fits
-
-
-def _to_cells(
-    work: npt.NDArray[Any],
-    bin_of: Int64Array,
-    num_bins: Int64Array,
-    samples_per_step: int,
-    num_ranks: int,
-    *,
-    is_assigned: bool,
-) -> StepAssignment:
-    """Order the bins as cells of their steps, those of each rank heaviest first.
-
-    Args:
-        is_assigned: the bins of a step are those of rank 0, then those of rank 1, and so on; otherwise they are
-            assigned here, the heaviest ones to different ranks, then the next ones.
-    """
-    first = to_offsets(num_bins)
-    bin_of = first[np.arange(len(work)) // samples_per_step] + bin_of
-    loads = np.bincount(bin_of, weights=work, minlength=int(first[-1]))
-    cell_of = np.empty(len(loads), np.int64)
-    for bins in np.unique(num_bins).tolist():
-        per_rank = bins // num_ranks
-        own = first[:-1][num_bins == bins, None] + np.arange(bins)
-        by_rank = own.reshape(-1, num_ranks, per_rank)
-        if not is_assigned:
-            falling = np.take_along_axis(own, np.argsort(-loads[own], axis=1, kind="stable"), axis=1)
-            by_rank = falling.reshape(-1, per_rank, num_ranks).transpose(0, 2, 1)
-        by_rank = np.take_along_axis(by_rank, np.argsort(-loads[by_rank], axis=2, kind="stable"), axis=2)
-        cell_of[by_rank.reshape(-1, bins)] = own
-    cells = cell_of[bin_of]
-    return StepAssignment(np.argsort(cells, kind="stable"), np.bincount(cells, minlength=len(loads)), num_bins)
 
 
 DEFAULT_MAX_TOKENS = 8192

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from packtool.errors import DataError
-from packtool.planning.balance import imbalance
 from packtool.planning.dynamic import assign_by_tokens, assign_samples
 from packtool.planning.mixture import Mixture
 from packtool.planning.mixture_packing import order_mixture_packs, pack_mixture
@@ -28,7 +27,7 @@ from packtool.planning.packing import pack, pack_singletons, pack_trees
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.planning.shuffle import RandomStream, seeded_order
 from packtool.planning.skrull import assign_skrull
-from packtool.planning.steps import StepAssignment, StepPlan, assign_balanced
+from packtool.planning.steps import StepAssignment, StepPlan, assign_balanced, imbalance
 from packtool.planning.summary import BalanceFigures, PlanSummary, SkrullFigures, pack_costs, padded_fill, summarize
 from packtool.planning.towers import TowerWork
 from packtool.planning.tree_parts import TreeParts

@@ -1,4 +1,4 @@
-"""Steps of a model's forward pass, from its ``config.json``, for ``cost``.
+"""Steps of a model's forward pass, from its ``config.json``, and which of them are trained, for ``cost``.
 
 A part processes units: the language model tokens, a vision tower its output tokens (each stands for merge^2 patches),
 an audio tower the tokens of a sound. Products with weights, including convolutions, and attention are counted; norms,
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from packtool.config.model import ModelPart
+from packtool.config.model import LearningOptions, ModelPart
 from packtool.encode.families import family_of, text_config_of, thinker_of
 
 StepKind = Literal["linear", "convolution", "tensor", "lookup", "attention"]
@@ -129,6 +129,57 @@ class ModelLayers:
         mergers = (step for merger in self.mergers for step in merger)
         language = sorted(self.language, key=_place_of_parameters)
         return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
+
+
+_ADAPTABLE = ("linear", "convolution", "lookup")  # by a regular expression; names and all-linear mean linear modules
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Training of a step.
+
+    Args:
+        weights: all of them, through an adapter, or none.
+        any: anything of it is trained, even a bias alone: gradients flow back to its outputs.
+    """
+
+    weights: Literal["full", "lora", "frozen"] = "frozen"
+    any: bool = False
+
+
+def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
+    """Find the training of each step, by name; steps that are missing are frozen.
+
+    If options match nothing, as in unknown families with other names, options that name modules are ignored.
+    """
+    steps = [step for step in layers.steps if step.kind != "attention"]
+    training: dict[str, Trainable] = {}
+    if options.train_type == "lora":
+        for step in steps:
+            is_target = step.kind in _ADAPTABLE
+            if options.target_regex is None:
+                is_target = step.kind == "linear" and step is not layers.head and step.part not in options.frozen_parts
+            training[step.name] = Trainable("frozen", options.lora_bias == "all" and step.has_bias)
+            if options.is_saved(step.name):
+                training[step.name] = Trainable("full", True)
+            elif is_target and options.is_target(step.name):
+                training[step.name] = Trainable("lora", True)
+    else:
+        untied = steps[:-1] if layers.is_tied else steps
+        budget = int(sum(step.num_weights for step in untied) * options.freeze_parameters_ratio)
+        for step in untied:
+            budget -= step.num_weights
+            is_kept = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
+            names = (step.weight, f"{step.name}.bias") if step.has_bias else (step.weight,)
+            learns = [options.is_unfrozen(name) or not (is_kept or options.is_frozen(name)) for name in names]
+            training[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
+    if layers.is_tied:
+        training[layers.head.name] = training[layers.language[0].name]
+    kept_options = ("train_type", "lora_rank", "freeze_vit", "freeze_aligner", "freeze_llm")
+    by_part = LearningOptions(**{name: getattr(options, name) for name in kept_options})
+    if options != by_part and not any(step.any for step in training.values()):
+        return trainable(layers, by_part)
+    return training
 
 
 def _step(prefix: str, name: str, inputs: int = 0, outputs: int = 0, **rest: Any) -> Step:

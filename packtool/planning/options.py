@@ -8,9 +8,8 @@ import numpy as np
 
 from packtool.config.packing import StepOptions
 from packtool.errors import ConfigError
-from packtool.planning.cost import CostModel
+from packtool.planning.cost import CostModel, StepTime
 from packtool.planning.pack_plan import IntArray
-from packtool.planning.step_time import StepTime
 
 
 @dataclass(frozen=True, kw_only=True)

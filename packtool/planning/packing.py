@@ -12,8 +12,8 @@ from packtool.config.packing import PackOptions
 from packtool.config.settings import bound_problems
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.worker import Job, Result, WorkerDied, WorkerPool
+from packtool.planning.best_fit import pack_histogram
 from packtool.planning.budgets import check_media_tokens, pack_within_budgets
-from packtool.planning.histogram import pack_histogram
 from packtool.planning.pack_plan import (
     Int32Array,
     Int64Array,

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from packtool.planning.histogram import pack_histogram
+from packtool.planning.best_fit import pack_histogram
 from packtool.planning.pack_plan import (
     Int32Array,
     Int64Array,

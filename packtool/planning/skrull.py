@@ -8,9 +8,9 @@ one of them or *sharded* over all. A rank holds at most C tokens at a time (the 
                                             rank 1   [2][3] [half of 20]
 
 Assignment is deterministic; ties go to the earlier sequence and the lower rank. ``docs/how-it-works.md`` explains the
-steps and the differences from the paper. Placements are compared by estimated time (``step_time``), so no data-parallel
-rank is slower than with all its sequences sharded. Micro-batches run heaviest first, so that those which run at the
-same time on different ranks are alike.
+steps and the differences from the paper. Placements are compared by estimated time (``cost.StepTime``), so no
+data-parallel rank is slower than with all its sequences sharded. Micro-batches run heaviest first, so that those which
+run at the same time on different ranks are alike.
 
 Cost: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each number of micro-batches.
 """
@@ -28,11 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
-from packtool.planning.balance import divide_evenly, share_out
+from packtool.planning.cost import NOTHING, Load, StepTime
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.planning.pack_plan import Costs, IntArray, PackPlan
-from packtool.planning.step_time import NOTHING, Load, StepTime
-from packtool.planning.steps import StepAssignment
+from packtool.planning.steps import StepAssignment, divide_evenly, share_out
 
 SHARDED = -1
 """Placement of a sequence that all sequence parallel ranks share."""

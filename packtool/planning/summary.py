@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from packtool.planning.balance import imbalance
 from packtool.planning.cost import CostModel
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan
 from packtool.planning.skrull import SHARDED
-from packtool.planning.steps import StepPlan
+from packtool.planning.steps import StepPlan, imbalance
 from packtool.planning.towers import TowerWork, shared_tower_costs
 
 

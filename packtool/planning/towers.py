@@ -43,32 +43,22 @@ class TowerWork:
         return TowerWork(self.flops[samples], self.num_seen[samples], logits)
 
 
-def assign_heaviest_first(weights: Sequence[float], loads: Sequence[float]) -> Int64Array:
+def assign_heaviest_first(
+    weights: Sequence[float] | Costs, loads: Sequence[float] | Costs, groups: Int64Array | None = None
+) -> Int64Array:
     """Assign items to ranks, (n,): the heaviest first, each to the rank with the least so far.
 
-    Ties go to the earlier item and the lower rank.
+    Ties go to the earlier item and the lower rank. Cost: O(n N), in as many rounds as the largest group has items.
 
     Args:
         weights: (n,), of the items.
-        loads: (N,), of each rank before.
+        loads: (N,), of each rank before; with groups (G, N).
+        groups: (n,), of each item, 0 to G - 1, for many groups of items and ranks at once.
     """
-    costs = np.asarray(weights, np.float64)
-    return _assign_in_groups(costs, np.zeros(len(costs), np.int64), np.array([loads], np.float64))
-
-
-def _assign_in_groups(weights: Costs, groups: Int64Array, loads: Costs) -> Int64Array:
-    """``assign_heaviest_first`` for many groups of items and ranks at once, (n,).
-
-    Cost: O(n N), in as many rounds as the largest group has items.
-
-    Args:
-        weights: (n,), of the items.
-        groups: (n,), of each, 0 to G - 1.
-        loads: (G, N), of each rank of a group before.
-    """
-    sums, owners = loads.copy(), np.zeros(len(weights), np.int64)
+    weights, sums = np.asarray(weights, np.float64), np.array(loads, np.float64, ndmin=2)
+    groups, owners = np.zeros(len(weights), np.int64) if groups is None else groups, np.zeros(len(weights), np.int64)
     order = np.lexsort((-weights, groups))
-    sizes = np.bincount(groups, minlength=len(loads))
+    sizes = np.bincount(groups, minlength=len(sums))
     round_of = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     by_round = order[np.argsort(round_of, kind="stable")]
     for items in np.split(by_round, np.cumsum(np.bincount(round_of))[:-1]):
@@ -89,7 +79,7 @@ def _assign_media(weights: Costs, cells: Int64Array, placement: Int64Array, shap
     """
     owners, is_sharded, loads = placement.copy(), placement == SHARDED, np.zeros(shape)
     np.add.at(loads, (cells[~is_sharded], placement[~is_sharded]), weights[~is_sharded])
-    owners[is_sharded] = _assign_in_groups(weights[is_sharded], cells[is_sharded], loads)
+    owners[is_sharded] = assign_heaviest_first(weights[is_sharded], loads, cells[is_sharded])
     return owners
 
 

@@ -30,9 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.packing import SequenceParallelType
-from packtool.planning.cost import ModelSizes
+from packtool.planning.cost import Exchange, ModelSizes, StepTime
 from packtool.planning.skrull import SHARDED
-from packtool.planning.step_time import Exchange, StepTime
 from packtool.simulate.hardware import Hardware
 
 Int64Array = npt.NDArray[np.int64]

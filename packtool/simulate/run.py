@@ -24,10 +24,10 @@ from packtool.config.settings import load_json, parse_yaml, part_of
 from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import gpu_names
-from packtool.planning.balance import imbalance
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes
 from packtool.planning.shuffle import RandomStream, seeded_order
 from packtool.planning.skrull import SHARDED
+from packtool.planning.steps import imbalance
 from packtool.progress import Progress
 from packtool.simulate.cost import Machine, SimulatedSchedule, Timing, can_share_heads
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware, nearest_preset

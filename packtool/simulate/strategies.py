@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.simulate import StrategyName, StrategyOptions
-from packtool.planning.balance import divide_evenly, share_out
 from packtool.planning.dynamic import assign_by_tokens
 from packtool.planning.epoch import group_by_length
 from packtool.planning.options import SkrullOptions
 from packtool.planning.pack_plan import Int32Array
 from packtool.planning.packing import pack_singletons
 from packtool.planning.skrull import SHARDED, schedule_step
+from packtool.planning.steps import divide_evenly, share_out
 from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule, way_of
 
 _TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)

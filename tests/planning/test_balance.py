@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.planning.balance import assign_evenly, divide_evenly, group_alike, imbalance
 from packtool.planning.packing import pack
+from packtool.planning.steps import assign_evenly, divide_evenly, group_alike, imbalance
 from tests.planning.assigned import plan_steps
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packtool.planning.cost import Exchange, Load, StepTime
 from packtool.planning.skrull import SHARDED, _Step
-from packtool.planning.step_time import Exchange, Load, StepTime
 
 TIMES = StepTime(flops_per_second=1.0, exchanges=(Exchange(1, 2.0, 0.0, behind_local=0.5),))
 

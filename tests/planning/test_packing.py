@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from packtool.config.packing import PackOptions
 from packtool.errors import ConfigError, DataError
-from packtool.planning.histogram import min_packs
+from packtool.planning.best_fit import min_packs
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.packing import pack, pack_singletons
 

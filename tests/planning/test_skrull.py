@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
-from packtool.planning.cost import CostModel
+from packtool.planning.cost import NOTHING, CostModel, Exchange, Load, StepTime
 from packtool.planning.options import SkrullOptions
 from packtool.planning.skrull import SHARDED, PlacedMicroBatch
 from packtool.planning.skrull import schedule_step as schedule
-from packtool.planning.step_time import NOTHING, Exchange, Load, StepTime
 
 COST = CostModel.of_8b()
 SLOW_LINKS = StepTime(

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.planning.cost import MODEL_PRESETS, ModelSizes
-from packtool.planning.step_time import StepTime
+from packtool.planning.cost import MODEL_PRESETS, ModelSizes, StepTime
 from packtool.simulate.cost import exchanges_of, way_of
 from packtool.simulate.hardware import HARDWARE_PRESETS
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
-from packtool.planning.cost import MODEL_PRESETS, ModelSizes
+from packtool.planning.cost import MODEL_PRESETS, NOTHING, ModelSizes
 from packtool.planning.skrull import SHARDED
-from packtool.planning.step_time import NOTHING
 from packtool.simulate.cost import Constants, Machine, SimulatedSchedule, Timing
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
 from packtool.simulate.run import Outcome, arrange, draw_lengths, simulate
