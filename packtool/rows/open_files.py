@@ -70,11 +70,10 @@ class HashedFile:
         self._file, self._path, self._digest = file, path, blake2b(digest_size=16)
         self._head: bytes | None = None
         self._peeked = b""
-        self._ended = False
 
     def peek(self, size: int) -> bytes:
         """Return what the next ``read`` will return: ``size`` bytes, or the whole of a smaller file."""
-        self._peeked = self._peeked or self._read(size)
+        self._peeked = self._peeked or _read_or_raise(self._file.read, size, self._path)
         return self._peeked
 
     def take_head(self) -> bytes:
@@ -84,7 +83,7 @@ class HashedFile:
 
     def read(self, size: int = -1) -> bytes:
         """Read bytes like a binary file, but first, and alone, those that ``peek`` returned."""
-        data, self._peeked = self._peeked or self._read(size), b""
+        data, self._peeked = self._peeked or _read_or_raise(self._file.read, size, self._path), b""
         if self._head is None:
             self._head = data
         self._digest.update(data)
@@ -102,13 +101,6 @@ class HashedFile:
         while self.read(_SKIP_BYTES):
             pass
         return self._digest.hexdigest()
-
-    def _read(self, size: int) -> bytes:
-        if self._ended:
-            return b""
-        data = _read_or_raise(self._file.read, size, self._path)
-        self._ended = not data
-        return data
 
 
 def _read_or_raise(read: Callable[[int], bytes], size: int, label: str) -> bytes:

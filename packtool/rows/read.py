@@ -56,7 +56,6 @@ def _open_reader(source: Source) -> Reader:
 
 
 _HEAD_BYTES = 4096
-_FIRST_BLOCKS = 4
 # Parts of a text that may have a mark of a medium (<image>), as it is or as JSON may escape it.
 _PARTS_OF_MARKS = (b"<", b"u003")
 
@@ -77,7 +76,10 @@ def scan_sources(
     """
     scanned = []
     for spec in specs:
-        scanned.append(_scan(spec))
+        with closing(_Scanner(spec)) as scanner:
+            blocks = RowBlocks.of(scanner.blocks)
+            digest = scanner.digest()
+        scanned.append(ScannedSource(spec, scanner.detect_form(blocks), digest, blocks))
         report(scanned[-1])
     sampled: list[ScannedSource] = []
     for _, members in groupby(scanned, key=lambda source: source.spec.group):
@@ -91,7 +93,7 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
 
 
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
-    """Return a source and its blocks in order, reading only the first of them at once.
+    """Return a source and its blocks in order; the file is read up to the first block with usable rows, then lazily.
 
     Raises:
         ConfigError: if a sample is requested, which needs the number of rows.
@@ -102,20 +104,26 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
             f"--dataset {spec.name}: a sample can only be drawn of rows that were counted",
             "Leave out --streaming true, or the number behind #.",
         )
-    scanner = _Scanner(_existing_source(spec))
-    try:
-        first = list(islice(scanner.blocks, _FIRST_BLOCKS))
-        source = _with_form(spec, scanner.source, first, scanner.take_head())
-    except BaseException:
-        scanner.close()
-        raise
+    scanner = _Scanner(spec)
+    first: list[RowBlock] = []
+
+    def until_detected() -> Iterator[RowBlock]:
+        yield from tuple(first)
+        for block in scanner.blocks:
+            first.append(block)
+            yield block
 
     def blocks() -> Iterator[RowBlock]:
         with closing(scanner):
             yield from first
             yield from scanner.blocks
 
-    return source, blocks()
+    try:
+        first += islice(scanner.blocks, 1)  # reads the file's head
+        return scanner.detect_form(until_detected()), blocks()
+    except BaseException:
+        scanner.close()
+        raise
 
 
 def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
@@ -131,14 +139,6 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
     check_drawn(num_rows, total, f"--dataset {storage.masked(spec.name)}")
     drawn = draw_rows([source.blocks for source in members], num_rows, (seed, spec.group))
     return [replace(source, blocks=blocks) for source, blocks in zip(members, drawn, strict=True)]
-
-
-def _scan(spec: SourceSpec) -> ScannedSource:
-    with closing(_Scanner(_existing_source(spec))) as scanner:
-        blocks = RowBlocks.of(scanner.blocks)
-        digest = scanner.digest()
-    source = _with_form(spec, scanner.source, blocks, scanner.take_head())
-    return ScannedSource(spec, source, digest, blocks)
 
 
 def _existing_source(spec: SourceSpec) -> Source:
@@ -160,12 +160,12 @@ class _Scanner:
     """A file that is scanned for blocks of rows.
 
     Attributes:
-        source: with what the file's head shows.
         blocks: found while they are iterated.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, spec: SourceSpec) -> None:
+        source = self._source = _existing_source(spec)
+        self._spec = spec
         self._file: HashedFile | None = None
         if source.kind not in PARSERS:
             with closing(_open_reader(source)) as reader:
@@ -177,10 +177,10 @@ class _Scanner:
         try:
             # Many tools write one object per line and call it .json.
             if source.kind == "json" and _has_lines(source, file.peek(CHUNK_BYTES)):
-                self.source = source = source.replaced(kind="jsonl")
+                self._source = source = source.replaced(kind="jsonl")
             if source.kind in ("csv", "tsv"):
                 header, self.blocks = find_records(source.label, file, source.kind, source.max_row_bytes)
-                self.source = source.replaced(header=header)
+                self._source = source.replaced(header=header)
             else:
                 find_blocks = find_elements if source.kind == "json" else find_lines
                 self.blocks = find_blocks(source.label, file, source.max_row_bytes)
@@ -192,9 +192,33 @@ class _Scanner:
         """Return the digest of the content, after all blocks have been iterated."""
         return self._digest if self._file is None else self._file.digest
 
-    def take_head(self) -> bytes:
-        """Return the first bytes of a text that are in memory, once."""
-        return b"" if self._file is None else self._file.take_head()
+    def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
+        """Return the source with the form of the first block that has rows; without form if none has.
+
+        Args:
+            blocks: of the file, the first of which was found before, so that the file's head is in memory.
+        """
+        source = self._source
+        if source.kind == "txt":
+            form, columns = detect([{"text": ""}], (), None, source.label)
+            return source.replaced(form=form, columns=columns)
+        head = b"" if self._file is None else self._file.take_head()
+        try:
+            for block in blocks:
+                if text := head[block.start : block.stop] if block.stop <= len(head) else b"":
+                    numbered = PARSERS[source.kind](source, block, text)
+                else:
+                    numbered = read_block(source, block)
+                if rows := [row for _, row in numbered if isinstance(row, dict)]:
+                    form, columns = detect(rows, self._spec.columns, self._spec.formatting, source.label)
+                    holds_media = any(could_hold_media(row, columns) for row in rows)
+                    source = source.replaced(form=form, columns=columns, holds_media=holds_media)
+                    if not text or any(part in text for part in _PARTS_OF_MARKS):
+                        check_first_rows(rows, source)
+                    return source
+            return source
+        finally:
+            close_readers()  # workers have their own
 
     def close(self) -> None:
         if self._file is not None:
@@ -209,33 +233,3 @@ def _has_lines(source: Source, head: bytes) -> bool:
             "Take the array of rows out of it.",
         )
     return start.startswith(b"{")
-
-
-def _with_form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: bytes) -> Source:
-    """Return the source with the form of its first block that has rows; unchanged if there is none.
-
-    Args:
-        head: first bytes of the file, which are not read again.
-    """
-    if source.kind == "txt":
-        form, columns = detect([{"text": ""}], (), None, source.label)
-        return source.replaced(form=form, columns=columns)
-    for block in blocks:
-        text = head[block.start : block.stop] if block.stop <= len(head) else None
-        numbered = _read_and_close(source, block) if text is None else PARSERS[source.kind](source, block, text)
-        rows = [row for _, row in numbered if isinstance(row, dict)]
-        if rows:
-            form, columns = detect(rows, spec.columns, spec.formatting, source.label)
-            holds_media = any(could_hold_media(row, columns) for row in rows)
-            source = source.replaced(form=form, columns=columns, holds_media=holds_media)
-            if text is None or any(part in text for part in _PARTS_OF_MARKS):
-                check_first_rows(rows, source)
-            return source
-    return source
-
-
-def _read_and_close(source: Source, block: RowBlock) -> list[NumberedRow]:
-    try:
-        return list(read_block(source, block))
-    finally:
-        close_readers()  # workers have their own

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import starmap
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
@@ -86,19 +85,14 @@ class SourceSpec:
     @property
     def settings(self) -> str:
         """All values that affect the samples, except the file, as one line of JSON; "" if all are the defaults."""
-        if (values := _settings(self)) == _DEFAULTS:
-            return ""
-        settings = zip(_SETTINGS, values, _DEFAULTS, strict=True)
-        changed = {name: value for name, value, default in settings if value != default}
+        changed = {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
         if not self.is_sampled:
             changed.pop("group", None)
         return json.dumps(changed, sort_keys=True) if changed else ""
 
 
 # Computed once, because there may be many thousand sources.
-_SETTINGS = tuple(field.name for field in fields(SourceSpec) if field.name not in _WITHOUT_EFFECT)
-_DEFAULTS = tuple(field.default for field in fields(SourceSpec) if field.name in _SETTINGS)
-_settings = attrgetter(*_SETTINGS)
+_DEFAULTS = {field.name: field.default for field in fields(SourceSpec) if field.name not in _WITHOUT_EFFECT}
 
 
 @dataclass(frozen=True)
@@ -309,13 +303,10 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
         for low in range(0, len(rows), _CHUNK_BLOCKS)
     ]
     picks, counts = np.concatenate(parts), counts + times * rows
-    drawn, first_block, first_pick = [], 0, 0
-    for blocks in sources:
-        own = counts[first_block : first_block + len(blocks)]
-        num_picks = int(own.sum())
-        drawn.append(blocks.picked(own, picks[first_pick : first_pick + num_picks]))
-        first_block, first_pick = first_block + len(blocks), first_pick + num_picks
-    return drawn
+    counts_of_each = np.split(counts, np.cumsum([len(blocks) for blocks in sources])[:-1])
+    picks_of_each = np.split(picks, np.cumsum([own.sum() for own in counts_of_each])[:-1])
+    drawn = zip(sources, counts_of_each, picks_of_each, strict=True)
+    return [blocks.picked(own_counts, own_picks) for blocks, own_counts, own_picks in drawn]
 
 
 def _positions(rows: np.ndarray, counts: np.ndarray, times: int, rng: np.random.Generator) -> np.ndarray:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any, TypeVar
 
 from packtool import storage
@@ -203,7 +204,11 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         if not config.per_dataset_loss_scale:
             values["loss_scale"] = None
         spec = replace(plain, name=name, split=split, group=group, **values)
-        specs += [spec.replaced(path=path) for path in _outside(paths, config.output_dir)]
+        if config.output_dir:
+            output = f"{storage.absolute(storage.normalize(config.output_dir)).rstrip('/')}/"
+            # All of them if none lies outside.
+            paths = [path for path in paths if not storage.absolute(path).startswith(output)] or paths
+        specs += [spec.replaced(path=path) for path in paths]
     return specs
 
 
@@ -319,14 +324,6 @@ def _output_finder(folder: str) -> Callable[[str], bool]:
     return is_output
 
 
-def _outside(paths: list[str], output_dir: str) -> list[str]:
-    """Return the paths outside of the output directory; all of them if none is."""
-    if not output_dir:
-        return paths
-    inside = f"{storage.absolute(storage.normalize(output_dir)).rstrip('/')}/"
-    return [path for path in paths if not storage.absolute(path).startswith(inside)] or paths
-
-
 def _files_in(folder: str, option: str) -> list[str]:
     """Return the files of rows below a folder, or those of a dataset or packs that were saved there."""
     names = storage.list_names(folder)
@@ -344,7 +341,13 @@ def _files_in(folder: str, option: str) -> list[str]:
             raise DataError(f"{option} {shown}: its {_STATE_NAME} names no data files", "Save it again.")
         return files
     if PACKS_MANIFEST_NAME in names:
-        return _files_of_packs(folder, option)
+        manifest = _json(storage.join(folder, PACKS_MANIFEST_NAME), option)
+        entries = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
+        files = [storage.join(folder, storage.name(name)) for name in entries if isinstance(name, str)]
+        if not files:
+            problem = f"{option} {shown}: its {PACKS_MANIFEST_NAME} names no files of packs"
+            raise DataError(problem, "Write the packs again, or name their files.")
+        return files
     paths = list(storage.walk(folder))
     outputs = tuple(path[: -len(marker)] for path in paths for marker in _OUTPUT_MARKERS if path.endswith(f"/{marker}"))
     files = [
@@ -381,16 +384,6 @@ def _split_of(folder: str, option: str) -> tuple[str, list[str]]:
     return str(splits[0]), splits
 
 
-def _files_of_packs(folder: str, option: str) -> list[str]:
-    manifest = _json(storage.join(folder, PACKS_MANIFEST_NAME), option)
-    files = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
-    names = [name for name in files if isinstance(name, str)]
-    if not names:
-        problem = f"{option} {storage.masked(folder)}: its {PACKS_MANIFEST_NAME} names no files of packs"
-        raise DataError(problem, "Write the packs again, or name their files.")
-    return [storage.join(folder, storage.name(name)) for name in names]
-
-
 def _json(path: str, option: str) -> dict[str, Any]:
     try:
         value = load_json(storage.read_bytes(path))
@@ -404,7 +397,15 @@ def _columns(items: Sequence[str]) -> Pairs:
     pairs: list[tuple[str, str]] = []
     for item in items:
         if item.lstrip().startswith("{"):
-            pairs += _columns_of_json(item)
+            import yaml  # here, because most runs need none of it; it reads JSON, and mappings as YAML files print them
+
+            try:
+                values = parse_yaml(item)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"--columns {item}: not JSON: {error}") from error
+            if not isinstance(values, dict) or not all(isinstance(text, str) for text in chain(*values.items())):
+                raise ConfigError(f"--columns {item}: expected an object of names")
+            pairs += values.items()
             continue
         name, equals, column = item.partition("=")
         if not equals or not name:
@@ -413,15 +414,3 @@ def _columns(items: Sequence[str]) -> Pairs:
             )
         pairs.append((name, column))
     return tuple(pairs)
-
-
-def _columns_of_json(text: str) -> list[tuple[str, str]]:
-    import yaml  # here, because most runs need none of it; it reads JSON, and mappings as a YAML file prints them
-
-    try:
-        value = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--columns {text}: not JSON: {error}") from error
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in (*value, *value.values())):
-        raise ConfigError(f"--columns {text}: expected an object of names")
-    return list(value.items())

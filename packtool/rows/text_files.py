@@ -51,22 +51,13 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
             offset, number = offset + chunk, number + 1
             start, first_row = offset, number
             continue
-        if chunk.count(b"\n") < BLOCK_ROWS:
-            # Mostly a small file: for few lines, arrays cost more than they save.
-            lines = chunk.removesuffix(b"\n").split(b"\n")
-            num_rows = sum(map(_is_row, lines))
-            offset, number = offset + len(chunk), number + len(lines)
-            if num_rows:
-                yield RowBlock(start, offset, first_row, num_rows)
-            start, first_row = offset, number
-            continue
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + 1
-        if ends[-1] != len(chunk):
+        if not chunk.endswith(b"\n"):
             ends = np.append(ends, len(chunk))
         begins = np.concatenate(([0], ends[:-1]))
         is_blank = np.zeros(len(ends), bool)
         for i in np.flatnonzero(_MAY_BE_BLANK[np.frombuffer(chunk, np.uint8)[begins]]):
-            is_blank[i] = not _is_row(chunk[begins[i] : ends[i]])
+            is_blank[i] = not chunk[begins[i] : ends[i]].removeprefix(codecs.BOM_UTF8).strip()
         for low in range(0, len(ends), BLOCK_ROWS):
             high = min(low + BLOCK_ROWS, len(ends))
             num_rows = int(high - low - is_blank[low:high].sum())
@@ -76,10 +67,6 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
             start, first_row = stop, number + high
         offset += len(chunk)
         number += len(ends)
-
-
-def _is_row(line: bytes) -> bool:
-    return bool(line.removeprefix(codecs.BOM_UTF8).strip())
 
 
 def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Line]:

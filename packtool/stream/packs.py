@@ -116,10 +116,6 @@ class Added(NamedTuple):
         """Concatenate the amounts of several packs."""
         return cls(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else cls.of([])
 
-    def taken(self, samples: Int64Array) -> Added:
-        """Select samples."""
-        return Added(*(column[samples] for column in self))
-
 
 _FULL = 0.98
 _MAX_HELD_BACK = 2  # packs
@@ -185,6 +181,9 @@ class PackStream:
         sharing: options for shared prefixes; None without.
         log: called with every dropped row, once.
 
+    Attributes:
+        counts: of dropped rows so far.
+
     Raises (while packs are taken):
         PacktoolError: reading or encoding failed, or a worker died.
         RowError: in strict mode.
@@ -206,18 +205,13 @@ class PackStream:
         self._rank, self._world_size = rank, world_size
         self._sharing, self._log = sharing, log
         start = start or StreamState()
-        self._packs_done, self._interval, self._counts = start.packs_done, start.interval, start.counts
+        self._packs_done, self._interval, self.counts = start.packs_done, start.interval, start.counts
         self._carried, self._buffer = list(start.carried), list(start.shuffled)
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if start.random is not None:
             self._random.bit_generator.state = start.random
         # Origin of the next sample: a block, and the samples of it that were taken already.
         self._place, self._num_taken, self._ended = start.place, start.num_taken, start.ended
-
-    @property
-    def counts(self) -> InputCounts:
-        """Counts of dropped rows so far."""
-        return self._counts
 
     def __iter__(self) -> Iterator[StreamedPack]:
         samples = self._shuffled(self._samples())
@@ -237,7 +231,7 @@ class PackStream:
             for done, number in enumerate(numbers[packs_done:], packs_done + 1):
                 state = replace(before, packs_done=done) if done < len(numbers) else self._state()
                 members = plan.pack(number)
-                yield StreamedPack([waiting[i] for i in members], state, added.taken(members))
+                yield StreamedPack([waiting[i] for i in members], state, Added(*(column[members] for column in added)))
             packs_done = 0
 
     def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, Added]:
@@ -264,7 +258,7 @@ class PackStream:
             random=dict(self._random.bit_generator.state),
             carried=tuple(self._carried),
             shuffled=tuple(self._buffer),
-            counts=self._counts,
+            counts=self.counts,
         )
 
     def _shuffled(self, samples: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
@@ -323,7 +317,7 @@ class PackStream:
         for item in dropped:
             if self._options.strict:
                 raise item.as_error()
-            self._counts += InputCounts.of_dropped(item)
+            self.counts += InputCounts.of_dropped(item)
             self._log(item)
 
 

@@ -102,8 +102,7 @@ def _epoch(specs: Sequence[SourceSpec], epoch: int, start: Place, seed: int, shu
     order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
     if start.random is not None:
         random.bit_generator.state = start.random
-    files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1)
-    files.go_to(start.opened, start.taken)
+    files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, start)
     num_blocks = start.num_blocks
     while files.open_next():
         state = dict(random.bit_generator.state) if shuffle else None
@@ -114,23 +113,18 @@ def _epoch(specs: Sequence[SourceSpec], epoch: int, start: Place, seed: int, shu
 
 
 class _OpenFiles:
-    """Files of an epoch, at most ``max_open`` of them open."""
+    """Files of an epoch, at most ``max_open`` of them open, from the position ``start`` on."""
 
-    def __init__(self, specs: Sequence[SourceSpec], max_open: int) -> None:
-        self._specs, self._max_open = specs, max_open
+    def __init__(self, specs: Sequence[SourceSpec], max_open: int, start: Place) -> None:
+        self._specs, self._max_open, self.opened = specs, max_open, start.opened
         self._files: dict[int, tuple[Source, Iterator[RowBlock]]] = {}
         self._taken: dict[int, int] = {}
         self._weights: dict[int, int] = {}
-        self.opened = 0
-
-    def go_to(self, opened: int, taken: list[list[int]]) -> None:
-        """Open the files of a position and skip the blocks before it."""
-        self.opened = opened
-        for number, count in taken:
+        for number, num_taken in start.taken:
             self._open(number)
-            for _ in range(count):
+            for _ in range(num_taken):
                 next(self._files[number][1])
-            self._taken[number] = count
+            self._taken[number] = num_taken
 
     def open_next(self) -> bool:
         """Open files up to the maximum; return whether any is open."""

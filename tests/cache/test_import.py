@@ -403,6 +403,8 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         ({"input_ids": []}, "empty_tokens", ""),
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "empty_tokens", "padding"),
         ({"input_ids": [[1, 2]]}, "invalid_tokens", "not a list of integers"),
+        ({"input_ids": [[1], [2, 3]]}, "invalid_tokens", "[[1], [2, 3]], not a list of integers"),
+        ({"input_ids": [1, 2], "seq_lengths": [[1], [1, 0]]}, "invalid_tokens", "not a list of integers"),
         ({"input_ids": [1.5, 2]}, "invalid_tokens", "not a list of integers"),
         ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "invalid_tokens", "tells of 2 tokens, and the row has 3"),
         ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2]}, "invalid_tokens", "must lead from 0 up to the 3 tokens"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packtool import storage
 from packtool.errors import DataError
 from packtool.rows import text_files
-from packtool.rows.read import scan
+from packtool.rows.read import follow, scan
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
 from tests.rows.conftest import rows_of, write_rows
@@ -122,6 +122,17 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, kind: str) -> None:
             writer.write_table(table)
     with pytest.raises(DataError, match="has two columns 'query'"):
         scan(SourceSpec(str(path)))
+
+
+def test_following_a_file_detects_its_form_behind_broken_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("broken\n" * 64 * 5 + '{"title": "a", "body": "b", "answer": "c"}\n')
+    spec = SourceSpec(str(path), columns=(("query", "title"), ("response", "body")))
+    source, blocks = follow(spec)
+    scanned = scan(spec)
+    assert source == scanned.source
+    assert dict(source.columns) == {"query": "title", "response": "body"}
+    assert list(blocks) == list(scanned.blocks)
 
 
 def test_empty_sources_have_no_rows(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, listed
-from packtool.rows.forms.media import InlineMedia, LoneMark, check_marks, lone_mark, media_of, with_marks
+from packtool.rows.forms.media import InlineMedia, LoneMark, lone_mark, media_of, with_marks
 from packtool.rows.forms.messages import MESSAGES, RowForm, responses_of
 from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.prepared import PREPARED, TOKENS
@@ -110,12 +111,26 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
             raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
     form, fields, inline = FORMS[name], Fields(row, columns), InlineMedia(source)
     turns = form.read(fields, inline)
+    channel = fields.get("channel")
     if isinstance(turns, PreparedTokens):
-        return _tokenized_sample(turns, fields, inline, number)
+        media = media_of(fields, inline)
+        return Sample(
+            turns=(),
+            images=media["image"],
+            source=source.label,
+            row=number,
+            channel=str(channel) if channel is not None and turns.channels is None else None,
+            videos=media["video"],
+            audios=media["audio"],
+            is_text=turns.trained is None,
+            loss_scale=source.loss_scale,
+            tokens=turns,
+        )
     tools = _tools(fields)
-    is_text = form is TEXT or (_is_text(turns) and tools is None and fields.get("system") is None)
+    # ms-swift's form of a text for pretraining: one assistant turn alone.
+    is_alone = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
+    is_text = form is TEXT or (is_alone and tools is None and fields.get("system") is None)
     if not is_text:
-        _check_order(turns)
         turns = _with_system(turns, fields, source)
     responses = () if is_text else responses_of(fields, turns, source)
     media = media_of(fields, inline)
@@ -129,7 +144,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         source=source.label,
         row=number,
         tools=tools,
-        channel=_channel(fields),
+        channel=None if channel is None else str(channel),
         num_marks_added=num_added,
         videos=media["video"],
         audios=media["audio"],
@@ -138,22 +153,6 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         lone_mark=mark,
         responses=responses,
         objects=objects,
-    )
-
-
-def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedia, number: int) -> Sample:
-    media = media_of(fields, inline)
-    return Sample(
-        turns=(),
-        images=media["image"],
-        source=inline.source.label,
-        row=number,
-        channel=_channel(fields) if tokens.channels is None else None,
-        videos=media["video"],
-        audios=media["audio"],
-        is_text=tokens.trained is None,
-        loss_scale=inline.source.loss_scale,
-        tokens=tokens,
     )
 
 
@@ -170,33 +169,28 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
             pass
         except BaseException as error:
             unexpected_drop(source.label, number, error)  # raises errors that are not the row's
-    check_marks(problems, source.label)
+    columns = {problem.column for problem in problems}
+    if len(columns) == 1 and "" not in columns:
+        kind, column = problems[0].kind, problems[0].column
+        mark = MEDIA_MARKS[kind]
+        raise DataError(
+            f"{source.label}: its rows speak of {mark} and have no {kind}s; the column {column!r} seems to hold them",
+            f"Say so with --columns {kind}s={column} (or --columns {kind}s= if {mark} is plain text here).",
+        )
 
 
-def _channel(fields: Fields) -> str | None:
-    channel = fields.get("channel")
-    return None if channel is None else str(channel)
+def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
+    """Add the row's own system prompt, else the option's; without both, the template may add its own.
 
-
-def _is_text(turns: Sequence[Turn]) -> bool:
-    """Return whether a row is ms-swift's form of a text for pretraining: one assistant turn alone."""
-    return len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
-
-
-def _check_order(turns: Sequence[Turn]) -> None:
-    """Raise RowProblem unless the first turn is the user's.
-
-    The chat template checks the order after that. A last turn without an answer stays as untrained context.
+    Raises:
+        RowProblem: if the first other turn is not the user's. The chat template checks the order after that. A last
+            turn without an answer stays as untrained context.
     """
     first = next((turn for turn in turns if turn.role != "system"), None)
     if first is None:
         raise RowProblem("empty_conversation", "there is a system prompt and no other turn")
     if first.role != "user":
         raise RowProblem("role_order", f"the conversation begins with a turn of the {first.role}, not of the user")
-
-
-def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """Add the row's own system prompt, else the option's; without both, the template may add its own."""
     if turns[0].role == "system":
         return turns
     system = fields.get("system")

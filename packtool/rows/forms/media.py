@@ -29,7 +29,7 @@ from urllib.parse import unquote_to_bytes
 
 from packtool import storage
 from packtool.constants import MEDIA_MARKS
-from packtool.errors import DataError, StorageError
+from packtool.errors import StorageError
 from packtool.rows.forms.columns import NAMES, Fields, RowProblem, finite, listed, shown
 from packtool.rows.sample import MediaKind, MediaRef, Turn
 from packtool.rows.source import Pairs, Source
@@ -79,7 +79,15 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
     """Return all media of a row by kind: those in its messages, or those of ``images``, ``videos`` and ``audios``."""
     media = {}
     for kind in MEDIA_KINDS:
-        listed = _media_of_column(fields, kind, inline.source)
+        name = f"{kind}s"
+        value = fields.get(name)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = fields.parsed(name)
+        if isinstance(value, (str, Mapping)) or _is_bytes(value):
+            value = [value]
+        if value is not None and not isinstance(value, Sequence):
+            raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
+        listed = [media_ref(kind, item, inline.source, i) for i, item in enumerate(value or ())]
         inner = inline.refs.get(kind)
         if listed and inner:
             detail = f"messages hold {len(inner)} {kind}s and the row lists {len(listed)} more: their order is unknown"
@@ -89,20 +97,6 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
             raise RowProblem(f"{kind}_marks", detail)
         media[kind] = tuple(listed or inner or ())
     return media
-
-
-def _media_of_column(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
-    name = f"{kind}s"
-    value = fields.get(name)
-    if value is None:
-        return []
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = fields.parsed(name)
-    if isinstance(value, (str, Mapping)) or _is_bytes(value):
-        value = [value]
-    if not isinstance(value, Sequence):
-        raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
-    return [media_ref(kind, item, source, i) for i, item in enumerate(value)]
 
 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
@@ -409,15 +403,3 @@ def _names_a_file(value: Any, suffixes: tuple[str, ...]) -> bool:
     if isinstance(value, Mapping):
         return any(isinstance(item, bytes) or _names_a_file(item, suffixes) for item in list(value.values())[:4])
     return isinstance(value, str) and value[-8:].lower().endswith(suffixes)
-
-
-def check_marks(problems: Sequence[LoneMark], where: str) -> None:
-    """Raise DataError if the unusable first rows of the file ``where`` all miss media from the same unknown column."""
-    columns = {problem.column for problem in problems}
-    if len(columns) != 1 or "" in columns:
-        return
-    kind, column = problems[0].kind, problems[0].column
-    raise DataError(
-        f"{where}: its rows speak of {MEDIA_MARKS[kind]} and have no {kind}s; the column {column!r} seems to hold them",
-        f"Say so with --columns {kind}s={column} (or --columns {kind}s= if {MEDIA_MARKS[kind]} is plain text here).",
-    )

@@ -91,8 +91,8 @@ def content_of(who: str, value: Any, inline: InlineMedia, is_tool: bool = False)
             return Content(json.dumps(value, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise RowProblem("invalid_content", f"{who} cannot be written as JSON: {error}") from error
-    shown = "null" if value is None else f"a {type(value).__name__}"
-    raise RowProblem("invalid_content", f"{who} has {shown} as content, not text")
+    kind = "null" if value is None else f"a {type(value).__name__}"
+    raise RowProblem("invalid_content", f"{who} has {kind} as content, not text")
 
 
 def _type_of(part: Mapping[str, Any]) -> str:
@@ -210,8 +210,8 @@ def _tags_of(pairs: Pairs) -> _Tags:
 def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
     """Return the turns of a list of messages."""
     if not is_list(messages) or not messages:
-        shown = "no turns" if not messages else f"a {type(messages).__name__}, no list of turns"
-        raise RowProblem("empty_conversation", f"'messages' holds {shown}")
+        value = "no turns" if not messages else f"a {type(messages).__name__}, no list of turns"
+        raise RowProblem("empty_conversation", f"'messages' holds {value}")
     tags = _tags_of(inline.source.tags)
     turns: list[Turn] = []
     after_call = False
@@ -221,7 +221,11 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
             after_call = False
             continue
         for who, part in _single_messages(f"message {i}", message, tags):
-            role = _role(who, part, tags)
+            spelling = _first_value(part, tags.role_keys)
+            role = tags.roles.get(_normalized(spelling)) if isinstance(spelling, str) else None
+            if role is None:
+                detail = f"{who} has role {shown(spelling)}; known are {', '.join(tags.roles)}"
+                raise RowProblem("unknown_role", detail)
             if role != _CALL:
                 turns += _turns(who, role, part, inline, tags)
                 after_call = False
@@ -275,14 +279,6 @@ def _first_value(message: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
-def _role(who: str, message: Mapping[str, Any], tags: _Tags) -> str:
-    spelling = _first_value(message, tags.role_keys)
-    role = tags.roles.get(_normalized(spelling)) if isinstance(spelling, str) else None
-    if role is None:
-        raise RowProblem("unknown_role", f"{who} has role {shown(spelling)}; known are {', '.join(tags.roles)}")
-    return role
-
-
 def _normalized(role: str) -> str:
     return role.strip().lower().replace("-", "_")
 
@@ -302,7 +298,7 @@ def _turns(who: str, role: str, message: Mapping[str, Any], inline: InlineMedia,
         extra.setdefault("reasoning_content", content.reasoning)
     if content.results and not content.text:
         return content.results
-    return [*content.results, Turn(role, content.text, extra, _loss(who, message), _loss_scale(who, message))]
+    return [*content.results, Turn(role, content.text, extra, *_loss(who, message))]
 
 
 def _tool_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
@@ -325,7 +321,7 @@ def _call_turn(who: str, message: Mapping[str, Any], tags: _Tags) -> Turn:
         value = _parsed(who, value, "invalid_tool_call", "is a call and no JSON")
     calls = value if isinstance(value, list) else [value]
     extra = {"tool_calls": [_as_call(who, call) for call in calls]}
-    return Turn("assistant", "", extra, _loss(who, message), _loss_scale(who, message))
+    return Turn("assistant", "", extra, *_loss(who, message))
 
 
 def _as_call(who: str, call: Any) -> dict[str, Any]:
@@ -347,19 +343,13 @@ def _joined(turn: Turn, call: Turn) -> Turn:
     )
 
 
-def _loss(who: str, message: Mapping[str, Any]) -> bool | None:
-    """Return ``loss``, or ``weight``, which is OpenAI's name for it."""
-    value = _first_value(message, ("loss", "weight"))
-    if value is None:
-        return None
-    if value not in (0, 1):  # true and false are equal to these
-        raise RowProblem("invalid_row", f"{who} has loss {shown(value)}; it must be true or false")
-    return bool(value)
-
-
-def _loss_scale(who: str, message: Mapping[str, Any]) -> float | None:
-    value = message.get("loss_scale")
-    return None if value is None else _weight(f"{who} has loss_scale", value)
+def _loss(who: str, message: Mapping[str, Any]) -> tuple[bool | None, float | None]:
+    """Return ``loss`` (or ``weight``, which is OpenAI's name for it) and ``loss_scale``; None for what it lacks."""
+    loss, scale = _first_value(message, ("loss", "weight")), message.get("loss_scale")
+    if loss not in (None, 0, 1):  # true and false are equal to these
+        raise RowProblem("invalid_row", f"{who} has loss {shown(loss)}; it must be true or false")
+    scale = None if scale is None else _weight(f"{who} has loss_scale", scale)
+    return None if loss is None else bool(loss), scale
 
 
 def _weight(what: str, value: Any) -> float:

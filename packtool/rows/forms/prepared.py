@@ -259,7 +259,7 @@ def _column(fields: Fields, name: str, length: int | None, *, takes_bools: bool 
     if value is None:
         return None
     column = _as_array(value)
-    if column.ndim == 1 and not len(column):
+    if column.shape == (0,) and column.dtype != object:
         column = column.astype(np.int64)
     if column.ndim != 1 or column.dtype.kind not in "iub" or not (takes_bools or not _has_bools(value)):
         raise RowProblem("invalid_tokens", f"{name!r} is {shown(value)}, not a list of integers")
