@@ -60,27 +60,23 @@ class Pack:
         number: of the pack in the plan.
         positions_in_cache: of its S samples, int64 (S,).
         samples: in their order.
-        position_ids: (1, L) of a text model, (4, L) [text, t, h, w] with M-RoPE; each sample begins at 0. int64, or
-            float32 where an Omni model's seconds are fractions.
+        spec: of the model.
     """
 
     number: int
     positions_in_cache: npt.NDArray[np.int64]
     samples: tuple[EncodedSample, ...]
-    position_ids: npt.NDArray[Any]
+    spec: InputSpec
 
-    @classmethod
-    def of(cls, number: int, places: npt.NDArray[np.int64], samples: Sequence[EncodedSample], spec: InputSpec) -> Pack:
-        """Lay samples end to end.
+    @property
+    def position_ids(self) -> npt.NDArray[Any]:
+        """(1, L) of a text model, (4, L) [text, t, h, w] with M-RoPE; each sample begins at 0.
 
-        Raises:
-            DataError: if an Omni model cannot place a sample's videos.
+        int64, or float32 where an Omni model's seconds are fractions. A DataError if such a model cannot place a video.
         """
-        if spec.has_mrope:
-            rows = np.concatenate([sample_positions(sample, spec) for sample in samples], axis=1)
-        else:
-            rows = np.concatenate([np.arange(sample.length) for sample in samples])[None]
-        return cls(number, places, tuple(samples), rows)
+        if self.spec.has_mrope:
+            return np.concatenate([sample_positions(sample, self.spec) for sample in self.samples], axis=1)
+        return np.concatenate([np.arange(sample.length) for sample in self.samples])[None]
 
     @property
     def input_ids(self) -> IntArray:
@@ -460,7 +456,7 @@ def _write_file(part: _Part) -> dict[str, Any]:
                 samples = list(_embedded(samples, config))
             elif config.media == "reference":
                 samples = [_referenced(sample) for sample in samples]
-            writer.write(Pack.of(number, positions, samples, spec))
+            writer.write(Pack(number, positions, tuple(samples), spec))
         for suffix, content in writer.close().items():
             storage.publish(path + suffix, content)
         state = file.commit()

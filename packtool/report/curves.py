@@ -7,6 +7,7 @@ lines are not smooth otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import Counter
@@ -186,7 +187,13 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
     Raises:
         OSError: if the log cannot be read or the picture not be written.
     """
-    records = list(_records(metrics_path))
+    records = []
+    with open(metrics_path, encoding="utf-8") as file:
+        for text in file:
+            with contextlib.suppress(ValueError):  # a run that was killed may have left an incomplete line
+                record = load_json(text)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
     charts = charts_of(records)
     if not charts:
         return None
@@ -216,18 +223,6 @@ def smoothed(values: Numbers) -> Numbers:
     return np.where(finite, sums / np.maximum(weights, 1e-12), values)
 
 
-def _records(path: str) -> Iterator[dict[str, Any]]:
-    """Log lines with a step; a run that was killed may have left an incomplete line."""
-    with open(path, encoding="utf-8") as file:
-        for text in file:
-            try:
-                record = load_json(text)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield record
-
-
 def charts_of(records: Records) -> list[Chart]:
     """The charts of a log, with the optimizer steps as their common axis."""
     evaluated = _curves(records, {"eval_loss": "evaluation"}, look="c1 solid", is_marked=True)
@@ -236,9 +231,12 @@ def charts_of(records: Records) -> list[Chart]:
     channels = sorted(count)
     shown = sorted(sorted(channels, key=lambda name: -count[name])[:_MAX_CURVES])
     left_out = f" ({len(shown)} of {len(channels)})" if len(shown) < len(channels) else ""
-    channel_names = {name: _channel_name(name.removeprefix("loss_")) for name in shown}
+    channel_names = {}
+    for name in shown:
+        label = escape_line(name.removeprefix("loss_"))
+        channel_names[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
     speeds = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
-    fills = [record["fill"] for record in records if _is_number(record.get("fill")) and math.isfinite(record["fill"])]
+    fills = [fill for curve in _curves(records, {"fill": ""}) for fill in curve.y if math.isfinite(fill)]
     min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)
     charts = [
         _chart(records, "loss, mean over target tokens, in nats", [*loss, *evaluated]),
@@ -355,18 +353,9 @@ def _curves(
     """Curves of the figures that the log contains; ``names``: texts at their ends, by figure."""
     curves = []
     for number, (figure, name) in enumerate(names.items()):
-        points = [(record["step"], record[figure]) for record in records if _is_number(record.get(figure))]
+        points = [(each["step"], each[figure]) for each in records if isinstance(each.get(figure), (int, float))]
         if points:
             x, y = np.array(points, np.float64).T
             y = smoothed(y) if smooth and len(y) >= _MIN_TO_SMOOTH else y
             curves.append(Curve(x, y * scale, look or f"c{number}", name, is_marked))
     return curves
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
-
-
-def _channel_name(name: str) -> str:
-    name = escape_line(name)
-    return name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…"

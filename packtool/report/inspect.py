@@ -173,9 +173,10 @@ def cache_figures(directory: str) -> dict[str, Any]:
     identity = manifest.identity
     defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
     names = {"rows": "num_samples", "shards": "num_shards"}
-    splits = {
-        name: dataclasses.asdict(split) | {"shards": len(split.shards)} for name, split in manifest.splits.items()
-    }
+    splits = {}
+    for split, info in manifest.splits.items():
+        counts = dataclasses.asdict(info) | {"shards": len(info.shards)}
+        splits[split] = {names.get(name, name): value for name, value in counts.items()}
     examples: dict[str, list[dict[str, Any]]] = {}
     for row in dropped_rows(storage.join(directory, DROPPED_NAME)):
         if len(of_reason := examples.setdefault(row["reason"], [])) < _MAX_EXAMPLES:
@@ -199,10 +200,7 @@ def cache_figures(directory: str) -> dict[str, Any]:
         "dropped": dict(manifest.dropped),
         "parts_left_out": dict(manifest.parts_left_out),
         "dropped_examples": examples,
-        "splits": {
-            split: {names.get(name, name): value for name, value in figures.items()}
-            for split, figures in splits.items()
-        },
+        "splits": splits,
         "max_length": manifest.max_length,
     }
 

@@ -56,18 +56,11 @@ def _check_rows(report: VerifyReport) -> list[tuple[str, ...]]:
 
 def _step_rows(report: VerifyReport) -> list[tuple[str, ...]]:
     """A heading and the losses of each step; [] without ``--trajectory``."""
-    rows = [
-        (
-            f"{step.step:,}",
-            f"{step.num_samples:,}",
-            f"{step.num_targets:,}",
-            f"{step.num_packs:,}",
-            f"{step.packed:.7f}",
-            f"{step.unpacked:.7f}",
-            f"{abs(step.packed - step.unpacked):.1e}",
-        )
-        for step in report.trajectory
-    ]
+    rows: list[tuple[str, ...]] = []
+    for step in report.trajectory:
+        counts = map("{:,}".format, (step.step, step.num_samples, step.num_targets, step.num_packs))
+        difference = abs(step.packed - step.unpacked)
+        rows.append((*counts, f"{step.packed:.7f}", f"{step.unpacked:.7f}", f"{difference:.1e}"))
     heading = ("step", "samples", "target tokens", "packs", "loss packed", "loss unpacked", "difference")
     return [heading, *rows] if rows else []
 
@@ -121,12 +114,8 @@ def evaluation_figures(result: EvalResult) -> dict[str, Any]:
     figures = {
         **_total_figures(result.evaluation.total),
         "channels": {name: _total_figures(total) for name, total in totals.items() if name is not None},
-        "split": result.split,
-        "tokens": result.tokens,
-        "num_micro_batches": result.num_micro_batches,
-        "num_processes": result.num_processes,
+        **{name: value for name, value in vars(result).items() if name != "evaluation"},
         "seconds": round(result.seconds, 3),
-        "output": result.output,
     }
     return dict(plain_json(figures))
 
@@ -144,16 +133,7 @@ def evaluation_lines(result: EvalResult) -> list[str]:
         totals += [("(no channel)" if name is None else name, total) for name, total in channels.items()]
     rows = [("", "samples", "target tokens", "loss", "perplexity", "token accuracy", "exact samples")]
     for name, total in totals:
-        rows.append(
-            (
-                name,
-                f"{total.samples:,}",
-                f"{total.target_tokens:,}",
-                f"{total.loss:.4f}",
-                f"{total.perplexity:,.2f}",
-                f"{total.token_accuracy:.2%}",
-                f"{total.exact_samples:,}",
-            )
-        )
+        counts = (name, f"{total.samples:,}", f"{total.target_tokens:,}", f"{total.loss:.4f}")
+        rows.append((*counts, f"{total.perplexity:,.2f}", f"{total.token_accuracy:.2%}", f"{total.exact_samples:,}"))
     rate = result.tokens / max(result.seconds, 1e-9)
     return table(f"{result.split} split, {result.seconds:.1f} s, {rate:,.0f} tokens/s", rows)

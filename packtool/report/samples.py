@@ -7,6 +7,7 @@ written to a folder that needs no server (``write_pages``), or they are served o
 from __future__ import annotations
 
 import base64
+import contextlib
 import hmac
 import io
 import itertools
@@ -17,8 +18,6 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -81,21 +80,19 @@ class ShownPacks:
                 lowest, highest = np.minimum.reduceat(plan.places, starts), np.maximum.reduceat(plan.places, starts)
                 first = np.where((first == lowest) & (first == highest), first, -1)
             self._placement = first.astype(np.int64)
-        self.numbers = self._select(max_samples)
-
-    def _select(self, max_samples: int) -> Int64Array:
-        sizes = np.diff(self._plan.offsets)
-        share = min(1.0, max_samples / max(len(self._plan.samples), 1))
+        sizes, self._by_sample = np.diff(plan.offsets), np.argsort(plan.samples, kind="stable")
+        fraction = min(1.0, max_samples / max(len(plan.samples), 1))
         if self._placement is None:
-            return evenly_spaced(len(sizes), max(int(len(sizes) * share), 1))
+            self.numbers = evenly_spaced(len(sizes), max(int(len(sizes) * fraction), 1))
+            return
         steps = self._placement[:, _STEP]
         num_steps = int(steps.max(initial=-1)) + 1
-        shown = evenly_spaced(num_steps, max(int(num_steps * share), 1))
+        shown = evenly_spaced(num_steps, max(int(num_steps * fraction), 1))
         packs = np.flatnonzero(np.isin(steps, shown))
         if len(shown) == 1 and (num_samples := int(sizes[packs].sum())) > max_samples:
             packs = packs[evenly_spaced(len(packs), max(int(len(packs) * max_samples / num_samples), 1))]
         step, rank, micro_batch = self._placement[packs].T
-        return packs[np.lexsort((packs, micro_batch, rank, step))]
+        self.numbers = packs[np.lexsort((packs, micro_batch, rank, step))]
 
     @property
     def samples(self) -> Int64Array:
@@ -152,17 +149,12 @@ class ShownPacks:
 
     def place_of(self, sample: int) -> list[int] | None:
         """Pack and, if known, step, rank and micro-batch of a sample; None if it is in no pack."""
-        order = self._by_sample
-        at = int(np.searchsorted(self._plan.samples, sample, sorter=order))
-        if at == len(order) or self._plan.samples[order[at]] != sample:
+        at = int(np.searchsorted(self._plan.samples, sample, sorter=self._by_sample))
+        if at == len(self._by_sample) or self._plan.samples[self._by_sample[at]] != sample:
             return None
-        row = int(order[at])
+        row = int(self._by_sample[at])
         pack = int(np.searchsorted(self._plan.offsets, row, side="right")) - 1
         return [pack] if self._plan.places is None else [pack, *self._plan.places[row].tolist()]
-
-    @cached_property
-    def _by_sample(self) -> Int64Array:
-        return np.argsort(self._plan.samples, kind="stable")
 
     def _slice(self, pack: int) -> slice:
         return slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))
@@ -239,8 +231,12 @@ class Pages:
                 return _script(f"samples-{block}", [self._sample(number) for number in self.numbers[shown].tolist()])
             if (packs := self._packs) is not None:
                 return _script(f"packs-{block}", [packs.pack(number) for number in packs.numbers[shown].tolist()])
-        if match := _MEDIUM.fullmatch(name):
-            return self._medium(int(match[1]), int(match[2]), match[3])
+        if (match := _MEDIUM.fullmatch(name)) and int(match[1]) < self.num_cached:
+            number, i = int(match[1]), int(match[2])
+            media = self._reader.sample(number).media
+            if i < len(media) and name in _media_files(number, i, media[i]).values():
+                with contextlib.suppress(MediaError, MediaProblem):
+                    return (_thumbnail if match[3] == ".jpg" else _playable)(media[i], self._policy)
         return None
 
     def _overview(self) -> dict[str, Any]:
@@ -292,17 +288,6 @@ class Pages:
                 for part in parts
             ],
         }
-
-    def _medium(self, number: int, i: int, suffix: str) -> bytes | None:
-        if not 0 <= number < self.num_cached:
-            return None
-        media = self._reader.sample(number).media
-        if i >= len(media) or f"media/{number}-{i}{suffix}" not in _media_files(number, i, media[i]).values():
-            return None
-        try:
-            return _thumbnail(media[i], self._policy) if suffix == ".jpg" else _playable(media[i], self._policy)
-        except (MediaError, MediaProblem):
-            return None
 
 
 def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
@@ -408,7 +393,7 @@ _HEADERS = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[str]:
     """Serve pages on this machine in the background, to clients that know the token in their address.
 

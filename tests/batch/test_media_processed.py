@@ -48,8 +48,7 @@ from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
 from packtool.train.model.trace import trace_pass, traced_batch
 from packtool.train.prepare.figures import RankTokens
-from packtool.train.verify.checks import check_gradients, check_isolation, check_logits, check_prefixes
-from packtool.train.verify.pack_under_test import PackUnderTest
+from packtool.train.verify.checks import PackUnderTest, check_gradients, check_isolation, check_logits, check_prefixes
 from tests.attention.parallel.shared_model import Found, Setting, alone, check_setting
 from tests.encode.other_families import model_of, tokens_of
 from tests.forked import run_ranks

@@ -37,6 +37,7 @@ from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.verify.checks import (
     Check,
+    PackUnderTest,
     check_gradients,
     check_isolation,
     check_logits,
@@ -45,7 +46,6 @@ from packtool.train.verify.checks import (
     raise_if_failed,
     worst_of,
 )
-from packtool.train.verify.pack_under_test import PackUnderTest
 from packtool.train.verify.trajectory import TrainedStep, compare_trajectories, plan_steps
 
 

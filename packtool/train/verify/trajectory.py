@@ -35,8 +35,7 @@ from packtool.train.model.loss import sum_of_losses
 from packtool.train.model.towers import without_dropout
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.timeline import Timeline
-from packtool.train.verify.checks import Check, worst_of
-from packtool.train.verify.pack_under_test import tolerances, without_boundaries
+from packtool.train.verify.checks import Check, tolerances, without_boundaries, worst_of
 
 _SAMPLES_PER_STEP = 16
 _LEARNING_RATE, _WEIGHT_DECAY, _MAX_GRAD_NORM = 1e-4, 0.1, 1.0

@@ -32,6 +32,7 @@ from packtool.train.model.loss import LossFunction
 from packtool.train.run import train
 from packtool.train.verify.checks import (
     Check,
+    PackUnderTest,
     check_gradients,
     check_isolation,
     check_logits,
@@ -42,7 +43,6 @@ from packtool.train.verify.checks import (
     verify_cheaply,
     worst_of,
 )
-from packtool.train.verify.pack_under_test import PackUnderTest
 from packtool.train.verify.run import choose_packs, verify
 from tests.attention.hybrids import hybrid_config, hybrid_model
 from tests.batch.reduced import (
