@@ -96,14 +96,26 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
     balance = preview.plan.summary.balance
     assert balance is not None, "a preview knows costs"
     padding = figures["padding_of_plain_batches"]
+    # The caches' samples; these parts add up to all of them.
+    length = "longer than --max-length" if figures["sources"] is None else "of another length than is taken"
+    parts = [
+        ("in the plan", figures["num_distinct_samples"]),
+        ("not drawn in this epoch", figures["not_drawn"]),
+        (length, figures["filtered"]),
+    ]
+    dropped = Counter[str]()
+    for manifest in () if preview.inputs.reader is None else preview.inputs.reader.manifests:
+        dropped.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
+        left_out = manifest.parts_left_out.items()
+        dropped.update({f"turns left out at export: {reason}": count for reason, count in left_out})
     fingerprints = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
     if figures["cache_fingerprint"]:
         fingerprints.append(("caches", str(figures["cache_fingerprint"])))
     return {
         "title": title,
         "headline": _headline(figures),
-        "parts": _sample_parts(figures),
-        "dropped": _dropped(preview),
+        "parts": [(name, count) for name, count in parts if count],
+        "dropped": list(dropped.items()),
         "lengths": length_histogram(packs.full_lengths),
         "capacity": packs.capacity,
         "fills": fill_histogram(packs, 50),
@@ -215,27 +227,6 @@ def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
     """The maxima of groups of values, at most as many as are drawn."""
     group = -(-len(values) // _MAX_POINTS)
     return np.maximum.reduceat(values, np.arange(0, len(values), group)).tolist() if len(values) else []
-
-
-def _sample_parts(figures: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Name and size of the parts of the caches' samples; they add up to all samples."""
-    is_mixture = figures["sources"] is not None
-    parts = [
-        ("in the plan", figures["num_distinct_samples"]),
-        ("not drawn in this epoch", figures["not_drawn"]),
-        ("of another length than is taken" if is_mixture else "longer than --max-length", figures["filtered"]),
-    ]
-    return [(name, count) for name, count in parts if count]
-
-
-def _dropped(preview: Preview) -> list[tuple[str, int]]:
-    """Rows, turns and responses that the exports dropped, by reason."""
-    counts = Counter[str]()
-    for manifest in () if preview.inputs.reader is None else preview.inputs.reader.manifests:
-        counts.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
-        left_out = manifest.parts_left_out.items()
-        counts.update({f"turns left out at export: {reason}": count for reason, count in left_out})
-    return list(counts.items())
 
 
 def page(content: Mapping[str, Any]) -> str:

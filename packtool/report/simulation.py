@@ -184,7 +184,13 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     # The steps of sorted batches have other sequences.
     times = (outcome if outcome.name == "sorted" else simulation.baseline).timing.step_seconds
     step = int(times.argsort(kind="stable")[len(times) // 2])
-    seconds, gpus = float(timing.step_seconds[step]), _drawn_gpus(timing, step)
+    seconds, num_gpus = float(timing.step_seconds[step]), timing.schedule.num_devices
+    gpus = {gpu: f"GPU {gpu}" for gpu in range(num_gpus if num_gpus <= _MAX_LINES else _NUM_FIRST)}
+    if num_gpus > _MAX_LINES:
+        # Of GPUs that finish at the same time, the one that computes most, or least.
+        order = np.lexsort((timing.busy[step], timing.device_seconds[step]))
+        for word, gpu in (("slowest", int(order[-1])), ("fastest", int(order[0]))):
+            gpus[gpu] = f"GPU {gpu:,}, {word}"
     rectangles: dict[str, list[Rectangle]] = {}
     for number, gpu in enumerate(gpus):
         for kind, start, length in _pieces(timing, step, gpu):
@@ -192,7 +198,6 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
             rectangles.setdefault(kind, []).append(rectangle)
     shapes = [Boxes(boxes, _TIME_KINDS[kind][0]) for kind, boxes in rectangles.items()]
     height = max(len(gpus), 1) * (_LINE + _GAP) - _GAP
-    num_gpus = outcome.options.machine.world_size
     num_sequences = int((timing.schedule.cell_steps[timing.schedule.cells] == step).sum())
     note = f"Step {step + 1}: {num_sequences:,} sequences in {duration(seconds)}. Each line is a GPU."
     if len(gpus) < num_gpus:
@@ -212,19 +217,6 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
 def _legend(kinds: Container[str]) -> list[tuple[str, str]]:
     """Look and name of these kinds, in the order of ``_TIME_KINDS``."""
     return [look_and_name for kind, look_and_name in _TIME_KINDS.items() if kind in kinds]
-
-
-def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:
-    """Numbers and names of the GPUs that are drawn: all, or the first ones, the slowest and the fastest."""
-    world_size = timing.schedule.num_devices
-    if world_size <= _MAX_LINES:
-        return {gpu: f"GPU {gpu}" for gpu in range(world_size)}
-    gpus = {gpu: f"GPU {gpu}" for gpu in range(_NUM_FIRST)}
-    # Of GPUs that finish at the same time, the one that computes most, or least.
-    order = np.lexsort((timing.busy[step], timing.device_seconds[step]))
-    for word, gpu in (("slowest", int(order[-1])), ("fastest", int(order[0]))):
-        gpus[gpu] = f"GPU {gpu:,}, {word}"
-    return gpus
 
 
 def _pieces(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, float, float]]:

@@ -373,29 +373,32 @@ def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
     return worst_of(checks)[0]
 
 
-@torch.no_grad()
 def check_prefixes(pack: PackUnderTest, max_changes: int = 4) -> Check:
     """Change one shared prefix after the other, and compare its samples with the same samples alone."""
     checks = [Check("prefixes", 0.0, pack.tolerances["logits"], "no prefix did anything else")]
     for changed in _spread([node for node in pack.nodes if node.is_shared], max_changes):
-        packed = pack.packed_logits(pack.with_change(changed))
-        with own_attention(base_model(pack.model)):
-            alone = {number: pack.logits_alone(number, changed) for number in changed.samples}
-        allowed = pack.tolerances["logits"] * _unit(list(alone.values()))
-        for number, logits in alone.items():
-            where = f"after a change of {pack.node_name(changed)} in {pack.name(number)}"
-            checks.append(Check("prefixes", _difference(packed[number], logits), allowed, where))
+        checks += _compare_logits("prefixes", pack, changed)
     return worst_of(checks)[0]
 
 
-@torch.no_grad()
 def check_logits(pack: PackUnderTest) -> Check:
     """Compare the logits of each sample in the pack with its logits alone."""
-    packed = pack.packed_logits(pack.batch)
+    return worst_of(_compare_logits("logits", pack))[0]
+
+
+@torch.no_grad()
+def _compare_logits(name: str, pack: PackUnderTest, changed: Node | None = None) -> list[Check]:
+    """Compare the logits of samples in the pack and alone: of all, or of those of a node after a change of it."""
+    packed = pack.packed_logits(pack.batch if changed is None else pack.with_change(changed))
+    numbers = range(len(pack.samples)) if changed is None else changed.samples
     with own_attention(base_model(pack.model)):
-        alone = [pack.logits_alone(number) for number in range(len(pack.samples))]
-    allowed, errors = pack.tolerances["logits"] * _unit(alone), map(_difference, packed, alone)
-    return worst_of([Check("logits", error, allowed, f"in {pack.name(n)}") for n, error in enumerate(errors)])[0]
+        alone = {number: pack.logits_alone(number, changed) for number in numbers}
+    allowed = pack.tolerances["logits"] * _unit(list(alone.values()))
+    change = "" if changed is None else f"after a change of {pack.node_name(changed)} "
+    return [
+        Check(name, _difference(packed[number], logits), allowed, f"{change}in {pack.name(number)}")
+        for number, logits in alone.items()
+    ]
 
 
 @torch.no_grad()
