@@ -24,7 +24,7 @@ import av
 import numpy as np
 
 from packtool.media import video
-from packtool.media.seeking import all_frames, needed_frames
+from packtool.media.video import all_frames, needed_frames
 from packtool.rows.sample import MediaRef
 
 _FPS = 25

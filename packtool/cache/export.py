@@ -43,8 +43,7 @@ from packtool.cache.restart import (
 from packtool.cache.task import MIN_SHARD_ROWS, Task, TaskResult, Work, make_tasks
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
-from packtool.encode.blocks import check_template, first_row_error
-from packtool.encode.encoder import Encoder, remarks_on
+from packtool.encode.encoder import Encoder, check_template, first_row_error, remarks_on
 from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError

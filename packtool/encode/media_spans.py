@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packtool.encode.control import Piece
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
 from packtool.encode.families import family_of, thinker_of
 from packtool.encode.families.record import Medium, Part
+from packtool.encode.tokenize import Piece
 from packtool.rows.sample import MediaKind
 
 

@@ -24,12 +24,12 @@ from typing import Any
 
 from packtool.config.data import EncodeSpec, ExpandTurns
 from packtool.constants import MEDIA_MARKS
-from packtool.encode.control import Piece
 from packtool.encode.encoded import EncodedRow, EncodedSample
 from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TurnFinder
 from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
+from packtool.encode.tokenize import Piece
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.sample import Dropped, RowPart, Sample, Turn
 

@@ -20,12 +20,12 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import family_of, pad_ids_of, thinker_of
 from packtool.encode.loss_scale import Base
 from packtool.encode.media_spans import num_common
 from packtool.encode.template import ChatTemplate, TemplateFailure
+from packtool.encode.tokenize import ControlVocabulary, Piece, Shield
 from packtool.errors import ConfigError
 
 _QUESTION = "packtoolquestion"

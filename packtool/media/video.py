@@ -1,9 +1,31 @@
-"""Videos: measured from the container's header where it is reliable, decoded for training."""
+"""Videos: measured from the container's header where it is reliable, decoded for training.
+
+Needed frames are decoded from the keyframes before them. Of an hour of which 64 frames are needed, with a keyframe
+every ten seconds, a fifth or less is decoded:
+
+    keyframes   K-----------K-----------K-----------K-----------
+    needed          x                       x         x
+    decoded     -----                   -----       ---
+
+Frames are numbered in the order in which a decoder returns them, from the file's first one. Decoding can begin at a
+keyframe only if its number is known: the number of packets before it, plus those after it that are shown before it (the
+leading pictures of an open group). Packets are counted in the table of contents (mp4, mov); Matroska and WebM are read
+once without decoding, also to count the frames of H.264. Time stamps are not used, so frames may be unevenly spaced.
+
+H.264 frames that no other frame is decoded from (most B-frames) are skipped on the way to a frame, too.
+
+It is verified that each packet is one frame, and that each marked keyframe is one: at the beginning and wherever
+decoding begins, the frames must match the packets one by one. Otherwise, and for other formats, ``Unnumbered`` is
+raised: only decoding from the beginning numbers the frames.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain, islice
 from typing import Any
 
 import av
@@ -14,7 +36,6 @@ from av.video.reformatter import VideoReformatter
 from packtool.media.container import check_end, first_stream, index_of, is_indexed, num_hidden, open_container
 from packtool.media.measure import ANY, changed_since_export, load_image, measure_image, media_error
 from packtool.media.opening import MediaProblem, label
-from packtool.media.seeking import Unnumbered, all_frames, count_frames, decode_all, needed_frames
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 
@@ -121,7 +142,7 @@ def _decoded(
     read_frames: Callable[..., Iterator[tuple[int, Any]]],
     shape: tuple[int, int, int] | None,
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Return frames by their numbers, read by a function of ``seeking``, and the missing numbers.
+    """Return frames by their numbers, read by ``needed_frames`` or ``all_frames``, and the missing numbers.
 
     Returns:
         None for the frames if there is none, or if ``read_frames`` cannot number them.
@@ -199,3 +220,261 @@ def _declared_frames(container: Any, stream: Any) -> int | None:
     expected = float(stream.duration * stream.time_base) * rate
     is_plausible = abs(count - expected) <= max(2.0, 0.05 * expected)
     return count - num_hidden(container, stream) if is_plausible else None
+
+
+MIN_SKIPPED = 4
+"""Frames that seeking must save: about what a decoder reads before it returns the first."""
+
+# Packets after a keyframe that may be its leading pictures: H.264 and HEVC reorder at most 16 frames.
+_MAX_REORDERED = 32
+_ALL = 2**62
+_MIN_KEYFRAMES = 3
+# Codecs whose decoder returns a frame for every packet, even damaged; with others, export must find the damage.
+_CONCEALED = ("h264",)
+_READ_ONCE = ("matroska", "webm")
+# One packet, one frame. VP8 is missing because it has packets that show nothing.
+_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
+
+
+class Unnumbered(Exception):
+    """The frames of a file can only be numbered by decoding it from the beginning."""
+
+
+class _KeyframeDecoder:
+    """A video decoded from its keyframes.
+
+    Args:
+        container: at its beginning.
+        last: number of the last frame for which keyframes are needed.
+
+    Attributes:
+        keyframes: ascending; for each keyframe in decoding order, the number of packets shown before it, which is the
+            smallest number that its frame can have.
+        num_packets: packets that are shown, as far as they were counted.
+        first: number of the first frame in ``frames``.
+        frames: (number, frame), ascending, from the keyframe where decoding began.
+        needed: number of the next needed frame; well before it, frames that no other frame needs are skipped.
+
+    Raises:
+        Unnumbered: from all methods, if frames cannot be numbered.
+    """
+
+    def __init__(self, container: Any, stream: Any, last: int) -> None:
+        self._container, self._stream = container, stream
+        self.keyframes: list[int] = []
+        self._times: list[int] = []  # where to seek for each keyframe: just before the next one
+        self._number_at: dict[int, int] = {}  # of a keyframe, by its position in the file
+        self.num_packets = self.first = self.needed = 0
+        self.frames: Iterator[tuple[int, Any]] = iter(())
+        if stream.codec_context.codec.canonical_name not in _CODECS:
+            raise Unnumbered
+        has_index = is_indexed(container)
+        if has_index and 0 < len(index := index_of(stream)) == stream.frames:
+            packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
+            self._find_keyframes(packets, last)
+            return
+        if not has_index and not any(name in container.format.name.split(",") for name in _READ_ONCE):
+            raise Unnumbered
+        # Tables of contents and seeking in them use decoding time.
+        read = (packet for packet in container.demux(stream) if packet.size)  # the last one is empty
+        packets = ((p.pos, p.dts if has_index else p.pts, p.is_keyframe, p.is_discard) for p in read)
+        self._find_keyframes(packets, last)
+        self._seek(self._times[0])
+
+    def _find_keyframes(self, packets: Iterable[tuple[int | None, int | None, bool, bool]], last: int) -> None:
+        """Find the keyframes among packets: (position in the file, time, is keyframe, is hidden)."""
+        num_shown, latest = 0, -(2**62)
+        for position, time, is_key, is_hidden in packets:
+            if time is None:
+                raise Unnumbered
+            if is_key:
+                if position is None or position < 0 or position in self._number_at:
+                    raise Unnumbered  # it could not be recognised again
+                if self.keyframes:
+                    self._times.append(time - 1)
+                self.keyframes.append(num_shown)
+                self._number_at[position] = num_shown
+            elif not self.keyframes:  # decoders show nothing before the first keyframe
+                raise Unnumbered
+            num_shown, latest = num_shown + (not is_hidden), max(latest, time)
+            if num_shown > last + _MAX_REORDERED and is_key:
+                break
+        self._times.append(latest)
+        self.num_packets = num_shown
+        if not self.keyframes:
+            raise Unnumbered
+
+    def _seek(self, time: int) -> None:
+        try:
+            self._container.seek(time, stream=self._stream)
+        except OSError as error:  # FFmpeg's errors are OSErrors: the file is not seekable
+            raise Unnumbered from error
+
+    def start(self) -> None:
+        """Decode from the current position, which must be a known keyframe; sets ``first`` and ``frames``."""
+        packets = self._container.demux(self._stream)
+        ahead = list(islice(packets, _MAX_REORDERED))
+        key = ahead[0]
+        if key.pts is None or key.pos not in self._number_at:
+            raise Unnumbered
+        num_leading = sum(1 for packet in ahead if _is_shown(packet) and packet.pts < key.pts)
+        self.first = self.needed = self._number_at[key.pos] + num_leading
+        self.frames = self._decoded(chain(ahead, packets), key.pts, self.first)
+
+    def start_before(self, keyframe: int, number: int) -> None:
+        """Decode from the last keyframe, up to this one (an index), from which a frame can be reached."""
+        for index in range(keyframe, -1, -1):
+            self._seek(self._times[index])
+            self.start()
+            if self.first <= number:
+                return
+        raise Unnumbered
+
+    def _decoded(self, packets: Iterable[Any], first_time: int, first: int) -> Iterator[tuple[int, Any]]:
+        """Yield (number, frame) of packets from a keyframe on, whose frame is number ``first`` at ``first_time``."""
+        number, prefix = first, _length_prefix(self._stream)
+        awaited: list[tuple[int, bool]] = []  # (time, is skipped)
+        for position, packet in enumerate(packets):
+            # Reordering may put the needed frame a few packets away from its position, but not further.
+            is_skipped = position < self.needed - first - _MAX_REORDERED and _is_leaf(packet, prefix)
+            if _is_shown(packet) and packet.pts >= first_time:
+                heappush(awaited, (packet.pts, is_skipped))
+            for frame in () if is_skipped else packet.decode():
+                if frame.pts is not None and frame.pts < first_time:
+                    continue
+                while awaited and awaited[0][1]:
+                    heappop(awaited)
+                    number += 1
+                if not awaited or frame.pts != heappop(awaited)[0] or frame.is_corrupt:
+                    raise Unnumbered
+                if frame.pts == first_time and not frame.key_frame:
+                    raise Unnumbered
+                yield number, frame
+                number += 1
+
+
+def needed_frames(
+    container: Any, stream: Any, numbers: Sequence[int], num_frames: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number, frame) of the requested frames, decoding from the keyframe before each.
+
+    Frames that the file lacks are skipped.
+
+    Args:
+        container: at its beginning.
+        numbers: frame numbers, ascending, each once.
+        num_frames: number of frames at export, if known; it must equal the number of packets.
+
+    Raises:
+        Unnumbered: frames cannot be found by their packets; the container cannot be used afterwards.
+    """
+    if not any(after - before > MIN_SKIPPED for before, after in zip((0, *numbers), numbers, strict=False)):
+        yield from all_frames(container, stream, numbers)
+        return
+    decoder = _KeyframeDecoder(container, stream, numbers[-1] if num_frames is None else _ALL)
+    if num_frames not in (None, decoder.num_packets):
+        raise Unnumbered
+    decoder.start()
+    if decoder.first != 0:  # decoders do not show the leading pictures of the first keyframe
+        raise Unnumbered
+    if (frame := next(decoder.frames, None)) is None:
+        raise Unnumbered
+    decoder.frames = chain([frame], decoder.frames)
+    position = 0
+    for needed in numbers:
+        keyframe = bisect_right(decoder.keyframes, needed) - 1
+        if decoder.keyframes[keyframe] - position >= MIN_SKIPPED:
+            decoder.start_before(keyframe, needed)
+        decoder.needed = needed
+        for number, frame in decoder.frames:
+            position = number + 1
+            if number == needed:
+                yield number, frame
+                break
+
+
+def decode_all(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
+    """Decode a container from its beginning.
+
+    Returns:
+        the first frame (None if there is none), an iterator over the others, and whether the first frame belongs to the
+        first shown packet, and is a keyframe unless hidden packets come before it: not so if a file begins within a
+        group.
+    """
+    packets = container.demux(stream)
+    ahead = list(islice(packets, _MAX_REORDERED))
+    times = [packet.pts for packet in ahead if packet.size and not packet.is_discard]
+    frames = (frame for packet in chain(ahead, packets) for frame in packet.decode())
+    first = next(frames, None)
+    if first is None or not times or None in times or first.pts != min(times):
+        return first, frames, False
+    return first, frames, bool(first.key_frame or ahead[0].is_discard)
+
+
+def count_frames(container: Any, stream: Any) -> int:
+    """Return the number of frames that a decoder returns, by counting packets and decoding the first and last frames.
+
+    At both ends the frames must match the packets one by one; a truncated file has as many frames as decoding from its
+    last keyframe gives.
+
+    Args:
+        container: at its beginning.
+
+    Raises:
+        Unnumbered: if all frames must be decoded to count them; the container cannot be used afterwards.
+    """
+    if stream.codec_context.codec.canonical_name not in _CONCEALED:
+        raise Unnumbered
+    decoder = _KeyframeDecoder(container, stream, _ALL)
+    if len(decoder.keyframes) < _MIN_KEYFRAMES:
+        raise Unnumbered  # it would save nothing
+    decoder.start()
+    if decoder.first != 0 or len(list(islice(decoder.frames, _MAX_REORDERED))) < _MAX_REORDERED:
+        raise Unnumbered
+    last = decoder.keyframes[-1]
+    decoder.start_before(len(decoder.keyframes) - 1, last)
+    num_frames = decoder.first + sum(1 for _ in decoder.frames)
+    if num_frames <= last:
+        raise Unnumbered
+    return num_frames
+
+
+def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the same as ``needed_frames`` by decoding from the beginning."""
+    needed = set(numbers)
+    for number, frame in enumerate(container.decode(stream)):
+        if number in needed:
+            yield number, frame
+        if number >= numbers[-1]:
+            return
+
+
+def _length_prefix(stream: Any) -> int:
+    """Return the bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if none."""
+    extra = stream.codec_context.extradata or b""
+    is_known = stream.codec_context.codec.canonical_name == "h264" and len(extra) > 4 and extra[0] == 1
+    return (extra[4] & 3) + 1 if is_known else 0
+
+
+def _is_leaf(packet: Any, prefix: int) -> bool:
+    """Return whether no other frame is decoded from a packet of H.264: nal_ref_idc is 0 in all of its units.
+
+    Slices have it of their frame. Parameter sets always have another value (ISO/IEC 14496-10, 7.4.1), so a packet with
+    parameter sets is no leaf.
+    """
+    data, at, has_slice = bytes(packet), 0, False
+    while 0 < prefix < len(data) - at:
+        unit = data[at + prefix]
+        if unit >> 5 & 3:
+            return False
+        has_slice |= 1 <= unit & 31 <= 5
+        at += prefix + int.from_bytes(data[at : at + prefix], "big")
+    return has_slice
+
+
+def _is_shown(packet: Any) -> bool:
+    if not packet.size:
+        return False
+    if packet.pts is None:
+        raise Unnumbered
+    return not packet.is_discard

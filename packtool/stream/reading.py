@@ -22,9 +22,8 @@ from packtool.cache.reader import ShardFile
 from packtool.cache.shard import ShardWriter
 from packtool.config.data import EncodeSpec
 from packtool.config.settings import load_json
-from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample, left_out_of
-from packtool.encode.encoder import Encoder
+from packtool.encode.encoder import Encoder, encode_samples, samples_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError, PacktoolError, StoreDownError
 from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread

@@ -12,7 +12,7 @@ import pytest
 from packtool.cache import shard, task
 from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
-from packtool.encode.blocks import encode_samples
+from packtool.encode.encoder import encode_samples
 from packtool.errors import MismatchError, RowError, StoreDownError
 from packtool.progress import SilentProgress
 

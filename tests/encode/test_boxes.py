@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES
-from packtool.encode.families.qwen_video import smart_resize
+from packtool.encode.families.qwen_vl import smart_resize
 from packtool.encode.families.record import QWEN_TOKENS
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from packtool.config.data import MediaOptions
 from packtool.encode import families
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, family_of, is_multimodal
-from packtool.encode.families.qwen_video import smart_resize
-from packtool.encode.families.qwen_vl import image_limits
+from packtool.encode.families.qwen_vl import image_limits, smart_resize
 from packtool.encode.families.record import Family
 from packtool.errors import ConfigError
 

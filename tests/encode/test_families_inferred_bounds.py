@@ -6,10 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from packtool.encode.families.processor import image_limits_of, video_limits_of
-from packtool.encode.families.qwen_video import video_grid
-from packtool.encode.families.qwen_vl import image_bounds, image_grid, video_bounds
-from packtool.encode.families.record import ImageLimits, VideoLimits
+from packtool.encode.families.qwen_vl import image_bounds, image_grid, video_bounds, video_grid
+from packtool.encode.families.record import ImageLimits, VideoLimits, image_limits_of, video_limits_of
 from packtool.rows.sample import MediaRef
 
 OWN = ImageLimits(min_pixels=56 * 56, max_pixels=640 * 640, patch_size=14, merge_size=2, temporal_patch_size=2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoVideoProcessor
 
 from packtool.config.data import MediaOptions
-from packtool.encode.families.qwen_video import clip_frames, sample_clip, video_grid, video_limits
+from packtool.encode.families.qwen_vl import clip_frames, sample_clip, video_grid, video_limits
 
 PATCHES = {"temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 784, "longest_edge": 40000}}
 PICTURES = {"plain": "Qwen2VLImageProcessor", "fast": "Qwen2VLImageProcessorFast", "unnamed": None}

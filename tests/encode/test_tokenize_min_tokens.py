@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from packtool.encode import encoder as encoder_module
-from packtool.encode.control import ControlVocabulary, Piece
-from packtool.encode.tokenize import PieceTokenizer, WordTokenizer
+from packtool.encode.tokenize import ControlVocabulary, Piece, PieceTokenizer, WordTokenizer
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped
 from tests.encode.conftest import encoder_for

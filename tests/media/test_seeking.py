@@ -17,7 +17,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from packtool.errors import MediaError
-from packtool.media import seeking
+from packtool.media import video as videos
 from packtool.media.container import open_container
 from packtool.media.opening import MediaProblem
 from packtool.media.video import load_video, measure_video
@@ -73,14 +73,14 @@ def decoded(data: bytes) -> list[npt.NDArray[np.uint8]]:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Return the number of frames that came out of decoders that began at keyframes."""
-    num_frames, decode = [0], seeking._KeyframeDecoder._decoded
+    num_frames, decode = [0], videos._KeyframeDecoder._decoded
 
     def counting(*arguments: Any) -> Iterator[tuple[int, Any]]:
         for item in decode(*arguments):
             num_frames[0] += 1
             yield item
 
-    monkeypatch.setattr(seeking._KeyframeDecoder, "_decoded", counting)
+    monkeypatch.setattr(videos._KeyframeDecoder, "_decoded", counting)
     return lambda: num_frames[0]
 
 
@@ -97,7 +97,7 @@ def test_frames_are_those_of_decoding_from_the_beginning(name: str, numbers: set
 def test_no_more_than_a_group_is_decoded_of_what_can_be_sought_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count = counted(monkeypatch)
     with open_container(MediaRef(None, video(name))) as container:
-        assert [n for n, _ in seeking.needed_frames(container, container.streams.video[0], [2, 95])] == [2, 95]
+        assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [2, 95])] == [2, 95]
     group = int(VIDEOS[name][2]["g"])
     # A frame that leads a keyframe of an open group is decoded from the keyframe before.
     assert 3 < count() <= 3 + min(group + 16, 93)
@@ -106,28 +106,28 @@ def test_no_more_than_a_group_is_decoded_of_what_can_be_sought_in(name: str, mon
 def test_the_rest_of_a_group_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     count = counted(monkeypatch)  # keyframes are the frames 0, 30, 60 and 90
     with open_container(MediaRef(None, video("fragments"))) as container:
-        assert [n for n, _ in seeking.needed_frames(container, container.streams.video[0], [2, 50, 64])] == [2, 50, 64]
+        assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [2, 50, 64])] == [2, 50, 64]
     assert count() == 3 + 21 + 5
 
 
 def test_frames_that_no_other_is_decoded_from_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     count = counted(monkeypatch)  # of each four frames, two are such
     with open_container(MediaRef(None, video("one keyframe"))) as container:
-        assert [n for n, _ in seeking.needed_frames(container, container.streams.video[0], [50, 100])] == [50, 100]
+        assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [50, 100])] == [50, 100]
     near = 2 * 32
     assert near < count() < near + (100 - near) // 2 + 8
 
 
 def test_a_packet_with_parameters_for_later_frames_is_not_left_out() -> None:
     picture, parameters = b"\x00\x02\x01\x80", b"\x00\x02\x68\x80"  # a slice and a picture parameter set
-    assert seeking._is_leaf(picture, 2)
-    assert not seeking._is_leaf(parameters + picture, 2)
+    assert videos._is_leaf(picture, 2)
+    assert not videos._is_leaf(parameters + picture, 2)
 
 
 @pytest.mark.parametrize("name", ALL_DECODED)
 def test_what_cannot_be_numbered_is_said(name: str) -> None:
-    with open_container(MediaRef(None, video(name))) as container, pytest.raises(seeking.Unnumbered):
-        list(seeking.needed_frames(container, container.streams.video[0], [2, 95]))
+    with open_container(MediaRef(None, video(name))) as container, pytest.raises(videos.Unnumbered):
+        list(videos.needed_frames(container, container.streams.video[0], [2, 95]))
 
 
 @settings(max_examples=40)
@@ -159,7 +159,7 @@ def test_frames_are_counted_as_a_decoder_counts_them(name: str, share: float, da
 def test_counting_decodes_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     count, name = counted(monkeypatch), "H.264, Matroska"
     with open_container(MediaRef(None, video(name))) as container:
-        assert seeking.count_frames(container, container.streams.video[0]) == NUM_FRAMES
+        assert videos.count_frames(container, container.streams.video[0]) == NUM_FRAMES
     assert count() <= 32 + int(VIDEOS[name][2]["g"])
 
 

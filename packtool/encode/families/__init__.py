@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.data import MediaOptions
-from packtool.encode.families import by_processor, glm4v, qwen_omni, qwen_vl
-from packtool.encode.families.by_processor import OTHER, REFUSED
+from packtool.encode.families import glm4v, processor, qwen_omni, qwen_vl
+from packtool.encode.families.processor import OTHER, REFUSED
 from packtool.encode.families.record import (
     Family,
     ImageLimits,
@@ -42,7 +42,7 @@ __all__ = [
     "thinker_of",
 ]
 
-FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *by_processor.FAMILIES)
+FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *processor.FAMILIES)
 """All trained families, except other models of text alone."""
 
 TEXT = Family(title="text alone")

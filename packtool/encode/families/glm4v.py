@@ -17,8 +17,7 @@ from packtool.encode.families.processor import (
     refuse_options,
     refuse_own_limits,
 )
-from packtool.encode.families.qwen_video import resize_together
-from packtool.encode.families.qwen_vl import QwenVL, image_limits
+from packtool.encode.families.qwen_vl import QwenVL, image_limits, resize_together
 from packtool.encode.families.record import BoxForm, Family, MediaLimits, Medium, Part, Towers
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.sample import MediaRef

@@ -14,8 +14,7 @@ from itertools import zip_longest
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
-from packtool.encode.families.qwen_video import video_limits
-from packtool.encode.families.qwen_vl import QwenVL, image_limits
+from packtool.encode.families.qwen_vl import QwenVL, image_limits, video_limits
 from packtool.encode.families.record import (
     AudioLimits,
     BoxForm,

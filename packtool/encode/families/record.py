@@ -7,7 +7,7 @@ the model's own configuration. ``MediaEncoding`` is what encoding needs of a fam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -87,6 +87,47 @@ class VideoLimits:
         # An even share of the total, but slightly more than the minimum, as in qwen-vl-utils.
         share = self.total_pixels * self.temporal_patch_size // num_frames
         return self.min_pixels, max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
+
+
+def image_limits_of(ref: MediaRef, limits: ImageLimits) -> ImageLimits:
+    """Return the limits of a picture: the export's, replaced by those of its row.
+
+    Raises:
+        ValueError: if its row's contradict each other.
+    """
+    own = dict(ref.limits)
+    return replace(limits, **_bounds(own, "pixels", limits.min_pixels, limits.max_pixels)) if own else limits
+
+
+def video_limits_of(ref: MediaRef, limits: VideoLimits) -> VideoLimits:
+    """Return the limits of a video: the export's, replaced by those of its row, whose pixels are of one frame.
+
+    Raises:
+        ValueError: if its row's contradict each other.
+    """
+    own = dict(ref.limits)
+    if not own:
+        return limits
+    changes: dict[str, Any] = _bounds(own, "frames", limits.min_frames, limits.max_frames)
+    total = int(own["total_pixels"]) if "total_pixels" in own else None
+    if limits.over_all_frames:
+        changes |= {f"frame_{name}": int(own[name]) for name in ("min_pixels", "max_pixels") if name in own}
+        changes |= {"max_pixels": total, "min_pixels": min(limits.min_pixels, total)} if total else {}
+    else:
+        changes |= _bounds(own, "pixels", limits.min_pixels, limits.max_pixels)
+        changes |= {"total_pixels": total} if total else {}
+    return replace(limits, fps=float(own.get("fps", limits.fps)), **changes)
+
+
+def _bounds(own: dict[str, float], unit: str, min_value: int, max_value: int) -> dict[str, int]:
+    """Return both bounds; one that the row does not give makes room for the other."""
+    low, high = own.get(f"min_{unit}"), own.get(f"max_{unit}")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"its row wants at least {low:g} and at most {high:g} {unit}")
+    return {
+        f"min_{unit}": int(low if low is not None else min(min_value, high or min_value)),
+        f"max_{unit}": int(high if high is not None else max(max_value, low or max_value)),
+    }
 
 
 @dataclass(frozen=True)

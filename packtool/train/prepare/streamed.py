@@ -24,9 +24,8 @@ from packtool.config.packing import PackOptions
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
-from packtool.encode.blocks import check_template, encode_samples, first_row_error, samples_of
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.encoder import Encoder
+from packtool.encode.encoder import Encoder, check_template, encode_samples, first_row_error, samples_of
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World

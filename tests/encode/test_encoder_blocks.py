@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.encoder import Encoder
+from packtool.encode.encoder import Encoder, encode_samples, samples_of
 from packtool.errors import StorageError
 from packtool.rows.read import scan
 from packtool.rows.sample import Dropped
