@@ -302,9 +302,12 @@ def place_exact_fit(
     while stock.num:
         pattern = _fill_one(stock, capacity, max_samples or capacity, evenness, chance)
         runs = [(length, sum(1 for _ in same)) for length, same in itertools.groupby(pattern)]
-        num = 1 + stock.take_more(runs)
-        slot = 0
+        # The same pattern is taken as often as its samples last.
+        num_more = min(stock.counts.get(length, 0) // per_pack for length, per_pack in runs)
+        num, slot = 1 + num_more, 0
         for length, per_pack in runs:
+            if num_more:
+                stock.take(length, num_more * per_pack)
             rows.append((num_packs, num, slot, per_pack, length))
             slot += per_pack
         ranges.append((num_packs, num, slot))
@@ -378,14 +381,6 @@ class _Stock(LengthSet):
             if self._has_pairs:
                 self._bits ^= 1 << length
                 self._mirror ^= 1 << (self._longest - length)
-
-    def take_more(self, runs: Sequence[tuple[int, int]]) -> int:
-        """Remove a pattern, given as lengths and their counts, as often as possible; return how often."""
-        times = min(self.counts.get(length, 0) // count for length, count in runs)
-        if times:
-            for length, count in runs:
-                self.take(length, times * count)
-        return times
 
     def pair(self, total: int, off_center: int) -> tuple[int, int] | None:
         """Find two lengths of ``total`` together, the most alike of those at least ``off_center`` apart if any are."""

@@ -426,10 +426,6 @@ class StepTime:
         work, attention = self.work(lengths, flops, num_ranks)
         return [Load(*one) for one in zip(work.tolist(), attention.tolist(), strict=True)]
 
-    def computation(self, flops: float) -> float:
-        """Seconds of computation on one device."""
-        return flops / self.flops_per_second
-
     def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int, num_ranks: int) -> float:
         """Seconds of a micro-batch.
 
@@ -439,9 +435,9 @@ class StepTime:
             sharded_tokens: of all sharded sequences, with their padding.
             num_ranks: N.
         """
-        busiest = max(local)[0]
+        busiest, speed = max(local)[0], self.flops_per_second
         if num_ranks > 1 and sharded_tokens:
-            speed, attention, exposed = self.flops_per_second, sharded.attention / num_ranks, 0.0
+            attention, exposed = sharded.attention / num_ranks, 0.0
             hidden = []
             for exchange in self.exchanges:
                 flops = speed * exchange.travel(sharded_tokens) - exchange.behind_sharded * attention
@@ -452,7 +448,7 @@ class StepTime:
             busiest = exposed + max(
                 load[0] + sum([max(0.0, flops - share * load[1]) for flops, share in hidden]) for load in local
             )
-        return max(self.launch_seconds, self.computation(busiest + sharded.flops / num_ranks + self.batch_flops))
+        return max(self.launch_seconds, (busiest + sharded.flops / num_ranks + self.batch_flops) / speed)
 
     def waited(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:
         """Seconds of exchanges that attention does not hide, for many ranks at once.

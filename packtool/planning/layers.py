@@ -111,6 +111,7 @@ class ModelLayers:
         config, text = thinker_of(config), text_config_of(config)
         hidden, vocabulary = int(text["hidden_size"]), int(text.get("vocab_size") or 0)
         audio, seen = config.get("audio_config") or {}, config.get("vision_config")
+        audio_steps = tuple(_audio(audio))
         return cls(
             language=tuple(_language(text, "model.language_model" if seen or audio else "model")),
             head=Step(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
@@ -119,8 +120,8 @@ class ModelLayers:
             in_chunks="chunked_attention" in _layer_types(text),
             vision=tuple(_vision(config)),
             mergers=_mergers(config, hidden),
-            audio=tuple(_audio(audio)),
-            audio_aligner=tuple(_audio_aligner(audio)),
+            audio=tuple(step for step in audio_steps if step.part != "aligner"),
+            audio_aligner=tuple(step for step in audio_steps if step.part == "aligner"),
         )
 
     @property
@@ -403,7 +404,7 @@ def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -
 
 
 def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
-    """An audio tower, per token; windows of attention count at their full width."""
+    """An audio tower and its projections, per token; windows of attention count at their full width."""
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
         return
@@ -436,14 +437,9 @@ def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
         yield step(f"layers.{i}.fc1", hidden, width, layer=i)
         yield step(f"layers.{i}.fc2", width, hidden, layer=i)
     yield step("ln_post", 1, hidden, kind="lookup")
-    if not channels:
-        yield step("proj", hidden, int(audio.get("output_dim") or hidden), times=1.0)
-
-
-def _audio_aligner(audio: Mapping[str, Any]) -> Iterator[Step]:
-    """The projections of an audio tower, which count as aligner."""
-    hidden = int(audio.get("d_model") or 0)
-    if hidden and audio.get("encoder_layers") and audio.get("downsample_hidden_size"):
-        widths = {"proj1": hidden, "proj2": int(audio.get("output_dim") or hidden)}
-        for name, outputs in widths.items():
-            yield Step(name=f"model.audio_tower.{name}", part="aligner", inputs=hidden, outputs=outputs, has_bias=True)
+    output = int(audio.get("output_dim") or hidden)
+    if channels:
+        yield step("proj1", hidden, hidden, times=1.0, part="aligner")
+        yield step("proj2", hidden, output, times=1.0, part="aligner")
+    else:
+        yield step("proj", hidden, output, times=1.0)

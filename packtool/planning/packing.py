@@ -183,43 +183,28 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
 
 
 def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, seed: int, epoch: int) -> PackPlan:
+    """Pack batches with ``binpacking.to_constant_volume``; the last pack, if not full, joins the next batch.
+
+    Batches form chains of 64, so that packs do not depend on the number of processes.
+    """
     order = np.arange(len(lengths), dtype=np.int64)
     if options.shuffle:
         # Drawn for all epochs, which must have equally many packs. Equally long samples are exchanged afterwards.
         order = seeded_order(len(lengths), seed=seed, epoch=0, stream=RandomStream.BATCHES)
-    placed = place_in_batches(lengths, capacity, options.packing_batch_size, options.packing_num_proc, order)
-    plan = build_plan(*placed, lengths, capacity)
+    chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
+    chains = [order[start : start + chain_size] for start in range(0, len(order), chain_size)]
+    jobs = [(samples, lengths[samples], capacity, options.packing_batch_size) for samples in chains]
+    num_proc = options.packing_num_proc if len(order) >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
+    results = map_on_processes(_pack_chain, jobs, num_proc)
+    packed = np.concatenate([order[:0], *(packed for packed, _ in results)])
+    sizes = np.concatenate([order[:0], *(sizes for _, sizes in results)])
+    assert len(packed) == len(lengths) == sizes.sum(), "binpacking neither loses samples nor makes empty packs"
+    plan = build_plan(packed, sizes, lengths, capacity)
     if options.shuffle:
         by_length = np.argsort(-plan.lengths, kind="stable")
         stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
         plan.samples[by_length] = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream, falling=lengths)
     return _order_packs(plan, options, seed, epoch)
-
-
-def place_in_batches(
-    lengths: Int32Array, capacity: int, batch_size: int, num_proc: int, order: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """Pack batches with ``binpacking.to_constant_volume``; the last pack, if not full, joins the next batch.
-
-    Batches form chains of 64, so that packs do not depend on the number of processes.
-
-    Args:
-        lengths: (N,), from 1 to ``capacity``.
-        batch_size: samples of a batch, besides those left from the batch before.
-        order: (N,), in which samples come into batches.
-
-    Returns:
-        int64 (N,) the samples in pack order, and (K,) the number of samples in each pack.
-    """
-    step = batch_size * BATCHES_PER_CHAIN
-    chains = [order[start : start + step] for start in range(0, len(order), step)]
-    jobs = [(samples, lengths[samples], capacity, batch_size) for samples in chains]
-    results = map_on_processes(_pack_chain, jobs, num_proc if len(order) >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1)
-    empty = np.zeros(0, dtype=np.int64)
-    packed = np.concatenate([empty, *(packed for packed, _ in results)])
-    sizes = np.concatenate([empty, *(sizes for _, sizes in results)])
-    assert len(packed) == len(lengths) == sizes.sum(), "binpacking neither loses samples nor makes empty packs"
-    return packed, sizes
 
 
 def _pack_chain(job: tuple[Int64Array, Int32Array, int, int]) -> tuple[Int64Array, Int64Array]:

@@ -230,7 +230,7 @@ class _Step:
             # Lower bound: some rank has the longest, and by convexity uneven loads take no less than even ones.
             longest = self.local[order[num]] if num < len(order) else NOTHING
             even = Load(left.flops / num_ranks, left.attention / num_ranks)
-            if self.times.computation(even.flops + work.flops / num_ranks) >= limit:
+            if (even.flops + work.flops / num_ranks) / self.times.flops_per_second >= limit:
                 break  # and more sharding makes more work
             if self.times.micro_batch([longest, even], work, tokens, num_ranks) >= limit:
                 continue

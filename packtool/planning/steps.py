@@ -300,7 +300,14 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     chunk = max(1, _PACKS_AT_ONCE // max(num_packs, 1))
     for start in range(0, num_steps, chunk):
         part = costs[start : start + chunk]
-        rank_packs = _assign_in_rounds(part, num_ranks, per_rank)
+        falling, loads = np.argsort(-part, axis=1, kind="stable"), np.zeros((len(part), num_ranks))
+        rank_packs = np.empty((len(part), num_ranks, per_rank), dtype=np.int64)
+        for number in range(per_rank):
+            packs = falling[:, number * num_ranks : (number + 1) * num_ranks]
+            lightest = np.argsort(loads, axis=1, kind="stable")
+            np.put_along_axis(rank_packs[:, :, number], lightest, packs, axis=1)
+            gained = np.take_along_axis(part, packs, axis=1)
+            np.put_along_axis(loads, lightest, np.take_along_axis(loads, lightest, axis=1) + gained, axis=1)
         if per_rank > 1 and num_ranks > 1:
             pack_costs = np.take_along_axis(part, rank_packs.reshape(part.shape), axis=1).reshape(rank_packs.shape)
             _swap(pack_costs, rank_packs)
@@ -309,19 +316,6 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
             rank_packs = np.take_along_axis(rank_packs, order, axis=2)
         assigned[start : start + chunk] = rank_packs
     return assigned
-
-
-def _assign_in_rounds(costs: Costs, num_ranks: int, per_rank: int) -> Int64Array:
-    falling = np.argsort(-costs, axis=1, kind="stable")
-    loads = np.zeros((len(costs), num_ranks))
-    rank_packs = np.empty((len(costs), num_ranks, per_rank), dtype=np.int64)
-    for i in range(per_rank):
-        packs = falling[:, i * num_ranks : (i + 1) * num_ranks]
-        lightest = np.argsort(loads, axis=1, kind="stable")
-        np.put_along_axis(rank_packs[:, :, i], lightest, packs, axis=1)
-        gained = np.take_along_axis(costs, packs, axis=1)
-        np.put_along_axis(loads, lightest, np.take_along_axis(loads, lightest, axis=1) + gained, axis=1)
-    return rank_packs
 
 
 def _swap(costs: Costs, rank_packs: Int64Array) -> None:

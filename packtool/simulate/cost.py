@@ -265,7 +265,10 @@ class Machine:
         linear = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
         own_attention = own(self.attention_seconds(schedule.tokens, 1))
         shard_attention = shared(self.attention_seconds(schedule.tokens, sequence_parallel_sizes))
-        windows = self.window_seconds(schedule.tokens)
+        # Attention in windows runs at the speed of matrix products.
+        window_speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
+        cost = self.sizes.cost
+        windows = np.asarray(cost.window_squares(schedule.tokens) * (cost.per_window / window_speed))
         local_seconds = linear * own_tokens + own_attention + own(windows)
         sharded_seconds = linear * sharded_tokens / num_ranks + shard_attention + shared(windows) / num_ranks
         exposed = np.zeros(len(tokens))
@@ -317,11 +320,6 @@ class Machine:
         cost = self.sizes.cost
         flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
         return np.where(tokens > 0, flops / self._linear_speed, 0.0)
-
-    def window_seconds(self, lengths: npt.NDArray[Any]) -> Seconds:
-        """Return the seconds (K,) of each sequence's attention in sliding layers, at the speed of matrix products."""
-        speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
-        return np.asarray(self.sizes.cost.window_squares(lengths) * (self.sizes.cost.per_window / speed))
 
     def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
         """Return the seconds (K,) of each sequence's attention on one of the ranks that share it; lengths in tokens."""

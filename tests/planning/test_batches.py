@@ -7,7 +7,7 @@ import pytest
 
 from packtool.config.packing import PackOptions
 from packtool.planning import packing
-from packtool.planning.packing import pack, place_in_batches
+from packtool.planning.packing import pack
 from tests.planning.test_packing import check, companions, lognormal_lengths
 
 LENGTHS = lognormal_lengths(3000, median=1500, sigma=1.0)
@@ -21,18 +21,16 @@ def test_each_sample_once(batch_size: int) -> None:
 
 
 def test_the_last_pack_goes_on() -> None:
-    order = np.arange(4)
-    packed, sizes = place_in_batches(np.array([9, 3, 7, 1], np.int32), 10, 2, 1, order)
+    options = PackOptions(packing_algorithm="binpacking", packing_batch_size=2, shuffle=False)
+    plan = pack([9, 3, 7, 1], 10, options, seed=0)
     # 9 | 3 from the first batch; 3 goes on and finds the 7 there.
-    assert sizes.tolist() == [1, 2, 1]
-    assert packed[1:3].tolist() == [2, 1]
-    packed, sizes = place_in_batches(np.array([9, 10, 1], np.int32), 10, 2, 1, np.arange(3))
-    assert sorted(sizes.tolist()) == [1, 2]
+    assert [plan.pack(number).tolist() for number in range(plan.num_packs)] == [[0], [1, 2], [3]]
+    assert sorted(np.diff(pack([9, 10, 1], 10, options, seed=0).offsets).tolist()) == [1, 2]
 
 
 def test_nothing() -> None:
-    packed, sizes = place_in_batches(np.zeros(0, np.int32), 10, 1000, 1, np.arange(0))
-    assert len(packed) == len(sizes) == 0
+    plan = pack([], 10, PackOptions(packing_algorithm="binpacking"), seed=0)
+    assert plan.num_samples == plan.num_packs == 0
 
 
 def test_processes_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
