@@ -39,35 +39,12 @@ _BYTES = 2  # bfloat16
 # Adam in mixed precision: a master copy and two moments in 32 bits (Rajbhandari et al. 2020, "ZeRO", section 3.1).
 _OPTIMIZER_BYTES = 12
 
+_WIDTHS = "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"
 _QWEN = {"vocab_size": 151936, "model_type": "qwen2"}
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
-    "8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
-    },
-    "qwen2.5-0.5b": {
-        **_QWEN,
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": {
-        **_QWEN,
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-    },
+    "8b": {**dict(zip(_WIDTHS, (4096, 36, 32, 8, 12288), strict=True)), "head_dim": 128, "vocab_size": 151936},
+    "qwen2.5-0.5b": {**_QWEN, **dict(zip(_WIDTHS, (896, 24, 14, 2, 4864), strict=True)), "tie_word_embeddings": True},
+    "qwen2.5-7b": {**_QWEN, **dict(zip(_WIDTHS, (3584, 28, 28, 4, 18944), strict=True)), "vocab_size": 152064},
 }
 """Sizes in the models' public ``config.json``; 8b, those of Qwen3-8B, is the default where no model is named."""
 

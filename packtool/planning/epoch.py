@@ -232,7 +232,7 @@ def assign_packs(
             before = imbalance(steps_in_turn.rank_costs(costs if packs is units else cost_of(packs)))
         balance = BalanceFigures(before, after, float(costs.sum()))
     if placement is not None and options.skrull is not None and costs is not None:
-        work = None if towers is None else towers.of(units.samples)
+        work = None if towers is None else TowerWork(towers.flops[units.samples], towers.num_seen[units.samples])
         skrull = SkrullFigures.of(units, steps, placement, options.skrull, costs, work)
         fill = packs.num_tokens / max(skrull.num_tokens, 1)
     counted, num_cached = trained if placement is None else packs, len(target_tokens)

@@ -276,12 +276,7 @@ def make_mixture(
 
 
 def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | None) -> tuple[int, ...]:
-    """Number of samples that an epoch draws from each source.
-
-    Args:
-        candidates: samples of each source.
-        values: (N,), size of each sample in the recipe's unit; None counts samples.
-    """
+    """Number of samples that an epoch draws from each source; ``values`` (N,) are samples' sizes, None counts them."""
     if not recipe.has_weights:
         pairs = zip(recipe.sources, candidates, strict=True)
         return tuple(len(own) if source.amount is None else source.amount.of(len(own)) for source, own in pairs)

@@ -122,22 +122,14 @@ def schedule_step(
 
 @dataclass(frozen=True)
 class _Step:
-    """The sequences of a step; plain lists, which are faster than arrays for a few ranks.
+    """The sequences of a step; plain lists, which are faster than arrays for a few ranks."""
 
-    Args:
-        sizes: tokens of each.
-        padded: tokens of each if it is sharded.
-        local, sharded: work of each, on one rank, and summed over all ranks that share it.
-        num_ranks: N, that share a micro-batch.
-        room: C N: room is counted in N-ths of a token, so that a sharded sequence takes an integer number of them.
-    """
-
-    sizes: list[int]
-    padded: list[int]
-    local: list[Load]
-    sharded: list[Load]
-    num_ranks: int
-    room: int
+    sizes: list[int]  # tokens
+    padded: list[int]  # tokens of sharded ones
+    local: list[Load]  # work on one rank
+    sharded: list[Load]  # summed over all ranks that share it
+    num_ranks: int  # N, that share a micro-batch
+    room: int  # C N, in N-ths of a token, so that a sharded sequence takes an integer number of them
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
@@ -260,19 +252,13 @@ class _Step:
 
 
 class _Ranks:
-    """The ranks of a micro-batch while its sequences are placed.
-
-    Attributes:
-        room: of each rank, in N-ths of a token; below 0 only between two roll-backs.
-        load: of each rank's local sequences.
-        local: local sequences of each rank, by ascending length.
-    """
+    """The ranks of a micro-batch while its sequences are placed."""
 
     def __init__(self, step: _Step) -> None:
         self.step, self.ranks = step, range(step.num_ranks)
-        self.room = [step.room] * step.num_ranks
+        self.room = [step.room] * step.num_ranks  # in N-ths of a token; below 0 only between two roll-backs
         self.load = [NOTHING] * step.num_ranks
-        self.local: list[list[int]] = [[] for _ in self.ranks]
+        self.local: list[list[int]] = [[] for _ in self.ranks]  # by ascending length
         self.placement: dict[int, int] = {}
         self.sharded, self.sharded_tokens = NOTHING, 0
 

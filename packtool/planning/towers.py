@@ -37,11 +37,6 @@ class TowerWork:
     num_seen: IntArray
     logits: Int64Array | None = None
 
-    def of(self, samples: Int64Array) -> TowerWork:
-        """Select samples."""
-        logits = None if self.logits is None else self.logits[samples]
-        return TowerWork(self.flops[samples], self.num_seen[samples], logits)
-
 
 def assign_heaviest_first(
     weights: Sequence[float] | Costs, loads: Sequence[float] | Costs, groups: Int64Array | None = None
@@ -71,11 +66,7 @@ def assign_heaviest_first(
 def _assign_media(weights: Costs, cells: Int64Array, placement: Int64Array, shape: tuple[int, int]) -> Int64Array:
     """Assign media to ranks, (n,): to that of a local sample, else to the rank with the least work so far.
 
-    Args:
-        weights: (n,), work of the media.
-        cells: (n,), the micro-batch of each.
-        placement: (n,), ``SHARDED``, or the rank that its sample is local to.
-        shape: micro-batches, and the ranks that share one.
+    ``shape`` is the number of micro-batches, ``cells``, and of the ranks that share one, ``placement``; (n,) each.
     """
     owners, is_sharded, loads = placement.copy(), placement == SHARDED, np.zeros(shape)
     np.add.at(loads, (cells[~is_sharded], placement[~is_sharded]), weights[~is_sharded])

@@ -31,10 +31,10 @@ import numpy.typing as npt
 
 from packtool.config.packing import SequenceParallelType
 from packtool.planning.cost import Exchange, ModelSizes, StepTime
+from packtool.planning.pack_plan import Int64Array
 from packtool.planning.skrull import SHARDED
 from packtool.simulate.hardware import Hardware
 
-Int64Array = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 _GATHERED = 4
@@ -399,7 +399,7 @@ def exchanges_of(
     if way == "allgather":
         gathered = sizes.kv_bytes / hardware.bytes_per_second(num_ranks)
         # The sum is an all-to-all of what every rank has for the others (``attention.parallel.exchange``).
-        summed = 2 * sizes.kv_bytes / hardware.all_to_all_bytes_per_second(num_ranks)
+        summed = 2 * sizes.kv_bytes / hardware.bytes_per_second(num_ranks, all_to_all=True)
         return (
             Exchange(passes * layers, fixed, gathered, forward, forward / num_ranks),
             Exchange(layers, fixed, gathered, backward, backward / num_ranks),
@@ -418,7 +418,7 @@ def exchanges_of(
             Exchange(layers, fixed, 2 * hop),
         )
     num_copies = math.lcm(sizes.num_key_heads, num_ranks) // sizes.num_key_heads
-    per_byte = 1 / num_ranks / hardware.all_to_all_bytes_per_second(num_ranks)
+    per_byte = 1 / num_ranks / hardware.bytes_per_second(num_ranks, all_to_all=True)
     output, inputs = sizes.query_bytes * per_byte, (sizes.query_bytes + num_copies * sizes.kv_bytes) * per_byte
     return (
         Exchange(passes * layers, fixed, inputs, forward),

@@ -99,18 +99,14 @@ class Hardware:
         """Return the minimum seconds of a collective."""
         return self.latency_us * 1e-6 * (1 + math.log2(-(-num_ranks // self.gpus_per_node)))
 
-    def bytes_per_second(self, num_ranks: int) -> float:
-        """Return the bytes per second that a large all-gather leaves on every rank."""
-        num_nodes = -(-num_ranks // self.gpus_per_node)
-        inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
-        between = (num_nodes - 1) / num_nodes / (self.inter_node_gb_per_s * self.gpus_per_node)
-        return self.link_share * 1e9 / max(inside, between)
+    def bytes_per_second(self, num_ranks: int, *, all_to_all: bool = False) -> float:
+        """Return the bytes per second that a large all-gather leaves on every rank.
 
-    def all_to_all_bytes_per_second(self, num_ranks: int) -> float:
-        """Return the bytes per second that each rank sends, as many to every rank, to other nodes through its card."""
-        num_nodes = -(-num_ranks // self.gpus_per_node)
+        Or, in an all-to-all, that each rank sends, as many to every rank, to other nodes through its own card.
+        """
+        num_nodes, num_cards = -(-num_ranks // self.gpus_per_node), 1 if all_to_all else self.gpus_per_node
         inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
-        between = (num_nodes - 1) / num_nodes / self.inter_node_gb_per_s
+        between = (num_nodes - 1) / num_nodes / (self.inter_node_gb_per_s * num_cards)
         return self.link_share * 1e9 / max(inside, between)
 
     def hop_bytes_per_second(self, num_ranks: int) -> float:

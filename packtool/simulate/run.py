@@ -25,6 +25,7 @@ from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import gpu_names
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes
+from packtool.planning.pack_plan import IntArray
 from packtool.planning.shuffle import RandomStream, seeded_order
 from packtool.planning.skrull import SHARDED
 from packtool.planning.steps import imbalance
@@ -169,11 +170,7 @@ class Outcome:
         }
 
 
-def arrange(
-    lengths: npt.NDArray[np.integer[Any]],
-    options: SimulateOptions,
-    targets: npt.NDArray[np.integer[Any]] | None = None,
-) -> tuple[Sequences, int]:
+def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | None = None) -> tuple[Sequences, int]:
     """Shuffle sequences by the seed, without those that no strategy could train; return them and the number left out.
 
     Args:
@@ -348,7 +345,7 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
 
 def _lengths(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
-) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]], str]:
+) -> tuple[IntArray, IntArray, str]:
     """Return the tokens of the samples, those with a label (without a cache all), and their source."""
     if reader is not None:
         return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
@@ -361,7 +358,7 @@ def _lengths(
     if not len(typical):
         raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
     # A few more: the share of those that fit is not exactly the typical one.
-    num = round(1.05 * options.sequences_wanted * _NUM_TYPICAL / len(typical)) + 10
+    num = round(1.05 * options.num_steps * options.sequences_per_step * _NUM_TYPICAL / len(typical)) + 10
     lengths = draw_lengths(config.distribution, num, seed=config.seed)
     return lengths, lengths, f"lengths as in {config.distribution}"
 

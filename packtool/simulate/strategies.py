@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,11 @@ from packtool.config.simulate import StrategyName, StrategyOptions
 from packtool.planning.dynamic import assign_by_tokens
 from packtool.planning.epoch import group_by_length
 from packtool.planning.options import SkrullOptions
-from packtool.planning.pack_plan import Int32Array
+from packtool.planning.pack_plan import Int32Array, Int64Array, IntArray
 from packtool.planning.packing import pack_singletons
 from packtool.planning.skrull import SHARDED, schedule_step
 from packtool.planning.steps import divide_evenly, share_out
-from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule, way_of
+from packtool.simulate.cost import Machine, SimulatedSchedule, way_of
 
 _TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
 """Times for one sequence that are tried, in units of the least time of a step."""
@@ -47,10 +47,7 @@ class PlacedBatch(NamedTuple):
 
 
 def place_in_groups(
-    lengths: npt.NDArray[np.integer[Any]],
-    targets: npt.NDArray[np.integer[Any]],
-    machine: Machine,
-    bucket_size: int,
+    lengths: IntArray, targets: IntArray, machine: Machine, bucket_size: int
 ) -> Iterator[list[PlacedBatch]]:
     """Place sequences by dynamic context parallelism: each of step 0 on a group of its own size, in several ways.
 
@@ -72,7 +69,13 @@ def place_in_groups(
     """
     sizes = [1 << level for level in range((machine.world_size & -machine.world_size).bit_length())]
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
-    seconds = np.stack([_seconds(machine, row, targets, size) for row, size in zip(tokens, sizes, strict=True)])
+    cost, seconds = machine.sizes.cost, np.empty(tokens.shape)
+    for level, size in enumerate(sizes):
+        # Each sequence alone on a group of this size, without the cost of a micro-batch.
+        times, own = machine.step_time(size), tokens[level]
+        work, attention = times.work(own, cost(own, cost.attention(own), targets), size)
+        work, attention = work / size / times.flops_per_second, attention / size / times.flops_per_second
+        seconds[level] = work + times.waited(own.astype(np.float64), np.zeros(len(own)), attention)
     fits = tokens <= bucket_size * np.array(sizes)[:, None]
     smallest = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes) - 1)
     unit = seconds[0].sum() / machine.world_size
@@ -83,17 +86,6 @@ def place_in_groups(
         if before is None or (levels != before).any():
             yield _placed(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
         before = levels
-
-
-def _seconds(
-    machine: Machine, tokens: Int64Array, targets: npt.NDArray[np.integer[Any]], size: int
-) -> npt.NDArray[np.float64]:
-    """Return the seconds (n,) of each sequence alone on a group of this size, without the cost of a micro-batch."""
-    times = machine.step_time(size)
-    cost = machine.sizes.cost
-    busy, attention = times.work(tokens, cost(tokens, cost.attention(tokens), targets), size)
-    busy, attention = busy / size / times.flops_per_second, attention / size / times.flops_per_second
-    return busy + times.waited(tokens.astype(np.float64), np.zeros(len(tokens)), attention)
 
 
 def _placed(
@@ -189,11 +181,6 @@ class SimulateOptions(StrategyOptions):
         return self.num_groups * self.sequences_per_rank
 
     @property
-    def sequences_wanted(self) -> int:
-        """Sequences for all steps of every strategy."""
-        return self.num_steps * self.sequences_per_step
-
-    @property
     def skrull(self) -> SkrullOptions:
         """The options of Skrull on these devices."""
         return SkrullOptions(
@@ -249,10 +236,6 @@ def _rows(part: Sequences, options: SimulateOptions, num_groups: int, max_rows: 
     size = options.machine.world_size // num_groups
     for number, start in enumerate(range(0, len(part), num_rows)):
         yield PlacedBatch(number % num_groups * size, size, np.arange(start, min(start + num_rows, len(part))))
-
-
-def _shared_rows(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
-    return _rows(part, options, num_groups, options.shared_batch_size)
 
 
 def _equal_tokens(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
@@ -347,8 +330,8 @@ _STRATEGIES: dict[StrategyName, Callable[[Sequences, SimulateOptions, int], Iter
     "padded": lambda part, options, num_groups: _rows(part, options, num_groups, options.padded_batch_size),
     "packed": _equal_tokens,
     "packed-balanced": _equal_work,
-    "context-parallel": _shared_rows,
-    "sorted": _shared_rows,
+    "context-parallel": lambda part, options, num_groups: _rows(part, options, num_groups, options.shared_batch_size),
+    "sorted": lambda part, options, num_groups: _rows(part, options, num_groups, options.shared_batch_size),
     "packed-shared": _equal_tokens,
     "wlb": _equal_work,
     "dynamic-cp": _dynamic_cp,

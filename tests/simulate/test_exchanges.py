@@ -111,14 +111,14 @@ def test_times_are_those_of_the_runtimes_order(
             own, block = local * share, sharded * share / num
             if way == "allgather":
                 gather = travel(kv, node.bytes_per_second(num))
-                scatter = travel(2 * kv, node.all_to_all_bytes_per_second(num)) if goes_back else 0
+                scatter = travel(2 * kv, node.bytes_per_second(num, all_to_all=True)) if goes_back else 0
                 all_gather(clock, own, block, gather, scatter, num)
             elif way == "ring":
                 rate = node.hop_bytes_per_second(num)
                 gradients = travel(2 * kv / num, rate) if goes_back else 0
                 ring(clock, own, block, travel(kv / num, rate), gradients, num)
             else:
-                rate, inputs = node.all_to_all_bytes_per_second(num), queries + max(num // 8, 1) * kv
+                rate, inputs = node.bytes_per_second(num, all_to_all=True), queries + max(num // 8, 1) * kv
                 there, back = travel(inputs / num, rate), travel(queries / num, rate)
                 ulysses(clock, own, block, *((back, there) if goes_back else (there, back)), num)
     times = StepTime(exchanges=exchanges_of(way, SIZES, node, num, recompute=recompute))

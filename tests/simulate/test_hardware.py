@@ -54,8 +54,8 @@ def test_nodes_are_joined_by_slower_links() -> None:
 
 def test_what_goes_to_other_nodes_takes_each_ranks_own_card() -> None:
     machine = Hardware.of_fields(fields(link_share=1.0, inter_node_gb_per_s=1, intra_node_gb_per_s=100), "test")
-    assert machine.all_to_all_bytes_per_second(8) == machine.bytes_per_second(8) == pytest.approx(8 / 7 * 100e9)
-    assert machine.all_to_all_bytes_per_second(16) == pytest.approx(2e9)  # half of it through one card
+    assert machine.bytes_per_second(8, all_to_all=True) == machine.bytes_per_second(8) == pytest.approx(8 / 7 * 100e9)
+    assert machine.bytes_per_second(16, all_to_all=True) == pytest.approx(2e9)  # half of it through one card
     assert machine.bytes_per_second(16) == pytest.approx(16e9)
     # A ring is as fast as its slowest link.
     assert machine.hop_bytes_per_second(8) == 100e9

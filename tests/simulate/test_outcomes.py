@@ -88,7 +88,7 @@ def test_one_sharded_sequence() -> None:
     attention = 8000 * (1000 + 512) * SIZES.cost.per_square / (989e12 * 0.35)
     link, num_bytes = found.hardware, 8000 * SIZES.kv_bytes
     # K and V behind an eighth of attention, forward and backward; their gradients of 32 bits in the open.
-    exposed = 24 * max(link.fixed_seconds(8), 2 * num_bytes / link.all_to_all_bytes_per_second(8))
+    exposed = 24 * max(link.fixed_seconds(8), 2 * num_bytes / link.bytes_per_second(8, all_to_all=True))
     for share in (1 / 3.5, 2.5 / 3.5):
         exposed += max(24 * link.collective_seconds(num_bytes, 8) - share * attention / 8, 0)
     assert timing.exposed == pytest.approx(np.full(8, exposed))
