@@ -7,7 +7,7 @@ import signal
 
 import typer
 
-from packtool.cli.invocation import Invocation
+from packtool.cli.options import Invocation
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.errors import ConfigError
 

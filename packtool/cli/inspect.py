@@ -10,7 +10,7 @@ import threading
 import typer
 
 from packtool import storage
-from packtool.cli.invocation import Invocation, interruptible_progress
+from packtool.cli.options import Invocation, interruptible_progress
 from packtool.config.commands import InspectConfig
 from packtool.constants import TRAIN_SPLIT
 from packtool.errors import EXIT_MISMATCH, ConfigError
@@ -20,15 +20,30 @@ _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "r
 
 
 def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
-    """Print figures of a cache, a sample or a pack, or what a run has trained; or write or serve pages of samples."""
+    """Print figures of a cache, a sample or a pack, or what a run has trained; or write or serve pages of samples.
+
+    A damaged cache exits with code 4 after the report of ``--verify``.
+    """
     if _is_of_run(config):
         _inspect_run(config, invocation)
     elif config.verify:
-        _verify(config.directory, invocation)
+        from packtool.report.inspect import damage_figures, damage_lines
+        from packtool.report.tables import TerminalProgress
+
+        with TerminalProgress() as progress:
+            damage = damage_figures(config.directory, progress)
+        invocation.show(damage, damage_lines(damage))
+        if damage["damaged"]:
+            raise typer.Exit(EXIT_MISMATCH)
     elif config.html is not None:
         _write_pages(config, config.html, invocation)
     elif config.serve:
-        _serve_pages(config, invocation)
+        from packtool.report.samples import Pages, serving
+
+        pages = Pages(config, shows_all=True)
+        with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
+            invocation.show({"address": address}, [address, "shows the pages on this machine, until Ctrl-C ends it"])
+            threading.Event().wait()
     elif config.plan is not None and config.pack is not None:
         from packtool.report.inspect import pack_figures, pack_lines
 
@@ -117,16 +132,6 @@ def _inspect_cache(directory: str, invocation: Invocation) -> None:
         show("\n".join(histogram_lines(counts, ends, width)))
 
 
-def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
-    """Serve pages of all samples until Ctrl-C."""
-    from packtool.report.samples import Pages, serving
-
-    pages = Pages(config, shows_all=True)
-    with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
-        invocation.show({"address": address}, [address, "shows the pages on this machine, until Ctrl-C ends it"])
-        threading.Event().wait()
-
-
 def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) -> None:
     from packtool.report.samples import INDEX, Pages, write_pages
 
@@ -143,15 +148,3 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
         {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing},
         [*([missing] if num_missing else []), f"written: {written}, {samples}"],
     )
-
-
-def _verify(directory: str, invocation: Invocation) -> None:
-    """Print which files are damaged; exits with code 4 if any is."""
-    from packtool.report.inspect import damage_figures, damage_lines
-    from packtool.report.tables import TerminalProgress
-
-    with TerminalProgress() as progress:
-        figures = damage_figures(directory, progress)
-    invocation.show(figures, damage_lines(figures))
-    if figures["damaged"]:
-        raise typer.Exit(EXIT_MISMATCH)

@@ -17,13 +17,11 @@ from typing import Any
 
 import typer
 
-from packtool.cli.demo import run_demo_command
 from packtool.cli.export import run_export, run_import
 from packtool.cli.inspect import run_inspect
-from packtool.cli.invocation import Invocation
-from packtool.cli.options import PanelCommand, UnknownOptions, command_of, option_kinds, rewrite
+from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite
 from packtool.cli.plan import run_pack, run_plan, run_simulate
-from packtool.cli.train import run_eval, run_merge, run_train, run_verify
+from packtool.cli.train import run_demo_command, run_eval, run_merge, run_train, run_verify
 from packtool.config.commands import DemoConfig, EvalConfig, InspectConfig, MergeConfig, VerifyConfig
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.config.plan import PackConfig, PlanConfig

@@ -1,4 +1,4 @@
-"""Command-line options: typer options generated from the settings classes, and the rewriting of argument lists.
+"""The call of a command: typer options generated from the settings classes, and the rewriting of argument lists.
 
 Accepted beyond what typer reads, as in ms-swift: underscores in names (``--max_length``), values after booleans
 (``--packing true``), and several values after a list option (``--dataset a b c``).
@@ -10,15 +10,17 @@ import dataclasses
 import inspect
 import itertools
 import os
+import shlex
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 import typer.core
 
-from packtool.cli.invocation import Invocation
 from packtool.config.peers import find_peer, peer_names
 from packtool.config.settings import (
     FALSE_WORDS,
@@ -27,6 +29,7 @@ from packtool.config.settings import (
     PANELS,
     TRUE_WORDS,
     flag,
+    is_required,
     option_names,
     parse_yaml,
     resolve,
@@ -34,7 +37,49 @@ from packtool.config.settings import (
     value_type,
 )
 from packtool.errors import EXIT_INTERRUPTED, ConfigError, did_you_mean, most_similar
-from packtool.terminal import show
+from packtool.terminal import show, show_json
+
+if TYPE_CHECKING:
+    from packtool.report.tables import TerminalProgress
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """The call of a command.
+
+    Args:
+        arguments: everything after ``packtool``, unchanged, so that torchrun can run it again in every process.
+        as_json: print one JSON document on stdout instead of text.
+    """
+
+    arguments: tuple[str, ...]
+    as_json: bool
+
+    @property
+    def command(self) -> str:
+        """The command line, to be shown and copied."""
+        return shlex.join(["packtool", *self.arguments])
+
+    def show(self, figures: object, lines: Iterable[str]) -> None:
+        """Print the figures as JSON or, without ``--json``, the lines."""
+        if self.as_json:
+            show_json(figures)
+        else:
+            show("\n".join(lines))
+
+
+@contextmanager
+def interruptible_progress(message: str) -> Iterator[TerminalProgress]:
+    """Progress on stderr; Ctrl-C prints ``message`` and exits with code 130."""
+    from packtool.report.tables import TerminalProgress
+
+    with TerminalProgress() as progress:
+        try:
+            yield progress
+        except KeyboardInterrupt:
+            progress.note(message)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
 
 # A switch is off by default and has no negative form (--no-...).
 ArgumentKind = Literal["flag", "switch", "single", "list"]
@@ -275,12 +320,8 @@ def _parameter(name: str, hint: Any, option: Any, default: object = None) -> ins
 def _flags(cls: type) -> list[dataclasses.Field[Any]]:
     """Settings in the order of ``--help``: first those in the class's ``NEEDED_FIRST``, else the required ones."""
     fields = [field for field in dataclasses.fields(cls) if field.metadata["flag"]]
-    order = getattr(cls, "NEEDED_FIRST", ()) or tuple(field.name for field in fields if _is_required(field))
+    order = getattr(cls, "NEEDED_FIRST", ()) or tuple(field.name for field in fields if is_required(field))
     return sorted(fields, key=lambda field: order.index(field.name) if field.name in order else len(order))
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _kind(field: dataclasses.Field[Any], cls: type) -> ArgumentKind:
@@ -310,7 +351,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
     if field.metadata["env"]:
         text += f" (environment: {field.metadata['env']})"
     default = field.default
-    if _is_required(field):
+    if is_required(field):
         return f"{text} (required)"
     if default in (None, dataclasses.MISSING, (), "") or "; by default" in text:
         return text

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from typing import TYPE_CHECKING
 
-from packtool.cli.invocation import Invocation, interruptible_progress
+from packtool.cli.options import Invocation, interruptible_progress
 from packtool.config.plan import PackConfig, PlanConfig
 from packtool.config.simulate import SimulateConfig
 from packtool.terminal import show, show_json

@@ -1,4 +1,4 @@
-"""``packtool train``, ``packtool eval``, ``packtool verify`` and ``packtool merge``."""
+"""``packtool train``, ``eval``, ``verify``, ``merge`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from packtool.cli.invocation import Invocation
-from packtool.config.commands import EvalConfig, MergeConfig, VerifyConfig
+from packtool.cli.options import Invocation, interruptible_progress
+from packtool.config.commands import DemoConfig, EvalConfig, MergeConfig, VerifyConfig
 from packtool.config.train import TrainConfig
-from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_OK, PacktoolError
+from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_OK, EXIT_UNEXPECTED, PacktoolError
 from packtool.launch.processes import begins_run, find_place, imported_at_once, share_cores_politely
 from packtool.launch.world import LOST_PEER, is_lost_peer
 from packtool.terminal import show, show_json
@@ -139,17 +139,13 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            raise PacktoolError(LOST_PEER, _resume_advice(config, invocation, newest_checkpoint(config))) from error
-
-
-def _resume_advice(config: TrainConfig, invocation: Invocation, checkpoint: str | None) -> str:
-    if checkpoint is None:
-        return "No checkpoint was finished: start the run again."
-    command = f"{invocation.command} --resume-from-checkpoint true"
-    command += " --overwrite-output-dir false" if config.overwrite_output_dir else ""
-    return (
-        f"The newest checkpoint is {checkpoint}. To resume, on every machine, with the same environment:\n  {command}"
-    )
+            checkpoint = newest_checkpoint(config)
+            if checkpoint is None:
+                raise PacktoolError(LOST_PEER, "No checkpoint was finished: start the run again.") from error
+            command = f"{invocation.command} --resume-from-checkpoint true"
+            command += " --overwrite-output-dir false" if config.overwrite_output_dir else ""
+            advice = f"The newest checkpoint is {checkpoint}. To resume, on every machine, with the same environment:"
+            raise PacktoolError(LOST_PEER, f"{advice}\n  {command}") from error
 
 
 def _draw_curves(output_dir: str) -> str | None:
@@ -235,3 +231,32 @@ def run_merge(config: MergeConfig, invocation: Invocation) -> None:
         result = merge_adapter(config, progress)
     merged = f"merged: {result.num_merged:,} modules of {result.base_model}, saved as {result.dtype}"
     invocation.show(dataclasses.asdict(result), [merged, f"written: {result.output}"])
+
+
+def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
+    """Run the demo and print its table; exit with code 1 if the model fails the check at the end."""
+    share_cores_politely()
+    from packtool.demo.run import run_demo
+    from packtool.report.tables import table
+
+    with interruptible_progress("interrupted; the same command starts afresh") as progress:
+        result = run_demo(config.output_dir, config.seed, progress)
+    lines = [
+        ("rows", f"{result.num_rows:,}"),
+        ("  dropped", f"{result.dropped:,}"),
+        ("packs", f"{result.num_packs:,}"),
+        ("  fill", f"{result.fill:.2%}"),
+        ("optimizer steps with packing", f"{result.steps:,}"),
+        ("  without packing, one sample a row", f"{result.steps_without_packing:,}"),
+        ("target tokens per second", f"{result.target_tokens_per_second:,.0f}"),
+        ("loss, first and last", f"{result.first_loss:.3f} → {result.last_loss:.3f}"),
+        (f"accuracy on {result.num_questions:,} held-out questions", f"{result.accuracy:.1%}"),
+        *((f"  {kind}", f"{share:.1%}") for kind, share in result.accuracy_by_kind.items()),
+        ("  with the pictures swapped", f"{result.swapped_accuracy:.1%}"),
+        ("  guessing blindly", f"{result.chance:.1%}"),
+        ("time", f"{result.seconds:.0f} s"),
+    ]
+    invocation.show({**dataclasses.asdict(result), "passed": result.passed}, table("\nwhat the demo shows", lines))
+    if not result.passed:
+        show("The model has not learned to see, or sees the wrong pictures: please report this.", error=True)
+        raise typer.Exit(EXIT_UNEXPECTED)

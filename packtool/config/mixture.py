@@ -255,7 +255,14 @@ def with_joined_sources(recipe: Recipe) -> Recipe:
     Raises:
         ConfigError: if a source has two names, two loss scales, ...
     """
-    keyed = [_by_path(stage.sources) for stage in recipe.stages]
+    # Of each stage, its sources by path and the number of earlier sources with that path.
+    keyed: list[dict[tuple[str, int], SourceRecipe]] = []
+    for stage in recipe.stages:
+        counts = Counter[str]()
+        keyed.append({})
+        for source in stage.sources:
+            keyed[-1][source.path, counts[source.path]] = source
+            counts[source.path] += 1
     union: dict[tuple[str, int], SourceRecipe] = {}
     problems = []
     for sources in keyed:
@@ -275,16 +282,6 @@ def with_joined_sources(recipe: Recipe) -> Recipe:
         for stage, sources in zip(recipe.stages, keyed, strict=True)
     ]
     return replace(recipe, sources=tuple(union.values()), stages=tuple(stages))
-
-
-def _by_path(sources: Sequence[SourceRecipe]) -> dict[tuple[str, int], SourceRecipe]:
-    """Return sources by their path and its number of earlier occurrences."""
-    counts = Counter[str]()
-    keyed = {}
-    for source in sources:
-        keyed[source.path, counts[source.path]] = source
-        counts[source.path] += 1
-    return keyed
 
 
 def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:

@@ -83,7 +83,14 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     def problems(self, *sections: type) -> list[str]:
         """Return the problems of combined options; ``--resume`` goes with few options at all."""
-        return super().problems(*sections) if self.resume is None else self._resume_problems()
+        if self.resume is None:
+            return super().problems(*sections)
+        kept = {"resume", "cached_dataset", "mix", "world_size"} | {
+            each.name for each in dataclasses.fields(CacheOptions)
+        }
+        fields = [field for field in dataclasses.fields(self) if field.name not in kept]
+        others = [flag(field.name) for field in fields if getattr(self, field.name) != field.default]
+        return [f"{name}: --resume takes the options of the run that goes on; leave it out" for name in others]
 
     def value_problems(self) -> list[str]:
         """Return the problems of numbers that are impossible."""
@@ -111,17 +118,6 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     def not_shared_with(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
         return [*self.unshared_packing(self.packing, self.sequence_parallel_ranks), *self.mixing]
-
-    def _resume_problems(self) -> list[str]:
-        """Return the problems of options that the resumed run determines."""
-        others = [
-            field.name
-            for field in dataclasses.fields(self)
-            if field.name not in ("resume", "cached_dataset", "mix", "world_size")
-            and getattr(self, field.name) != field.default
-            and field.name not in {each.name for each in dataclasses.fields(CacheOptions)}
-        ]
-        return [f"{flag(name)}: --resume takes the options of the run that goes on; leave it out" for name in others]
 
     def sweep_lengths(self) -> list[int]:
         """Return the packing lengths to compare; ValueError if one is no number."""

@@ -248,6 +248,11 @@ def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return tuple(flag(name) for name in (field.name, *field.metadata["aliases"]))
 
 
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a setting has no default."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 _type_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
@@ -323,7 +328,8 @@ def resolve(
             refused.add(name)
             continue
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    problems += _missing_problems([field for name, field in fields.items() if name not in values.keys() | refused])
+    missing = [field for name, field in fields.items() if is_required(field) and name not in values.keys() | refused]
+    problems += [f"{option_names(field)[0]} is missing: {field.metadata['help']}" for field in missing]
     if problems:
         raise ConfigError.from_problems(problems)
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
@@ -333,11 +339,6 @@ def resolve(
         raise ConfigError.from_problems(problems)
     _warn_about_ineffective(config, [fields[name] for name in values], warn)
     return config
-
-
-def _missing_problems(fields: Sequence[dataclasses.Field[Any]]) -> list[str]:
-    required = [field for field in fields if field.default is MISSING and field.default_factory is MISSING]
-    return [f"{option_names(field)[0]} is missing: {field.metadata['help']}" for field in required]
 
 
 def _warn_about_ineffective(
@@ -437,7 +438,9 @@ def _convert(raw: Any, hint: Any) -> Any:
     if origin is tuple:
         return tuple(map(_as_text, raw if isinstance(raw, (list, tuple)) else [raw]))
     if kind is bool:
-        return _to_bool(raw)
+        if isinstance(raw, float) or (word := str(raw).lower()) not in TRUE_WORDS + FALSE_WORDS:
+            raise ValueError(f"{raw!r} is neither true nor false")
+        return word in TRUE_WORDS
     if kind in (int, float):
         return _to_number(raw, kind, next((note for note in annotations if note in _UNITS), None))
     return raw if origin is None else _to_mapping(raw)
@@ -448,13 +451,6 @@ def _as_text(raw: Any) -> str:
     if isinstance(raw, (Mapping, list, tuple)):
         raise ValueError(f"{raw!r} is not a single value")
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
-
-
-def _to_bool(raw: Any) -> bool:
-    word = str(raw).lower()
-    if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:
-        raise ValueError(f"{raw!r} is neither true nor false")
-    return word in TRUE_WORDS
 
 
 def _to_mapping(raw: Any) -> dict[str, Any]:

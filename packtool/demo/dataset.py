@@ -76,30 +76,23 @@ class Scene(NamedTuple):
     boxes: tuple[tuple[float, float, float, float], ...]
 
 
-def _draw_single(rng: random.Random) -> Scene:
-    """Draw one shape at an end of the longer side."""
+def _draw_scene(rng: random.Random, is_single: bool) -> Scene:
+    """Draw one shape at an end of the longer side, or one to three in a row along it, the more the smaller."""
     long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
-    position = rng.choice(list(POSITIONS))
-    width, height = (long, short) if position in ("left", "right") else (short, long)
-    radius = short / 2 * rng.uniform(0.8, 0.95)
-    right, down = POSITIONS[position]
-    x = radius + 1 + right * (width - 2 * radius - 2)
-    y = radius + 1 + down * (height - 2 * radius - 2)
-    return _scene(rng, width, height, [(x, y)], radius)
-
-
-def _draw_several(rng: random.Random) -> Scene:
-    """Draw one to three shapes in a row along the longer side, smaller ones if there are more."""
-    long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
-    count = rng.randint(1, MAX_SHAPES)
-    radius = min(long / count, short) / 2 * rng.uniform(0.8, 0.95)
-    along = [(index + 0.5) * long / count for index in range(count)]
-    if rng.random() < 0.5:
-        return _scene(rng, long, short, [(a, short / 2) for a in along], radius)
-    return _scene(rng, short, long, [(short / 2, a) for a in along], radius)
-
-
-def _scene(rng: random.Random, width: int, height: int, middles: list[tuple[float, float]], radius: float) -> Scene:
+    if is_single:
+        position = rng.choice(list(POSITIONS))
+        width, height = (long, short) if position in ("left", "right") else (short, long)
+        radius = short / 2 * rng.uniform(0.8, 0.95)
+        right, down = POSITIONS[position]
+        middles = [(radius + 1 + right * (width - 2 * radius - 2), radius + 1 + down * (height - 2 * radius - 2))]
+    else:
+        count = rng.randint(1, MAX_SHAPES)
+        radius = min(long / count, short) / 2 * rng.uniform(0.8, 0.95)
+        width, height = long, short
+        middles = [((index + 0.5) * long / count, short / 2) for index in range(count)]
+        if rng.random() >= 0.5:
+            width, height = short, long
+            middles = [(y, x) for x, y in middles]
     return Scene(
         width=width,
         height=height,
@@ -108,10 +101,6 @@ def _scene(rng: random.Random, width: int, height: int, middles: list[tuple[floa
         kind=rng.choice(SHAPE_KINDS),
         boxes=tuple((x - radius, y - radius, x + radius, y + radius) for x, y in middles),
     )
-
-
-def _draw_scene(rng: random.Random) -> Scene:
-    return _draw_single(rng) if rng.random() < 0.5 else _draw_several(rng)
 
 
 def paint(scene: Scene) -> Image.Image:
@@ -210,7 +199,8 @@ class _RowMaker:
 
     def picture_row(self) -> tuple[Row, tuple[Question, ...]]:
         """Return a row with one picture, or one in six times with a second one in a later turn, and its questions."""
-        scenes = [_draw_scene(self.rng) for _ in range(2 if self.rng.random() < 1 / 6 else 1)]
+        num_scenes = 2 if self.rng.random() < 1 / 6 else 1
+        scenes = [_draw_scene(self.rng, self.rng.random() < 0.5) for _ in range(num_scenes)]
         turns: list[dict[str, str]] = []
         questions: list[Question] = []
         for scene in scenes:
@@ -228,7 +218,7 @@ class _RowMaker:
         if index % 2 == 0:
             numbers = " ".join(str(number) for number in range(1, 2001))
             return {"messages": _turns("Count from 1 to 2000.", numbers), "images": []}
-        question = ask_about(self.rng, _draw_scene(self.rng))[0]
+        question = ask_about(self.rng, _draw_scene(self.rng, self.rng.random() < 0.5))[0]
         turns = _turns(IMAGE_MARK + question.text, question.answer)
         return {"messages": turns, "images": [f"pictures/lost-{index:04d}.png"]}
 
@@ -261,7 +251,7 @@ def ask_about(rng: random.Random, scene: Scene) -> list[Question]:
 def sentences(rng: random.Random, count: int) -> Iterator[str]:
     """Yield sentences of the dataset, questions and answers as in ``make_rows``, for training a tokenizer."""
     for _ in range(count):
-        questions = [*ask_about(rng, _draw_single(rng)), *ask_about(rng, _draw_several(rng))]
+        questions = [question for single in (True, False) for question in ask_about(rng, _draw_scene(rng, single))]
         turns = [turn for question in questions for turn in _turns(question.text, question.answer)]
         yield from (turn["content"] for turn in turns + text_turns(rng))
         yield f"{SYSTEM_PROMPT}\nsystem\nuser\nassistant\n"
