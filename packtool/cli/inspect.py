@@ -24,8 +24,15 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
     A damaged cache exits with code 4 after the report of ``--verify``.
     """
-    if _is_of_run(config):
+    from packtool.report.trained import is_run
+
+    if is_run(config.directory):
         _inspect_run(config, invocation)
+    elif config.trained or config.step is not None:
+        name = "--trained" if config.trained else f"--step {config.step}"
+        raise ConfigError(
+            f"{name}: {config.directory} is not the --output-dir of a run", "packtool inspect OUTPUT_DIR " + name
+        )
     elif config.verify:
         from packtool.report.inspect import damage_figures, damage_lines
         from packtool.report.tables import TerminalProgress
@@ -55,37 +62,14 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         _inspect_cache(config.directory, invocation)
 
 
-def _is_of_run(config: InspectConfig) -> bool:
-    """Check whether ``--directory`` is a run's, not a cache.
+def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
+    """Print what a run has trained; ConfigError for options that only a cache has."""
+    from packtool.report import trained
 
-    Raises:
-        ConfigError: for an option that does not apply to it.
-    """
-    from packtool.report.trained import is_run
-
-    has_run_option = config.trained or config.step is not None
-    if not is_run(config.directory):
-        if has_run_option:
-            name = "--trained" if config.trained else f"--step {config.step}"
-            raise ConfigError(
-                f"{name}: {config.directory} is not the --output-dir of a run", "packtool inspect OUTPUT_DIR " + name
-            )
-        return False
     if config.run is not None:
         raise ConfigError(f"--run goes with a cache, and {config.directory} is itself a run", "Leave --run out.")
     if config.split != TRAIN_SPLIT:
         raise ConfigError(f"--split {config.split}: a run trains the {TRAIN_SPLIT} split", "Leave --split out.")
-    if not has_run_option and config.row is None:
-        raise ConfigError(
-            f"{config.directory} is the --output-dir of a run, and no cache",
-            "--trained shows what it has trained, --step N what a step held, --row N when a sample was trained.",
-        )
-    return True
-
-
-def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
-    from packtool.report import trained
-
     if config.trained:
         figures = trained.trained_figures(config.directory)
         invocation.show(figures, trained.trained_lines(figures))
@@ -95,6 +79,11 @@ def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
     elif config.row is not None:
         figures = trained.row_figures(config.directory, None, config.row, config.model)
         invocation.show(figures, trained.row_lines(figures))
+    else:
+        raise ConfigError(
+            f"{config.directory} is the --output-dir of a run, and no cache",
+            "--trained shows what it has trained, --step N what a step held, --row N when a sample was trained.",
+        )
 
 
 def _inspect_sample(config: InspectConfig, row: int, invocation: Invocation) -> None:

@@ -411,7 +411,7 @@ class _RecipeParser:
             self.report(f"{prefix}sources", "a list of caches is missing, each with its path")
             return None
         parsed = [self.source(each, f"{prefix}sources[{number}]") for number, each in enumerate(raw)]
-        temperature = self.number(value, "temperature", f"{prefix}temperature") if "temperature" in value else None
+        temperature = self.number(value, "temperature", prefix)
         unit = value.get("unit", "samples")
         if unit not in UNITS:
             self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
@@ -419,7 +419,17 @@ class _RecipeParser:
             self.report(f"{prefix}unit", "it says what --mix counts sizes in for temperature, which is not there")
         units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
         sources = tuple(source for source, _ in parsed if source is not None)
-        self.check_weights(sources, units, temperature, prefix)
+        if len(units) > 1:
+            problem = f"weights in {' and '.join(units)} cannot be compared: give all in one of them"
+            self.report(f"{prefix}sources", problem)
+        unweighted = [source.path for source in sources if source.weight is None]
+        if len(unweighted) < len(sources):
+            if temperature is not None:
+                problem = "it makes weights of sizes, and sources have weights: leave out one"
+                self.report(f"{prefix}temperature", problem)
+            if unweighted:
+                problem = f"some have weights, and {', '.join(unweighted)} none: give all of them one of "
+                self.report(f"{prefix}sources", problem + ", ".join(UNITS))
         if self.problems:
             return None
         return Recipe(
@@ -430,25 +440,6 @@ class _RecipeParser:
             resample=self.options.resample,
             place=self.place,
         )
-
-    def check_weights(
-        self, sources: Sequence[SourceRecipe], units: list[str], temperature: float | None, prefix: str
-    ) -> None:
-        """Report weights in different units, weights of only some sources, and weights with a temperature."""
-        if len(units) > 1:
-            self.report(
-                f"{prefix}sources", f"weights in {' and '.join(units)} cannot be compared: give all in one of them"
-            )
-        unweighted = [source.path for source in sources if source.weight is None]
-        if len(unweighted) == len(sources):
-            return
-        if temperature is not None:
-            self.report(f"{prefix}temperature", "it makes weights of sizes, and sources have weights: leave out one")
-        if unweighted:
-            self.report(
-                f"{prefix}sources",
-                f"some have weights, and {', '.join(unweighted)} none: give all of them one of {', '.join(UNITS)}",
-            )
 
     def source(self, value: Any, key: str) -> tuple[SourceRecipe | None, str | None]:
         """Parse one source; also return the unit of its weight."""
@@ -466,12 +457,11 @@ class _RecipeParser:
         units = [unit for unit in UNITS if unit in value]
         if len(units) > 1:
             self.report(key, f"{' and '.join(units)} are two weights: give one of them")
-        weight = self.number(value, units[0], f"{key}.{units[0]}") if units else None
-        loss_weight = self.number(value, "loss_weight", f"{key}.loss_weight") if "loss_weight" in value else None
+        weight = self.number(value, units[0], f"{key}.") if units else None
         source = SourceRecipe(
             path=path,
             weight=weight,
-            loss_weight=1.0 if loss_weight is None else loss_weight,
+            loss_weight=self.number(value, "loss_weight", f"{key}.") or 1.0,
             min_length=self.length(value, "min_length", key),
             max_length=self.length(value, "max_length", key),
             media_limits=self.media_limits(value, key),
@@ -496,11 +486,13 @@ class _RecipeParser:
             self.report(key, f"{raw!r} is no {what}")
         return raw if isinstance(raw, str) else None
 
-    def number(self, value: Mapping[str, Any], name: str, key: str) -> float | None:
-        """Return a number above 0."""
+    def number(self, value: Mapping[str, Any], name: str, prefix: str) -> float | None:
+        """Return a number above 0; None if the key is missing or its value is something else."""
+        if name not in value:
+            return None
         raw = value[name]
         if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not 0 < raw < math.inf:
-            self.report(key, f"{raw!r} is no number above 0")
+            self.report(f"{prefix}{name}", f"{raw!r} is no number above 0")
             return None
         return float(raw)
 

@@ -24,28 +24,21 @@ class PackageOptions:
     def missing_packages(self) -> list[str]:
         """Return a message for each missing package of the given options, with the command that installs it."""
         options = ("deepspeed", "use_liger_kernel", "quant_bits", "optim", "report_to", "executor")
-        deepspeed, use_liger_kernel, quant_bits, optim, report_to, executor = (
-            getattr(self, name, None) for name in options
-        )
-        needs: list[tuple[str, tuple[str, ...], str, str]] = []
-        if deepspeed is not None:
-            needs.append((f"--deepspeed {deepspeed}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
-        if use_liger_kernel:
-            needs.append(("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"))
-        if quant_bits is not None:
-            needs.append((f"--quant-bits {quant_bits}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
-        if (optim or "").startswith(_OF_BITSANDBYTES):
-            needs.append((f"--optim {optim}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
-        for name in report_to or ():
-            if name in TRACKERS:
-                modules, package = TRACKERS[name]
-                needs.append((f"--report-to {name}", modules, f"{package} is", package))
-        if executor == "ray":
-            needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
+        deepspeed, liger, quant_bits, optim, report_to, executor = (getattr(self, name, None) for name in options)
+        bnb = (("bitsandbytes",), "bitsandbytes is", "bitsandbytes")
+        trackers = [(name, *TRACKERS[name]) for name in report_to or () if name in TRACKERS]
+        needs: list[tuple[bool, str, tuple[str, ...], str, str]] = [
+            (deepspeed is not None, f"--deepspeed {deepspeed}", ("deepspeed",), "DeepSpeed is", "deepspeed"),
+            (bool(liger), "--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"),
+            (quant_bits is not None, f"--quant-bits {quant_bits}", *bnb),
+            ((optim or "").startswith(_OF_BITSANDBYTES), f"--optim {optim}", *bnb),
+            *((True, f"--report-to {name}", modules, f"{package} is", package) for name, modules, package in trackers),
+            (executor == "ray", "--executor ray", ("ray",), "Ray is", '"packtool[ray]"'),
+        ]
         return [
             f"{option}: {name} not installed: pip install {package}"
-            for option, modules, name, package in needs
-            if not any(map(_is_installed, modules))
+            for is_given, option, modules, name, package in needs
+            if is_given and not any(map(_is_installed, modules))
         ]
 
 

@@ -87,12 +87,7 @@ def make_model(directory: str, seed: int) -> int:
     root.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
     tokenizer.save(str(root / "tokenizer.json"))
-    _write_json(root / "tokenizer_config.json", _tokenizer_config())
-    images = _processor_settings("image", "Qwen2VLImageProcessorFast", MAX_PIXELS)
-    videos = _processor_settings("video", "Qwen3VLVideoProcessor", 16 * MAX_PIXELS)
-    _write_json(root / "preprocessor_config.json", images)
-    _write_json(root / "video_preprocessor_config.json", videos)
-    (root / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    _write_settings(root)
     config = _model_config(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -174,35 +169,38 @@ def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
     )
 
 
-def _tokenizer_config() -> dict[str, Any]:
-    return {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "additional_special_tokens": list(CONTROL_TOKENS[1:]),
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": None,
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "errors": "replace",
-        "model_max_length": 8192,
-        "split_special_tokens": False,
+def _write_settings(root: Path) -> None:
+    """Write the chat template and the settings of the tokenizer and of the processors of pictures and videos."""
+    settings: dict[str, dict[str, Any]] = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "additional_special_tokens": list(CONTROL_TOKENS[1:]),
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": None,
+            "add_bos_token": False,
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "errors": "replace",
+            "model_max_length": 8192,
+            "split_special_tokens": False,
+        }
     }
-
-
-def _processor_settings(kind: str, class_name: str, max_pixels: int) -> dict[str, Any]:
-    return {
-        f"{kind}_processor_type": class_name,
-        "processor_class": "Qwen3VLProcessor",
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-
-
-def _write_json(path: Path, settings: dict[str, Any]) -> None:
-    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for kind, file, class_name, max_pixels in (
+        ("image", "preprocessor_config.json", "Qwen2VLImageProcessorFast", MAX_PIXELS),
+        ("video", "video_preprocessor_config.json", "Qwen3VLVideoProcessor", 16 * MAX_PIXELS),
+    ):
+        settings[file] = {
+            f"{kind}_processor_type": class_name,
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        }
+    for file, values in settings.items():
+        (root / file).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (root / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
