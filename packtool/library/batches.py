@@ -102,7 +102,7 @@ class Batches(Dataset[dict[str, Any]]):
         self.rank = _rank(rank, plan.world_size)
         self._config = _training(plan, model, options)
         self._prepare(None)
-        if self._timeline.first.packs.fingerprint != plan.preview.first.packs.fingerprint:
+        if self._timeline.first.packs.fingerprint != plan.preview.timeline.first.packs.fingerprint:
             raise MismatchError(
                 "the caches are not what they were when the plan was made", "Call packtool.plan again, and look at it."
             )

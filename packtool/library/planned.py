@@ -113,7 +113,7 @@ class Plan:
     @property
     def steps(self) -> Sequence[PlannedStep]:
         """The optimizer steps of the first epoch, each with the samples of every rank, micro-batch and pack."""
-        return PlannedSteps(self.preview.first)
+        return PlannedSteps(self.preview.timeline.first)
 
     @property
     def world_size(self) -> int:

@@ -60,7 +60,7 @@ def test_the_plan_is_not_made_again(mixed: bool, tiny: TinyWorld, monkeypatch: p
     """Batches take the steps of the plan that they are given; other targets need other steps."""
     plan = packtool.plan(f"{tiny.cache}#8" if mixed else tiny.cache, **PLAN)
     calls: list[str] = []
-    for name in ("plan_epoch", "plan_mixture", "assign_packs", "shared_in_packs", "make_mixture"):
+    for name in ("plan_epoch", "plan_mixture", "assign_packs", "find_shared", "make_mixture"):
         planning = getattr(inputs, name)
         monkeypatch.setattr(inputs, name, lambda *a, _n=name, _f=planning, **k: (calls.append(_n), _f(*a, **k))[1])
     batches = packtool.Batches(plan, **HERE)

@@ -312,7 +312,7 @@ class RunCallback(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start a step, perhaps the first of a stage."""
         self.watch.begin_step()
-        if self.report is not None and (line := self.run.source.stage_line(state.global_step)) is not None:
+        if self.report is not None and (line := self.run.timeline.stage_line(state.global_step)) is not None:
             self._progress.note(line)
 
     def on_pre_optimizer_step(

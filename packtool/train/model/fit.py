@@ -18,7 +18,7 @@ from torch import nn
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import model_config
-from packtool.cache.reader import CacheReader
+from packtool.cache.reader import exported_model
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
@@ -147,7 +147,7 @@ class Fit:
 
     def __init__(self, config: PlanConfig) -> None:
         assert config.fit is not None
-        model = config.model or str(CacheReader.open(config.cached_dataset).manifests[0].identity.spec["model"])
+        model = config.model or exported_model(config.cached_dataset[0])
         self.config, self.hardware = config, read_hardware(config.hardware)
         self.base = part_of(TrainConfig, config, model=model, share_prefix="false")
         self.inputs = open_to_train(self.base)
@@ -218,12 +218,9 @@ class Fit:
         assert run.packing_length is not None
         plan = self._plan(run.packing_length, self.config.world_size // size)
         shares = self._shares(run.packing_length, size)
-        micro_batches = max_rank_tokens(
-            run, plan, self.files.config, index.media_tokens, index.audio_tokens, shares if size > 1 else None
-        )
         return Proposal(
             run=run,
-            micro_batches=micro_batches,
+            micro_batches=max_rank_tokens(run, plan, self.inputs, shares),
             axes=self._axes(size),
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,

@@ -37,7 +37,7 @@ from packtool.train.model.precision import full_size, quantized_layers, saved_by
 from packtool.train.model.sharding import expert_weights, zero_stage
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing
-from packtool.train.prepare.figures import RankTokens, max_rank_tokens, seen_media, share_media, with_longest
+from packtool.train.prepare.figures import RankTokens, max_rank_tokens, with_longest
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 
@@ -293,19 +293,15 @@ def _planned_memory(
     """Estimate the memory of a rank that trains packs of ``packing_length`` tokens, each on ``size`` processes."""
     assert config.model is not None, "checked by the caller"
     run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
-    run, files = with_shares(with_recomputing(run), size), ModelFiles.load(config.model)
+    run, files = with_shares(with_recomputing(run), size), preview.inputs.files
+    assert files is not None, "--model names them"
     try:
         model = model_config(files.directory)
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Name a model that transformers has.") from error
     dtype = resolve_dtype(model, run, on_gpu=True)
     axes = axes_of(run, World(0, config.world_size, size), files, preview.inputs.lengths, trained=True)
-    micro_batches = with_longest(run, files.config, RankTokens(computed=1))
-    if preview.inputs.reader is not None:
-        index, shared = preview.inputs.reader.index, preview.inputs.shared
-        tokens = index if shared is None else shared
-        shares = share_media(seen_media(index, files.config), files.config, plan, size) if size > 1 else None
-        micro_batches = max_rank_tokens(run, plan, files.config, tokens.media_tokens, tokens.audio_tokens, shares)
+    micro_batches = max_rank_tokens(run, plan, preview.inputs)
     with quiet_transformers():
         empty = model_without_weights(run, model, dtype)
     return estimate_memory(

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.cache.reader import CacheReader
@@ -30,8 +29,6 @@ from packtool.train.prepare.figures import (
     Steps,
     figures_of_steps,
     max_rank_tokens,
-    seen_media,
-    share_media,
 )
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.mixtures import counts_in, mixture_lines
@@ -41,7 +38,7 @@ from packtool.train.prepare.timeline import Timeline, TrainedStage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CachedSource:
+class CachedSource(Steps):
     """The samples of caches, as one rank trains them.
 
     Args:
@@ -137,12 +134,9 @@ class CachedSource:
 
     def peak_memory_batches(self, config: TrainConfig, number: int) -> tuple[RankTokens, ...]:
         """The micro-batches of one rank that may need most memory, in the next epoch of ``step_shapes[number]``."""
-        model, stages = self.files.config, self._stages
+        stages = self._stages
         plan = self.timeline.stretch(max(self.start, stages[number].first) if stages else self.start).plan
-        (_, size), shares = self.step_shapes[number], None
-        if size > 1:
-            shares = share_media(seen_media(self.reader.index, model), model, plan, size)
-        return max_rank_tokens(config, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
+        return max_rank_tokens(config, plan, self.inputs)
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
         """The shortest samples of the first micro-batch, in its order, or two that share a prefix."""
@@ -180,36 +174,21 @@ class CachedSource:
         )
         shared_by = self.world.size // plan.steps.world_size if has_stages_of_other_size else None
         brings: Mapping[Any, Any] = {"vision": self.figures.is_seen, "sound": self.figures.is_heard}
-        return PlannedEpoch(plan, brings, self._read_again(epoch), shared_by)
-
-    def _read_again(self, epoch: int) -> npt.NDArray[np.bool_] | None:
-        """Samples that a media cache should keep for the next epoch, bool (N,); None for all, or without a cache."""
-        if self.inputs.of_run[0].media_cache is None or self.inputs.mixture is None or self.inputs.stages:
-            return None
-        if self.timeline.locate(self.timeline.num_steps - 1)[0] <= epoch:
-            return None
-        return (self.inputs.wanted_of(epoch + 1) > 0) | (self.inputs.wanted_of(epoch) > 1)
-
-    def stage_line(self, step: int) -> str | None:
-        """The message that a stage begins after ``step`` steps; None if none does."""
-        return self.timeline.stage_line(step) if self.inputs.stages else None
-
-
-class CachedSteps(Steps):
-    """The steps of one rank as planned, which need no communication."""
-
-    def __init__(self, source: CachedSource) -> None:
-        self._source = source
+        inputs, read_again = self.inputs, None  # samples that a media cache keeps for the next epoch; None for all
+        is_drawn_anew = inputs.mixture is not None and not inputs.stages
+        is_last = self.timeline.locate(self.timeline.num_steps - 1)[0] <= epoch
+        if inputs.of_run[0].media_cache is not None and is_drawn_anew and not is_last:
+            read_again = (inputs.wanted_of(epoch + 1) > 0) | (inputs.wanted_of(epoch) > 1)
+        return PlannedEpoch(plan, brings, read_again, shared_by)
 
     def drawn(self) -> Iterator[RankStep]:
-        """Yield the steps from the first one to train."""
-        source = self._source
-        is_dynamic = source.inputs.of_run[0].removes_padding and not source.timeline.first.summary.options.packing
-        for stretch in source.timeline.stretches(source.start):
-            plan, first = stretch.plan, max(source.start - stretch.first, 0)
-            figures = islice(figures_of_steps(plan, source.figures, is_dynamic=is_dynamic), first, None)
-            rank = source.world.shared_by(source.world.size // plan.steps.world_size).data.rank
-            steps = zip(source.planned_epoch(plan, stretch.epoch).steps(rank, first), figures, strict=True)
+        """Yield the steps of this rank from the first one to train, which need no communication."""
+        is_dynamic = self.inputs.of_run[0].removes_padding and not self.timeline.first.summary.options.packing
+        for stretch in self.timeline.stretches(self.start):
+            plan, first = stretch.plan, max(self.start - stretch.first, 0)
+            figures = islice(figures_of_steps(plan, self.figures, is_dynamic=is_dynamic), first, None)
+            rank = self.world.shared_by(self.world.size // plan.steps.world_size).data.rank
+            steps = zip(self.planned_epoch(plan, stretch.epoch).steps(rank, first), figures, strict=True)
             for micro_batches, step_figures in islice(steps, stretch.stop - stretch.first - first):
                 yield RankStep(micro_batches, lambda figures=step_figures: figures)  # type: ignore[misc]
 
@@ -226,7 +205,6 @@ def sample_figures(inputs: Inputs) -> SampleFigures:
     may_sound = has_videos & (audio is not None and audio.in_video)
     return SampleFigures(
         media.media_tokens,
-        media.audio_tokens,
         units.astype(np.int64),
         each(costs.model, target_tokens=targets),
         each(costs.hardware, target_tokens=targets),

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import count
-from typing import Any
 
 from packtool import storage
 from packtool.cache.local import LocalCopies
@@ -39,8 +38,7 @@ def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, 
             continue
         check_limits(directory, manifest, config)
         check_video_and_audio(directory, manifest, config, files)
-        check_length(directory, manifest, config)
-        check_policies(directory, manifest, config, with_template_of(reader, files))
+        check_row_options(directory, manifest, config, with_template_of(reader, files))
     return reader
 
 
@@ -125,20 +123,18 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptio
     )
 
 
-def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> None:
-    """Refuse a larger ``--max-length`` than that of an export which shortened or dropped rows by it."""
-    if config.max_length is None or config.max_length <= manifest.max_length or not manifest.num_shortened:
-        return
-    raise MismatchError(
-        f"--max-length {config.max_length} is larger than the {manifest.max_length} that {directory} was exported "
-        f"with, and that export cut or left out {manifest.num_shortened:,} rows for their length",
-        f"Use --max-length {manifest.max_length}, or export into another directory:\n"
-        f"  {export_command(directory, manifest, max_length=config.max_length)}",
-    )
+def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
+    """Check that options which the export applied to rows, such as truncation, are the same.
 
-
-def check_policies(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
-    """Check that options which the export applied to rows, such as truncation, are the same."""
+    A larger ``--max-length`` is refused if the export shortened or dropped rows by its own.
+    """
+    if config.max_length is not None and config.max_length > manifest.max_length and manifest.num_shortened:
+        raise MismatchError(
+            f"--max-length {config.max_length} is larger than the {manifest.max_length} that {directory} was exported "
+            f"with, and that export cut or left out {manifest.num_shortened:,} rows for their length",
+            f"Use --max-length {manifest.max_length}, or export into another directory:\n"
+            f"  {export_command(directory, manifest, max_length=config.max_length)}",
+        )
     there_and_here = {
         name: (manifest.identity.spec.get(name), getattr(config, name))
         for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
@@ -229,11 +225,11 @@ def _dataset_words(manifest: Manifest) -> list[str]:
     sources = [(source.path, load_json(source.settings or "{}")) for source in manifest.sources]
     words = []
     for option, is_val in (("--dataset", False), ("--val-dataset", True)):
-        paths = [
-            path + _amount_words(settings)
-            for path, settings in sources
-            if (settings.get("split") == VAL_SPLIT) == is_val
-        ]
+        paths = []
+        for path, settings in sources:
+            if (settings.get("split") == VAL_SPLIT) == is_val:
+                times, number = settings.get("times_sampled"), settings.get("num_sampled")
+                paths.append(path + (f"#{times:g}x" if times else f"#{number}" if number else ""))
         words += [option, *paths] if paths else []
     _, first = sources[0]
     if first.get("columns"):
@@ -245,13 +241,6 @@ def _dataset_words(manifest: Manifest) -> list[str]:
         if first.get(name):
             words += ["--" + name.replace("_", "-"), str(first[name])]
     return words
-
-
-def _amount_words(settings: dict[str, Any]) -> str:
-    """The amount after the name of a source."""
-    if times := settings.get("times_sampled"):
-        return f"#{times:g}x"
-    return f"#{settings['num_sampled']}" if settings.get("num_sampled") else ""
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:

@@ -122,16 +122,12 @@ def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None =
     except PacktoolError:
         raise
     except Exception as error:
-        if not _is_about_storage(error):
+        # safetensors and torch have their own classes for errors of the file system.
+        if not isinstance(error, OSError) and not any(word in str(error) for word in (*_NO_SPACE_WORDS, *_TORCH_WORDS)):
             raise
         reason = _write_failure(error, checkpoint, num_bytes)
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise StorageError(f"{checkpoint} could not be written: {reason}", remedy) from error
-
-
-def _is_about_storage(error: Exception) -> bool:
-    """Return whether an error comes from the file system; safetensors and torch have their own classes for these."""
-    return isinstance(error, OSError) or any(word in str(error) for word in (*_NO_SPACE_WORDS, *_TORCH_WORDS))
 
 
 def _write_failure(error: Exception, directory: str, num_bytes: int | None) -> str:
@@ -261,10 +257,6 @@ class RunState:
     def is_assigned_anew_after(self, other: RunState) -> bool:
         """Return whether packs are assigned to another number of ranks than in that state."""
         return not self.streaming and self.world_size != other.world_size
-
-    def has_other_data(self, other: RunState) -> bool:
-        """Return whether epochs are planned from other samples than in that state, or in another way."""
-        return not self.streaming and (self.cache, self.plan) != (other.cache, other.plan)
 
     def check_continues(
         self,
@@ -398,7 +390,12 @@ def find_checkpoint(
                 f"Give another checkpoint. If its weights are sound, {ONLY_MODEL}",
             )
         return resume_from.rstrip("/"), []
-    broken = list(_unreadable(output_dir))
+    broken = []
+    for checkpoint in _checkpoints(output_dir):
+        if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
+            broken.append(f"{checkpoint} was not finished: it has no {STATE_NAME}")
+        elif _saved_at(checkpoint) is None:
+            broken.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
     for checkpoint in reversed(finished_checkpoints(output_dir)):
         problems = list(damages(checkpoint, read_whole_state(checkpoint)[1], only_model=only_model))
         if not problems:
@@ -409,15 +406,6 @@ def find_checkpoint(
         "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *broken]),
         "Leave the option out to train from the beginning.",
     )
-
-
-def _unreadable(output_dir: str) -> Iterator[str]:
-    """Yield a sentence for each checkpoint that is unfinished, or whose state is damaged."""
-    for checkpoint in _checkpoints(output_dir):
-        if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
-            yield f"{checkpoint} was not finished: it has no {STATE_NAME}"
-        elif _saved_at(checkpoint) is None:
-            yield f"{checkpoint} is damaged: its {STATE_NAME} cannot be read"
 
 
 def _checkpoints(output_dir: str) -> list[str]:

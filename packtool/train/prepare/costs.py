@@ -15,6 +15,7 @@ Left out: the optimizer's own time, loading, evaluation and stragglers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -100,26 +101,22 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: b
     Args:
         recomputes: as for ``CostModel.of_config``.
     """
+    if isinstance(learning, AdapterOptions) and learning.adapters:
+        # The target modules of an adapter that is trained further; one that cannot be read is refused later.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with open(os.path.join(learning.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
+                adapter = load_json(file.read())
+            targets = adapter["target_modules"]
+            if not isinstance(targets, str):
+                targets = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
+            saved, rank, bias = adapter.get("modules_to_save") or (), int(adapter["r"]), adapter.get("bias", "none")
+            learning = dataclasses.replace(
+                learning, target_regex=targets, modules_to_save=tuple(saved), lora_rank=rank, lora_bias=bias
+            )
     try:
-        return CostModel.of_config(model, _of_adapter(learning), **recomputes)
+        return CostModel.of_config(model, learning, **recomputes)
     except (KeyError, TypeError, ValueError):
         return CostModel.of_8b()
-
-
-def _of_adapter(options: LearningOptions) -> LearningOptions:
-    """The options with the target modules of the adapter that a run continues; unreadable ones are refused later."""
-    if not isinstance(options, AdapterOptions) or not options.adapters:
-        return options
-    try:
-        with open(os.path.join(options.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
-            adapter = load_json(file.read())
-        targets = adapter["target_modules"]
-        if not isinstance(targets, str):
-            targets = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
-        saved, rank, bias = tuple(adapter.get("modules_to_save") or ()), int(adapter["r"]), adapter.get("bias", "none")
-    except (OSError, ValueError, KeyError, TypeError):
-        return options
-    return dataclasses.replace(options, target_regex=targets, modules_to_save=saved, lora_rank=rank, lora_bias=bias)
 
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:

@@ -102,7 +102,11 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         plan = dataclasses.replace(plan, trees=shared.trees)
         message = shared.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
-        _check_writable(config.output)
+        # A file that cannot be written is refused now, and not after the evaluation.
+        if storage.is_directory(config.output):
+            raise ConfigError(f"--output {config.output} is a directory", "Give the name of a file in it.")
+        storage.make_directory(storage.parent(storage.normalize(config.output)) or ".")
+        storage.AtomicFile(config.output).discard()
     return PreparedEvaluation(config, world, trained, reader, plan, axes, () if message is None else (message,))
 
 
@@ -130,14 +134,6 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
         )
     message = "only some of the caches have a val split: nothing is evaluated"
     return dataclasses.replace(config, eval_strategy="no"), [message] if any(num) and strategy != "no" else []
-
-
-def _check_writable(output: str) -> None:
-    """Raise a ConfigError or StorageError now, and not after the evaluation, if the file cannot be written."""
-    if storage.is_directory(output):
-        raise ConfigError(f"--output {output} is a directory", "Give the name of a file in it.")
-    storage.make_directory(storage.parent(storage.normalize(output)) or ".")
-    storage.AtomicFile(output).discard()
 
 
 def plan_of_samples(

@@ -25,6 +25,7 @@ from packtool.planning.summary import computed_tokens
 from packtool.planning.towers import Media, MediaShares
 from packtool.rows.sample import MediaKind
 from packtool.train.prepare.costs import cost_of
+from packtool.train.prepare.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class SampleFigures:
     """Figures of each sample of the caches, (N,) by position.
 
     Args:
-        media_tokens, audio_tokens: placeholder tokens of all media, and of sounds.
+        media_tokens: placeholder tokens of all media.
         units: of each sample in the loss's denominator.
         flops: None if unknown.
         hardware_flops: the same with recomputed activations.
@@ -84,7 +85,6 @@ class SampleFigures:
     """
 
     media_tokens: npt.NDArray[np.integer[Any]]
-    audio_tokens: npt.NDArray[np.integer[Any]]
     units: npt.NDArray[np.integer[Any]]
     flops: Costs | None = None
     hardware_flops: Costs | None = None
@@ -139,7 +139,12 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     elif is_dynamic:
         computed = steps.sums_per_step(tokens)
     else:
-        computed = _padded(plan)
+        # Each row is padded to the longest of its micro-batch.
+        sizes = steps.cell_sizes()
+        longest = np.zeros(len(sizes), np.int64)
+        longest[sizes > 0] = np.maximum.reduceat(tokens[steps.order], steps.cell_offsets[:-1][sizes > 0])
+        before = np.concatenate(([0], np.cumsum(longest * sizes)))
+        computed = np.diff(before[steps.step_offsets])
     columns: tuple[npt.NDArray[Any], ...] = (
         steps.target_tokens_per_step,
         units_per_step(plan, samples),
@@ -147,8 +152,14 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
         computed,
         steps.sums_per_step(packs.sum_squares_per_pack()),
         steps.sums_per_step(np.square(tokens.astype(np.int64))),
-        steps.sums_per_step(_flops_of(packs, samples.flops)),
-        steps.sums_per_step(_flops_of(packs, samples.hardware_flops)),
+        *(
+            steps.sums_per_step(
+                np.zeros(packs.num_packs)
+                if flops is None or not packs.num_packs
+                else np.add.reduceat(flops[packs.samples], packs.offsets[:-1])
+            )
+            for flops in (samples.flops, samples.hardware_flops)
+        ),
     )
     mixture = samples.mixture
     sources: Iterable[Counts] = repeat({}, steps.num_steps)
@@ -163,23 +174,6 @@ def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.in
     packs = plan.packs
     units: npt.NDArray[np.int64] = plan.steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples]))
     return units
-
-
-def _flops_of(packs: PackPlan, flops: Costs | None) -> Costs:
-    if flops is None or not packs.num_packs:
-        return np.zeros(packs.num_packs)
-    return np.add.reduceat(flops[packs.samples], packs.offsets[:-1])
-
-
-def _padded(plan: EpochPlan) -> npt.NDArray[np.int64]:
-    """Tokens that every step's rows have, each padded to the longest of its micro-batch, (S,)."""
-    steps = plan.steps
-    sizes = steps.cell_sizes()
-    longest = np.zeros(len(sizes), np.int64)
-    lengths = plan.packs.tokens_per_pack()[steps.order]
-    longest[sizes > 0] = np.maximum.reduceat(lengths, steps.cell_offsets[:-1][sizes > 0])
-    before = np.concatenate(([0], np.cumsum(longest * sizes)))
-    return np.diff(before[steps.step_offsets])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,15 +247,6 @@ def max_tokens(config: TrainConfig, sequence_parallel_size: int) -> int:
     return -(-(config.dynamic_batch_tokens or packs) // sequence_parallel_size)
 
 
-def longest_micro_batches(config: TrainConfig, kinds: Sequence[MediaKind]) -> tuple[int, int]:
-    """Tokens that one process computes at most: with media of its own, and with fillers in their place."""
-    tokens = max_tokens(config, config.sequence_parallel_ranks)
-    if not config.torch_compile:
-        return tokens, tokens
-    step, fillers = length_step(tokens), num_fillers(kinds)
-    return -(-tokens // step) * step, -(-(tokens + fillers) // step) * step
-
-
 def num_fillers(kinds: Sequence[MediaKind]) -> int:
     """Tokens of the documents that stand in for missing media of these kinds."""
     return sum(number for kind, number in _FILLERS.items() if kind in kinds)
@@ -287,47 +272,51 @@ def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: i
 
 
 def max_rank_tokens(
-    config: TrainConfig,
-    plan: EpochPlan,
-    model: Mapping[str, Any],
-    media_tokens: npt.NDArray[np.integer[Any]],
-    audio_tokens: npt.NDArray[np.integer[Any]],
-    shares: MediaShares | None = None,
+    config: TrainConfig, plan: EpochPlan, inputs: Inputs, shares: MediaShares | None = None
 ) -> tuple[RankTokens, ...]:
     """The micro-batches of a rank that may need most memory: one with the most tokens of each kind that any has.
 
     Args:
-        config: with its packing length.
-        model: its ``config.json``.
-        media_tokens, audio_tokens: (N,), of each sample of the cache, or what it adds to what others share.
-        shares: where ranks share sequences.
+        config: with its packing length, and the ranks that share a sequence.
+        inputs: of the plan; without caches, media are unknown.
+        shares: of media, where ranks share sequences; assigned here if None.
 
     Returns:
         it, and where layers are compiled also the longest one that has fillers in place of media.
     """
-    packs, steps = plan.packs, plan.steps
+    packs, steps, size, reader = plan.packs, plan.steps, config.sequence_parallel_ranks, inputs.reader
+    if reader is None:
+        return with_longest(config, inputs.model, RankTokens(computed=1))
+    added = reader.index if inputs.shared is None else inputs.shared
+    media_tokens, audio_tokens = added.media_tokens, added.audio_tokens
+    local: tuple[int | None, int | None] = None, None
+    if size > 1:
+        shares = shares or share_media(seen_media(reader.index, inputs.model), inputs.model, plan, size)
+        of_ranks = (shares.max_per_rank(values).max(initial=0) for values in (shares.media.tokens, shares.media.sounds))
+        vision, audio = (math.ceil(number - 1e-6) for number in of_ranks)
+        local = vision, audio
 
     def max_per_batch(values: npt.NDArray[Any]) -> int:
         return int(steps.cell_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
-
-    def max_of_rank(values: npt.NDArray[np.float64]) -> int:
-        assert shares is not None, "ranks share sequences"
-        return math.ceil(shares.max_per_rank(values).max(initial=0) - 1e-6)
 
     tokens = RankTokens(
         computed=1,
         vision=max_per_batch(media_tokens - audio_tokens),
         audio=max_per_batch(audio_tokens),
-        num_local_vision_tokens=None if shares is None else max_of_rank(shares.media.tokens),
-        num_local_audio_tokens=None if shares is None else max_of_rank(shares.media.sounds),
+        num_local_vision_tokens=local[0],
+        num_local_audio_tokens=local[1],
         keys=int(steps.cell_sums(keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
-    return with_longest(config, model, tokens)
+    return with_longest(config, inputs.model, tokens)
 
 
 def with_longest(config: TrainConfig, model: Mapping[str, Any], tokens: RankTokens) -> tuple[RankTokens, ...]:
     """The longest micro-batch with these tokens of media, and if they differ the longest one with fillers."""
-    longest, with_fillers = (max(number, 2) for number in longest_micro_batches(config, family_of(model).kinds))
+    longest = with_fillers = max_tokens(config, config.sequence_parallel_ranks)
+    if config.torch_compile:
+        step, fillers = length_step(longest), num_fillers(family_of(model).kinds)
+        longest, with_fillers = -(-longest // step) * step, -(-(longest + fillers) // step) * step
+    longest, with_fillers = max(longest, 2), max(with_fillers, 2)
     full = tokens.within(longest)
     return (full,) if with_fillers == longest else (full, RankTokens(computed=with_fillers, keys=full.keys))
 

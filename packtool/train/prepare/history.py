@@ -140,25 +140,6 @@ def read_history(output_dir: str) -> list[Segment]:
         raise MismatchError(f"{path} cannot be read: {error!r}", "Copy it again.") from error
 
 
-def begin_segment(output_dir: str, segment: Segment, checkpoint: str | None) -> None:
-    """Add a segment to the history, without those whose steps a run that resumes from a checkpoint trains again."""
-    folder = os.path.join(output_dir, HISTORY)
-    storage.make_directory(folder)
-    before: list[Segment] = []
-    if checkpoint is not None:
-        origin = os.path.dirname(os.path.abspath(checkpoint))
-        if has_history(origin):
-            before = [each for each in read_history(origin) if each.first < segment.first]
-            if os.path.realpath(origin) != os.path.realpath(output_dir):
-                shutil.copytree(os.path.join(origin, HISTORY), folder, dirs_exist_ok=True)
-    if (mix := segment.config.get("mix")) is not None:
-        name = f"mix-{segment.first}.yaml"
-        storage.publish(os.path.join(folder, name), portable_recipe(mix))
-        segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
-    segments = {"segments": [dataclasses.asdict(each) for each in (*before, segment)]}
-    storage.publish(os.path.join(folder, _RUN), (json.dumps(segments, indent=1) + "\n").encode())
-
-
 def has_history(output_dir: str) -> bool:
     """Return whether an output directory has a history."""
     return os.path.exists(os.path.join(output_dir, HISTORY, _RUN))
@@ -177,18 +158,6 @@ def origins_path(history: str, fingerprint: str) -> str:
 def ledger_name(step: int) -> str:
     """The file of a history that has the ledger of a change of the data after so many steps."""
     return f"ledger-{step}.npz"
-
-
-def keep_origins(reader: CacheReader, history: str) -> None:
-    """Record the rows of the samples of local caches, so that samples can be matched when these are gone.
-
-    Those of remote caches are read when they are needed: it would copy all of their shards at once.
-    """
-    for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
-        path = origins_path(history, manifest.fingerprint)
-        if not storage.is_remote(directory) and not os.path.exists(path):
-            storage.make_directory(history)
-            read_origins(reader, cache).write(path)
 
 
 def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
@@ -233,7 +202,7 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
                     for what in ("left", "trained")
                 )
                 step, epoch, *stage = header["change"]
-                change = DataChange(step, epoch, left, _stage(*stage), trained if stage else ())
+                change = DataChange(step, epoch, left, tuple(stage[0]) if stage else None, trained if stage else ())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Give another checkpoint.") from error
     return Ledger(
@@ -242,12 +211,8 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
         sources=sources[:num],
         retired=sources[num:],
         change=change,
-        stage=_stage(header.get("stage")),
+        stage=None if header.get("stage") is None else tuple(header["stage"]),
     )
-
-
-def _stage(stage: list[int] | None = None) -> tuple[int, int] | None:
-    return None if stage is None else (stage[0], stage[1])
 
 
 def _put(arrays: _Arrays, number: int, source: SourceLedger) -> dict[str, Any]:
@@ -295,11 +260,24 @@ class RunRecord:
         self._timeline, self._segment = timeline, segment
 
     def begin(self, output_dir: str) -> None:
-        """Write the history before the first step."""
-        begin_segment(output_dir, self._segment, self._checkpoint)
-        change = self.ledger.change
-        if change is not None:
-            write_ledger(os.path.join(output_dir, HISTORY), self.ledger, ledger_name(change.step))
+        """Write the history before the first step; a resumed run drops the segments whose steps it trains again."""
+        folder, segment = os.path.join(output_dir, HISTORY), self._segment
+        storage.make_directory(folder)
+        before: list[Segment] = []
+        if self._checkpoint is not None:
+            origin = os.path.dirname(os.path.abspath(self._checkpoint))
+            if has_history(origin):
+                before = [each for each in read_history(origin) if each.first < segment.first]
+                if os.path.realpath(origin) != os.path.realpath(output_dir):
+                    shutil.copytree(os.path.join(origin, HISTORY), folder, dirs_exist_ok=True)
+        if (mix := segment.config.get("mix")) is not None:
+            name = f"mix-{segment.first}.yaml"
+            storage.publish(os.path.join(folder, name), portable_recipe(mix))
+            segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
+        segments = {"segments": [dataclasses.asdict(each) for each in (*before, segment)]}
+        storage.publish(os.path.join(folder, _RUN), (json.dumps(segments, indent=1) + "\n").encode())
+        if self.ledger.change is not None:
+            write_ledger(folder, self.ledger, ledger_name(self.ledger.change.step))
 
     def save(self, checkpoint: str, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()) -> None:
         """Write the ledger into a checkpoint after ``step`` steps.
@@ -308,7 +286,14 @@ class RunRecord:
             skipped: samples that all ranks skipped since the last checkpoint.
             left_out: steps since then that changed no weight.
         """
-        keep_origins(self._timeline.inputs.of_run[2], history_of(checkpoint))
+        # Rows of samples are recorded, to match samples when their caches are gone. Those of remote caches are read
+        # when they are needed: it would copy all of their shards at once.
+        reader, history = self._timeline.inputs.of_run[2], history_of(checkpoint)
+        for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
+            path = origins_path(history, manifest.fingerprint)
+            if not storage.is_remote(directory) and not os.path.exists(path):
+                storage.make_directory(history)
+                read_origins(reader, cache).write(path)
         self.ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
         write_ledger(checkpoint, self.ledger)
 
@@ -409,18 +394,14 @@ class Replay:
 def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
     """The segments of a run, each with the step at which it was resumed, or at which the run is now."""
     segments = read_history(output_dir)
-    stops = [*(segment.first for segment in segments[1:]), max(steps_done(output_dir), segments[-1].first)]
-    return list(zip(segments, stops, strict=True))
-
-
-def steps_done(output_dir: str) -> int:
-    """Steps that a run has trained, from its log and its checkpoints."""
+    # Log and checkpoints tell how many steps were trained.
     steps = [read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)]
     path = os.path.join(output_dir, METRICS_NAME)
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
             steps += [load_json(line)["step"] for line in file if line.endswith("\n")]
-    return max(steps, default=0)
+    stops = [*(segment.first for segment in segments[1:]), max([*steps, segments[-1].first])]
+    return list(zip(segments, stops, strict=True))
 
 
 def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
@@ -433,11 +414,8 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
         MismatchError: if a cache is gone or has changed since, or this packtool plans otherwise.
         ConfigError: if its model cannot be read.
     """
-    for directory, fingerprint, _ in segment.caches:
-        _check_cache(directory, fingerprint)
+    _check_unchanged(segment)
     config = segment.train_config
-    if config.plan is not None:
-        _check_plan(config.plan)
     changes = {"resume_from_checkpoint": None, "data_change": "refuse", "cache_dir": None, "output_dir": output_dir}
     try:
         inputs = open_to_train(dataclasses.replace(config, **changes, model=model or config.model))  # type: ignore[arg-type]
@@ -471,24 +449,24 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
     return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
 
 
-def _check_plan(path: str) -> None:
-    try:
-        read_plan(path)
-    except PacktoolError as error:
-        raise MismatchError(
-            f"the --plan of this run is gone: {error.message}", "Bring it back where it was."
-        ) from error
-
-
-def _check_cache(directory: str, fingerprint: str) -> None:
-    try:
-        current = Manifest.read(directory).fingerprint
-    except MismatchError as error:
-        raise MismatchError(
-            f"the cache {directory} of this run is gone: {error.message}", "Bring it back where it was."
-        ) from error
-    if current != fingerprint:
-        raise MismatchError(
-            f"the cache {directory} has changed since it was trained: it was {fingerprint} and is {current}",
-            "Export it as it was: what its steps held is planned from the same cache only.",
-        )
+def _check_unchanged(segment: Segment) -> None:
+    """Raise a MismatchError unless caches and ``--plan`` of a segment are there, and the caches as they were."""
+    for directory, fingerprint, _ in segment.caches:
+        try:
+            current = Manifest.read(directory).fingerprint
+        except MismatchError as error:
+            raise MismatchError(
+                f"the cache {directory} of this run is gone: {error.message}", "Bring it back where it was."
+            ) from error
+        if current != fingerprint:
+            raise MismatchError(
+                f"the cache {directory} has changed since it was trained: it was {fingerprint} and is {current}",
+                "Export it as it was: what its steps held is planned from the same cache only.",
+            )
+    if (plan := segment.train_config.plan) is not None:
+        try:
+            read_plan(plan)
+        except PacktoolError as error:
+            raise MismatchError(
+                f"the --plan of this run is gone: {error.message}", "Bring it back where it was."
+            ) from error

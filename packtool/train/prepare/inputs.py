@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -32,7 +32,7 @@ from packtool.planning.summary import PlanSummary
 from packtool.planning.towers import TowerWork
 from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, load_shared_prefixes, shared_in_packs
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, load_shared_prefixes, parts_of
 
 _KEPT_PLANS = 2
 """Plans that are cached, tens of megabytes each: of the epoch in training, and of the one read ahead."""
@@ -99,7 +99,18 @@ class Inputs:
             packs, parts = packs_of(self.saved), self.saved.parts
             shared, unshared = load_shared_prefixes(packs, parts, self.model, self.reader), None
         else:
-            shared, unshared = shared_in_packs(self.config, self.options, self.model, self.reader)
+            shared, unshared = find_shared(
+                self.config,
+                self.model,
+                self.reader,
+                capacity=self.options.packing_length,
+                max_length=self.options.max_length,
+                max_samples=self.config.max_rows_per_tree,
+                max_media_tokens=self.config.max_media_tokens_per_pack,
+            )
+            if shared is not None:
+                trees = dataclasses.replace(shared.trees, parts=parts_of(self.config))
+                shared = dataclasses.replace(shared, trees=trees)
         inputs = dataclasses.replace(self, shared=shared, unshared=unshared)
         if shared is not None:
             inputs = dataclasses.replace(inputs, towers=shared.towers(self.options.cost, self.targets))
@@ -156,7 +167,11 @@ class Inputs:
                 dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
             )
         longest = max((stage.options for stage in stages), key=lambda options: options.packing_length)
-        joined = _joined([stage.mixture for stage in stages if stage.mixture is not None])
+        # All samples of any stage, for names, weights and epochs of sources.
+        mixtures = [stage.mixture for stage in stages if stage.mixture is not None]
+        own = zip(*(mixture.candidates for mixture in mixtures), strict=True)
+        candidates = tuple(np.unique(np.concatenate(each)) for each in own)
+        joined = dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
         return dataclasses.replace(self, recipe=recipe, options=longest, mixture=joined, stages=tuple(stages))
 
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
@@ -275,6 +290,12 @@ class Inputs:
         """The state of a run whose packs are assigned so, before its first step."""
         config, _, reader = self.of_run
         plan, steps = self.fingerprints(assignment)
+        skrull, num_samples = self.options.skrull, self.options.samples_per_step
+        step_rule = "" if num_samples is None else f"{num_samples} samples a step"
+        if skrull is not None:
+            # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
+            step_rule = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
+            step_rule += f", for {skrull.times.device}"
         return RunState.of(
             config,
             plan=plan,
@@ -286,19 +307,9 @@ class Inputs:
             loss_scale=config.loss_scale or "",
             loss_reduction=config.loss_reduction,
             shares_prefixes=self.shared is not None,
-            schedule=self._step_rule,
+            schedule=step_rule,
             learning=config.training_summary,
         )
-
-    @property
-    def _step_rule(self) -> str:
-        """The settings that decide steps besides packs, batch size and accumulation, in one line."""
-        skrull, num_samples = self.options.skrull, self.options.samples_per_step
-        if skrull is None:
-            return "" if num_samples is None else f"{num_samples} samples a step"
-        # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
-        shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
-        return f"{shared}, for {skrull.times.device}"
 
     def fingerprints(self, assignment: BatchShape) -> tuple[str, str]:
         """Fingerprints of the packs, for any number of ranks, and of the steps.
@@ -398,13 +409,6 @@ class Inputs:
         return ledger.stage[0]
 
 
-def _joined(mixtures: list[Mixture]) -> Mixture:
-    """The mixture of all samples of any stage, for names, weights and epochs of sources."""
-    own = zip(*(mixture.candidates for mixture in mixtures), strict=True)
-    candidates = tuple(np.unique(np.concatenate(each)) for each in own)
-    return dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
-
-
 def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
     """Conflicts of stages with the settings of the run, a line for each."""
     config, place, problems = inputs.config, recipe.place, []
@@ -426,19 +430,17 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
             problems.append(
                 f"{key}.until: {stage.until:,} steps of how many? Give --max-steps, or a share of the run: until: 30%"
             )
-        if config.max_steps is not None:
-            problems += _step_problems(key, stage, before, config.max_steps, is_last=number + 1 == len(stages))
-            before = stage.until or round((stage.until_share or 0) * config.max_steps)
+        if (max_steps := config.max_steps) is None:
+            continue
+        end = stage.until or max(round((stage.until_share or 0) * max_steps), 1)
+        if number + 1 == len(stages):
+            if before >= max_steps:
+                problems.append(f"{key}: the run ends with step {max_steps:,} (--max-steps), before this stage begins")
+        elif not stage.end:
+            problems.append(f"{key}.until: it is missing: with --max-steps every stage but the last says where it ends")
+        elif end <= before:
+            problems.append(
+                f"{key}.until: {stage.end} is step {end:,}, not behind step {before:,}, where the stage before ends"
+            )
+        before = stage.until or round((stage.until_share or 0) * max_steps)
     return problems
-
-
-def _step_problems(key: str, stage: Recipe, before: int, max_steps: int, *, is_last: bool) -> Iterator[str]:
-    """Conflicts of a stage with ``--max-steps``."""
-    end = stage.until or max(round((stage.until_share or 0) * max_steps), 1)
-    if is_last:
-        if before >= max_steps:
-            yield f"{key}: the run ends with step {max_steps:,} (--max-steps), before this stage begins"
-    elif not stage.end:
-        yield f"{key}.until: it is missing: with --max-steps every stage but the last says where it ends"
-    elif end <= before:
-        yield f"{key}.until: {stage.end} is step {end:,}, not behind step {before:,}, where the stage before ends"

@@ -43,7 +43,18 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
         sources = tuple(
             _with_amount(SourceRecipe(path=name), "--cached-dataset", problems) for name in options.cached_dataset
         )
-        recipe = _recipe_of_options(options, sources, problems)
+        if options.interleaves:
+            problems += [
+                f"{source.path}#{source.amount}: leave out the #: --interleave-probs and --mix-strategy tell it"
+                for source in sources
+                if source.amount is not None
+            ]
+        stop = options.mix_stop or ("all" if options.mix_strategy == "interleave_over" else "first")
+        weighted = sources
+        if options.interleaves and options.mix_strategy != "interleave_once":
+            pairs = zip(sources, options.interleaving or (1.0,) * len(sources), strict=True)
+            weighted = tuple(dataclasses.replace(source, weight=weight) for source, weight in pairs)
+        recipe = Recipe(sources=weighted, stop=stop, resample=options.resample, place="--cached-dataset")
     if problems:
         raise ConfigError.from_problems(problems)
     is_mixed = options.mix is not None or options.interleaves or any(source.amount is not None for source in sources)
@@ -112,19 +123,3 @@ def _with_amount(source: SourceRecipe, place: str, problems: list[str]) -> Sourc
     except ValueError as error:
         problems.append(f"{place} {source.path}: {error}")
         return source
-
-
-def _recipe_of_options(options: MixOptions, sources: tuple[SourceRecipe, ...], problems: list[str]) -> Recipe:
-    """The recipe of ``--cached-dataset``, ``--interleave-probs`` and ``--mix-strategy``."""
-    if options.interleaves:
-        problems += [
-            f"{source.path}#{source.amount}: leave out the #: --interleave-probs and --mix-strategy tell it"
-            for source in sources
-            if source.amount is not None
-        ]
-    stop = options.mix_stop or ("all" if options.mix_strategy == "interleave_over" else "first")
-    if options.interleaves and options.mix_strategy != "interleave_once":
-        weights = options.interleaving or (1.0,) * len(sources)
-        pairs = zip(sources, weights, strict=True)
-        sources = tuple(dataclasses.replace(source, weight=weight) for source, weight in pairs)
-    return Recipe(sources=sources, stop=stop, resample=options.resample, place="--cached-dataset")

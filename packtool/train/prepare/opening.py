@@ -87,7 +87,12 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: s
         return None
     by_processor = bool(family_of(files.config).processor_inputs)
     narrows = current.base == "default" and wanted.base == "last_round"
-    if _has_parts(manifest, wanted.base):
+    # Samples of one row share tokens that only one of them may train.
+    spec = manifest.identity.spec
+    has_responses = spec.get("truncation_strategy") != "split" and any(
+        split.pieces_added for split in manifest.splits.values()
+    )
+    if "expand_turns" in spec or (wanted.base == "all" and has_responses):
         problem = (
             f"has rows of which several samples were made: which tokens --loss-scale {scale} trains in each of them, "
             "only the rows can tell"
@@ -105,21 +110,12 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: s
     else:
         return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules) or by_processor)
     changes: dict[str, str | None] = {"loss_scale": loss_scale}
-    if expand_problems(manifest.identity.spec.get("expand_turns"), loss_scale):
+    if expand_problems(spec.get("expand_turns"), loss_scale):
         changes["expand_turns"] = None  # no export of turns has that loss scale; one of whole rows has
     raise MismatchError(
         f"{directory} {problem}",
         f"Leave {option} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
     )
-
-
-def _has_parts(manifest: Manifest, wanted: Base) -> bool:
-    """Return whether samples of one row share tokens that only one of them may train."""
-    spec = manifest.identity.spec
-    has_responses = spec.get("truncation_strategy") != "split" and any(
-        split.pieces_added for split in manifest.splits.values()
-    )
-    return "expand_turns" in spec or (wanted == "all" and has_responses)
 
 
 def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
@@ -144,25 +140,20 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         check_plan(saved, config, reader)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
     options = plan_options(config, max_length=max_length, world_size=1)
-    options = with_model(options, files.config, config, read_hardware(config.hardware), config.sequence_parallel_type)
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.max_length, packing_length=saved.capacity)
-    assert options.cost is not None, "the model tells them"
-    inputs = Inputs(
-        config=config,
-        options=options,
-        lengths=reader.index.length,
-        targets=targets,
-        media_tokens=reader.index.media_tokens,
-        towers=tower_work(options.cost, reader.index),
-        reader=reader,
-        recipe=recipe,
-        model=files.config,
-        files=files,
-        choices=choices,
-        saved=saved,
-        sequence_parallel_size=config.sequence_parallel_ranks,
-        notes=(*_access_notes(config, reader), *notes),
+    # Warn now, because the one sample with a web address may come after hours.
+    may_name_web = (
+        any('"media_access": "any"' in source.settings for source in manifest.sources)
+        and manifest.identity.spec["media"] == "reference"
+        and any(split.media_tokens for split in manifest.splits.values())
+        for manifest in reader.manifests
+    )
+    if config.media_access != "any" and any(may_name_web):
+        warning = "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
+        notes = [warning, *notes]
+    inputs = _inputs(
+        config, options, reader, recipe, files, targets=targets, choices=choices, saved=saved, notes=tuple(notes)
     )
     return inputs.prepared() if planned is None else inputs.reuse_plans(planned)
 
@@ -185,40 +176,48 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
     else:
         lengths = targets = read_lengths(str(config.lengths))
         longest = room or int(lengths.max(initial=1))
-    files = _files_to_plan(config, reader)
-    model = MODEL_PRESETS["8b"] if files is None else files.config
+    model = config.model
+    if model is None and reader is not None:
+        model = str(reader.manifests[0].identity.spec["model"])
+        model = model if storage.exists(storage.join(model, "config.json")) else None
+    files = None if model is None else ModelFiles.load(model)
     max_length = min(config.max_length or longest, room or longest)
     if packing_length is None and config.max_length is not None:
         max_length = config.max_length
     ranks = config.world_size // config.sequence_parallel_ranks
     options = plan_options(config, max_length=max_length, world_size=ranks)
-    options = with_model(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     options = dataclasses.replace(options, packing_length=room or max_length)
-    assert options.cost is not None, "the model tells them"
     if recipe is not None and recipe.stages and config.sweep is not None:
         raise ConfigError(f"--sweep compares packing lengths, and {recipe.place} has stages", "Plan without it.")
+    return _inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
+
+
+def _inputs(
+    config: PlanConfig | TrainConfig,
+    options: PlanOptions,
+    reader: CacheReader | None,
+    recipe: Recipe | None,
+    files: ModelFiles | None,
+    **others: Any,
+) -> Inputs:
+    """The inputs with costs by the model's ``config.json``, or by that of 8 billion weights without a model."""
+    model = MODEL_PRESETS["8b"] if files is None else files.config
+    options = with_model(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
+    assert options.cost is not None, "the model gives them"
+    if reader is not None:
+        index = reader.index
+        others = {"lengths": index.length, "media_tokens": index.media_tokens, **others}
+        others["towers"] = tower_work(options.cost, index)
     return Inputs(
         config=config,
         options=options,
-        lengths=lengths,
-        targets=targets,
-        media_tokens=None if reader is None else reader.index.media_tokens,
-        towers=None if reader is None else tower_work(options.cost, reader.index),
         reader=reader,
         recipe=recipe,
         model=model,
         files=files,
         sequence_parallel_size=config.sequence_parallel_ranks,
+        **others,
     )
-
-
-def _files_to_plan(config: PlanConfig, reader: CacheReader | None) -> ModelFiles | None:
-    """The model that tells what packs cost: ``--model``, or the caches' if it is still there."""
-    model = config.model
-    if model is None and reader is not None:
-        model = str(reader.manifests[0].identity.spec["model"])
-        model = model if storage.exists(storage.join(model, "config.json")) else None
-    return None if model is None else ModelFiles.load(model)
 
 
 def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_size: int) -> PlanOptions:
@@ -239,17 +238,3 @@ def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_si
         world_size=world_size,
         skrull=skrull,
     )
-
-
-def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
-    """Warn before the first step, for the one sample with a web address may come after hours."""
-    for manifest in reader.manifests:
-        allows_web = any('"media_access": "any"' in source.settings for source in manifest.sources)
-        has_references = manifest.identity.spec["media"] == "reference" and any(
-            s.media_tokens for s in manifest.splits.values()
-        )
-        if allows_web and has_references and config.media_access != "any":
-            return [
-                "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
-            ]
-    return []

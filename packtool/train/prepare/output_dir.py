@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     RunState,
-    check_resumable,
     discard_run_state,
     find_checkpoint,
     finished_checkpoints,
@@ -156,19 +155,6 @@ class ResumePoint:
         """The first step to train."""
         return self.before.step if self.before is not None else 0
 
-    def check(
-        self,
-        state: RunState,
-        world: World,
-        *,
-        data_may_change: bool = False,
-        other_data: Callable[[], Sequence[str]] = tuple,
-    ) -> None:
-        """Raise unless a run with this state may resume here; arguments as for ``RunState.check_continues``."""
-        if self.checkpoint is not None and self.before is not None:
-            state.check_continues(self.checkpoint, self.before, data_may_change=data_may_change, other_data=other_data)
-            check_resumable(self.checkpoint, world.rank, world.size)
-
 
 def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
     """Find the checkpoint that a run resumes from, or takes its weights from; None for a run from the beginning.
@@ -223,7 +209,11 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
     if config.dry_run or not world.is_first:
         yield config, None
         return
-    missing = list(_missing_directories(config.output_dir))
+    missing = []
+    path = os.path.abspath(config.output_dir)
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
     try:
         os.makedirs(config.output_dir, exist_ok=True)
         if config.add_version:
@@ -240,14 +230,6 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
                 os.rmdir(directory)
 
 
-def _missing_directories(path: str) -> Iterator[str]:
-    """Yield the missing directories of a path, the path itself first."""
-    path = os.path.abspath(path)
-    while not os.path.lexists(path):
-        yield path
-        path = os.path.dirname(path)
-
-
 def _new_version(output_dir: str) -> str:
     """Make the next numbered folder; two runs that start at once get one each."""
     while True:
@@ -261,7 +243,19 @@ def _new_version(output_dir: str) -> str:
 def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
     """Empty the output directory with ``--overwrite-output-dir``; returns the settings with that of the first rank."""
     if world.is_first and config.overwrite_output_dir:
-        _clear(config.output_dir)
+        # The files of a run; those that packtool did not write stay.
+        for name in _left_by_a_run(config.output_dir):
+            path = os.path.join(config.output_dir, name)
+            if name.startswith(PREFIX):
+                discard_run_state(path)
+                shutil.rmtree(path)
+            else:
+                os.remove(path)
+        remove_names(config.output_dir)
+        shutil.rmtree(os.path.join(config.output_dir, HISTORY), ignore_errors=True)
+        for name in _OTHER_NAMES:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(config.output_dir, name))
     agreed: list[Any] = [config.output_dir]
     if config.add_version and world.size > 1:
         import torch.distributed as dist  # here, because directories are checked without torch
@@ -281,22 +275,6 @@ def _check_is_possible(output_dir: str) -> None:
         raise ConfigError(f"--output-dir {output_dir}: {there} is no directory", _REMEDY)
     if not os.access(there, os.W_OK | os.X_OK):
         raise StorageError(f"--output-dir {output_dir}: {there} may not be written to", _REMEDY)
-
-
-def _clear(output_dir: str) -> None:
-    """Remove the files of a run; those that packtool did not write stay."""
-    for name in _left_by_a_run(output_dir):
-        path = os.path.join(output_dir, name)
-        if name.startswith(PREFIX):
-            discard_run_state(path)
-            shutil.rmtree(path)
-        else:
-            os.remove(path)
-    remove_names(output_dir)
-    shutil.rmtree(os.path.join(output_dir, HISTORY), ignore_errors=True)
-    for name in _OTHER_NAMES:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(output_dir, name))
 
 
 def _left_by_a_run(output_dir: str) -> list[str]:

@@ -54,11 +54,6 @@ class Preview:
     seconds: float
 
     @property
-    def first(self) -> EpochPlan:
-        """The plan of the epoch that is trained first; with stages it may be a part of one."""
-        return self.timeline.first
-
-    @property
     def first_inputs(self) -> Inputs:
         """The inputs of ``plan``: with stages those of the first one."""
         return self.timeline.stages[0].inputs

@@ -171,7 +171,10 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
         yield from _batch_lines(config, timeline)
         return
     if not summary.options.packing:
-        yield f"packing: no, but {_unpacked(config)}, {summary.fill:.1%} of whose tokens are true; {processes}"
+        unpacked = "padded rows of one sample each (--packing false)"
+        if (num_tokens := config.dynamic_batch_tokens) is not None:
+            unpacked = f"batches of up to {num_tokens:,} tokens without padding (--dynamic-batch-tokens)"
+        yield f"packing: no, but {unpacked}, {summary.fill:.1%} of whose tokens are true; {processes}"
         yield f"optimizer steps: {num_steps:,}"
         return
     yield (
@@ -209,13 +212,6 @@ def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
             f"{config.num_warmup_steps(steps):,} of {steps:,} steps, unpacked "
             f"{config.num_warmup_steps(plain):,} of {plain:,}"
         )
-
-
-def _unpacked(config: TrainConfig) -> str:
-    """A description of micro-batches that are not packed."""
-    if config.dynamic_batch_tokens is not None:
-        return f"batches of up to {config.dynamic_batch_tokens:,} tokens without padding (--dynamic-batch-tokens)"
-    return "padded rows of one sample each (--packing false)"
 
 
 def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:

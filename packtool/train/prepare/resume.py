@@ -38,7 +38,7 @@ from packtool.planning.ledger import (
     row_keys,
 )
 from packtool.planning.pack_plan import Int64Array
-from packtool.train.prepare.checkpoint import ONLY_MODEL, RunState, read_options
+from packtool.train.prepare.checkpoint import ONLY_MODEL, RunState, check_resumable, read_options
 from packtool.train.prepare.history import (
     begin_ledger,
     history_of,
@@ -315,31 +315,19 @@ def with_changed_data(
     retired = [source for source in retired if source.fingerprint not in now]
     after = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
     num_left = [int(each.sum()) for each in np.split(np.where(reader.index.length <= max_length, left, 0), bounds)]
-    changes = [
-        _change_of(source, kept[cache], removed_before, matched, cache, num_left[cache])
-        for cache, source in enumerate(sources)
-    ]
+    changes = []
+    for cache, (source, before) in enumerate(zip(sources, kept, strict=True)):
+        status: SourceStatus = "back" if before is None else "as before"
+        num_new = 0
+        if before is None and source.fingerprint not in removed_before:
+            status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
+        trained_rows = source.epoch.num_rows
+        changes.append(SourceChange(source.directory, status, source.num, trained_rows, num_left[cache], num_new))
     for source, is_gone in zip(leaving, matched.is_gone, strict=False):
-        status: SourceStatus = "gone" if is_gone.all() else "replaced"
+        status = "gone" if is_gone.all() else "replaced"
         num_gone = int(is_gone.sum())
         changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
     return after, tuple(changes)
-
-
-def _change_of(
-    source: SourceLedger,
-    before: SourceLedger | None,
-    removed_before: Mapping[str, SourceLedger],
-    matched: MatchedCounts,
-    cache: int,
-    num_left: int,
-) -> SourceChange:
-    """The change of a cache of the resumed run, from its ledger in the checkpoint, if that has one."""
-    status: SourceStatus = "back" if before is None else "as before"
-    num_new = 0
-    if before is None and source.fingerprint not in removed_before:
-        status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
-    return SourceChange(source.directory, status, source.num, source.epoch.num_rows, num_left, num_new)
 
 
 def _new_source(
@@ -411,13 +399,14 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
     origin = checkpoint or "this state"
     if checkpoint is not None:
         trained = () if ledger is None else ledger.sources
-        resume_point.check(
-            state,
-            world,
+        state.check_continues(
+            checkpoint,
+            before,
             data_may_change=config.data_change == "allow",
             other_data=lambda: cache_differences(trained, reader) if trained else [],
         )
-        if state.has_other_data(before):
+        check_resumable(checkpoint, world.rank, world.size)
+        if (state.cache, state.plan) != (before.cache, before.plan):
             return _with_other_data(checkpoint, before, state, inputs, ledger)
     assignments, notes = before.assignments or ((0, *before.assignment),), []
     if state.is_assigned_anew_after(before):
@@ -487,7 +476,14 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     checkpoint, before = resume_point.checkpoint, resume_point.before
     if checkpoint is None or before is None:
         return
-    changes = _changed_settings(config, read_options(checkpoint))
+    options_before, options_now = read_options(checkpoint), options_kept(config)
+    changes = {
+        field.name: (_shown(field, options_before), _shown(field, options_now))
+        for field in dataclasses.fields(config)
+        if options_before is not None  # an older packtool does not record them
+        and field.name not in _NOT_COMPARED
+        and options_before.get(field.name) != options_now.get(field.name)
+    }
     num_planned = steps_planned(checkpoint)
     panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
     refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
@@ -507,18 +503,6 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
     done = f"{before.step:,} of {num_steps:,} steps done, {max(num_steps - before.step, 0):,} left"
     yield f"resuming from {checkpoint}: {done}" + (f"; changed settings: {settings}" if settings else "")
-
-
-def _changed_settings(config: TrainConfig, before: dict[str, Any] | None) -> dict[str, tuple[str, str]]:
-    """Settings that differ from a checkpoint's, by name: its value and the new one; none if it does not say."""
-    if before is None:
-        return {}
-    now = options_kept(config)
-    return {
-        field.name: (_shown(field, before), _shown(field, now))
-        for field in dataclasses.fields(config)
-        if field.name not in _NOT_COMPARED and before.get(field.name) != now.get(field.name)
-    }
 
 
 def _shown(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ from packtool.encode.families import family_of
 from packtool.launch.world import World
 from packtool.planning.ledger import Ledger
 from packtool.stream.reading import read_stream_state
-from packtool.train.prepare.cached import CachedSource, CachedSteps, sample_figures
-from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.cached import CachedSource, sample_figures
+from packtool.train.prepare.checkpoint import RunState, check_resumable
 from packtool.train.prepare.evaluation import Validation, validation_of
 from packtool.train.prepare.figures import RankTokens, Steps, length_step, max_tokens, num_fillers
 from packtool.train.prepare.history import RunRecord, Segment, options_kept
@@ -108,8 +108,10 @@ class Run:
         """A run that encodes and packs rows while it trains; reads the first rows of the first files."""
         source, state, notes = open_stream(config, world)
         resume_point = ResumePoint.of(config)
-        resume_point.check(state, world)
-        if (checkpoint := resume_point.checkpoint) is not None:
+        checkpoint, before = resume_point.checkpoint, resume_point.before
+        if checkpoint is not None and before is not None:
+            state.check_continues(checkpoint, before)
+            check_resumable(checkpoint, world.rank, world.size)
             position = read_stream_state(checkpoint, world.data.rank)
             source = dataclasses.replace(source, start=resume_point.start, stream=position)
         axes = axes_of(config, world, source.files, np.array([source.spec.max_length]), trained=True)
@@ -197,7 +199,7 @@ class Run:
         """The steps of this rank from ``start`` on."""
         if isinstance(self.source, StreamedSource):
             return StreamedSteps(self.source, self.config, exchange)
-        return CachedSteps(self.source)
+        return self.source
 
     def record(self) -> RunRecord | None:
         """The keeper of this run's history and ledger; None for a stream, which has neither."""

@@ -20,7 +20,6 @@ from packtool.encode.families import family_of, text_config_of
 from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.planning.cost import CostModel
-from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.prefix_trees import NOTHING, PartsIn, Prefixes, PrefixTrees, plan_trees, rebuild_trees
 from packtool.planning.towers import TowerWork
@@ -124,24 +123,6 @@ class SharedPrefixes:
         return f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves {listed}"
 
 
-def shared_in_packs(
-    config: TrainConfig | PlanConfig, options: PlanOptions, model: Mapping[str, Any], reader: CacheReader
-) -> tuple[SharedPrefixes | None, str | None]:
-    """The prefixes that a run shares in its packs, and a message; as ``find_shared``."""
-    shared, message = find_shared(
-        config,
-        model,
-        reader,
-        capacity=options.packing_length,
-        max_length=options.max_length,
-        max_samples=config.max_rows_per_tree,
-        max_media_tokens=config.max_media_tokens_per_pack,
-    )
-    if shared is not None:
-        shared = replace(shared, trees=replace(shared.trees, parts=_parts_of(config)))
-    return shared, message
-
-
 def find_shared(
     config: SharingOptions,
     model: Mapping[str, Any],
@@ -210,7 +191,7 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
         return None, f"shared prefixes: each sample is computed whole: {_reason(reasons[0])}"
     min_saving = 0.0 if config.share_prefix == "true" else MIN_SAVING
     limits = config.max_rows_per_tree, config.max_media_tokens_per_pack
-    return IntervalSharing(MediaTokens.of(model), min_saving, *limits, parts=_parts_of(config)), None
+    return IntervalSharing(MediaTokens.of(model), min_saving, *limits, parts=parts_of(config)), None
 
 
 def _reasons_against(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
@@ -259,7 +240,7 @@ def load_shared_prefixes(
     return SharedPrefixes(reader.index, prefixes, replace(trees, parts=wanted))
 
 
-def _parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
+def parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
     """The placement in steps of the parts of a split tree."""
     if not config.shuffle:
         return "any"  # the order is the user's

@@ -173,10 +173,6 @@ class StreamedSource:
         """``samples a.json:3 a.json:17``, for ``--debug``: files and rows."""
         return "samples " + " ".join(f"{sample.source}:{sample.row}" for sample in micro_batch.samples)
 
-    def stage_line(self, step: int) -> str | None:
-        """None: a stream has no stages."""
-        return None
-
 
 def _unchanged(sample: EncodedSample) -> EncodedSample:
     return sample
@@ -197,6 +193,10 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     refusals = [first_row_error(*follow(spec)) for spec in specs[:MAX_OPEN_SOURCES]]
     packing_length = config.packing_length or max_length
     sharing, not_shared = sharing_of_stream(config, files.config)
+    # All other settings that decide the packs of a stream, in one line.
+    pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
+    names = ("packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction")
+    names += ("share_prefix", "max_rows_per_tree") if sharing is not None else ()
     state = RunState.of(
         config,
         plan="stream",
@@ -204,7 +204,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         max_length=max_length,
         packing_length=packing_length,
         world_size=world.data.size,
-        streaming=_settings(config, sharing),
+        streaming=", ".join(f"{name} {getattr(config, name)}" for name in names),
         shares_prefixes=sharing is not None,
     )
     options = part_of(
@@ -226,14 +226,6 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     )
     refused = [line for line in refusals if line is not None][:1]
     return source, state, [*([] if not_shared is None else [not_shared]), *encoder.remarks, *refused]
-
-
-def _settings(config: TrainConfig, sharing: IntervalSharing | None) -> str:
-    """The other settings that decide the packs of a stream, in one line, which checkpoints record."""
-    pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
-    names = ("packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction")
-    names += ("share_prefix", "max_rows_per_tree") if sharing is not None else ()
-    return ", ".join(f"{name} {getattr(config, name)}" for name in names)
 
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
@@ -402,10 +394,8 @@ class DropLog:
         if not self._writes:
             return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        lines = []
-        if self._kept and os.path.exists(self.path):
+        if os.path.exists(self.path):
             with open(self.path, encoding="utf-8") as file:
                 lines = list(islice(file, self._kept))
-        if lines or os.path.exists(self.path):
             with open(self.path, "w", encoding="utf-8") as file:
                 file.writelines(lines)

@@ -51,6 +51,10 @@ class OpenTimeline:
         """The fraction of the run that is done after ``step`` steps."""
         return step / self.num_steps
 
+    def stage_line(self, step: int) -> str | None:
+        """None: a stream has no stages."""
+        return None
+
 
 @dataclass(frozen=True, eq=False)
 class EpochStretch:

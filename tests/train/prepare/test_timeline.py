@@ -56,7 +56,7 @@ def load(timeline: Timeline, start: int, world: World | None = None) -> list[tup
     nothing: Any = None
     before: Any = SimpleNamespace(step=start)
     world = world or World()
-    figures = SampleFigures(np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, None)
+    figures = SampleFigures(np.zeros_like(TARGETS), TARGETS, None)
     source = CachedSource(inputs=timeline.inputs, timeline=timeline, world=world, start=start, figures=figures)
     resume_point = ResumePoint(before=before)
     run = Run(
@@ -204,7 +204,7 @@ def test_figures_count_the_padding_of_what_is_sharded() -> None:
     )
     plan = plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0)
     flops = np.arange(len(TARGETS), dtype=np.float64)
-    samples = SampleFigures(np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, flops, 2 * flops)
+    samples = SampleFigures(np.zeros_like(TARGETS), TARGETS, flops, 2 * flops)
     figures = list(figures_of_steps(plan, samples, is_dynamic=False))
     assert sum(step.tokens for step in figures) == sum(LENGTHS)
     assert sum(step.flops for step in figures) == flops.sum()
