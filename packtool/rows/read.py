@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import groupby, islice, repeat
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from packtool import storage
 from packtool.config.mixture import Amount, check_drawn
 from packtool.errors import ConfigError, DataError
@@ -42,10 +44,7 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
     if block.picks is None:
         yield from rows
         return
-    times = [0] * (block.picks[-1] + 1)
-    for position in block.picks:
-        times[position] += 1
-    for count, row in zip(times, rows, strict=False):
+    for count, row in zip(np.bincount(block.picks).tolist(), rows, strict=False):
         yield from repeat(row, count)
 
 

@@ -183,7 +183,7 @@ class RowBlocks(Sequence[RowBlock]):
     def __init__(self, columns: np.ndarray, picks: np.ndarray | None = None, num_rows: int | None = None) -> None:
         self._columns, self._picks = columns, picks
         self.num_rows = int(columns[:, 3].sum()) if num_rows is None else num_rows
-        self._ends = np.cumsum(columns[:, 3]) if picks is not None else None
+        self._ends = None if picks is None else np.append(0, np.cumsum(columns[:, 3]))
 
     @classmethod
     def of(cls, blocks: Iterable[RowBlock]) -> RowBlocks:
@@ -237,8 +237,7 @@ class RowBlocks(Sequence[RowBlock]):
     def _picks_of(self, low: int, high: int) -> np.ndarray | None:
         if self._picks is None or self._ends is None:
             return None
-        bounds = [int(self._ends[i - 1]) if i else 0 for i in (low, high)]
-        return self._picks[bounds[0] : bounds[1]]
+        return self._picks[self._ends[low] : self._ends[high]]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowBlocks) and list(self) == list(other)

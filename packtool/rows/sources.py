@@ -1,7 +1,8 @@
 """Files that ``--dataset`` and ``--val-dataset`` name: local or remote, of a hub, or by name in ``--dataset-info``.
 
 Datasets of the Hugging Face hub are loaded with ``datasets``, and models and datasets of ModelScope with its own
-package, each through its cache on this machine.
+package, each through its cache on this machine. ``dataset_info.json`` has LLaMA-Factory's format, plus a loss scale and
+a system prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from packtool.config.settings import load_json, parse_yaml
 from packtool.config.train import TrainConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
-from packtool.rows.dataset_info import DatasetInfo, spec_values
+from packtool.rows.forms.columns import NAMES
+from packtool.rows.forms.messages import TAG_NAMES
 from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.source import Compression, FileFormat, Pairs, SourceSpec
 
@@ -163,6 +165,136 @@ def _local_copy(option: str, function: str, name: str, **settings: Any) -> str:
         ) from error
 
 
+# Keys for the place of an entry's rows; the first with a value counts, as in LLaMA-Factory.
+_PLACES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
+_PARTS = ("subset", "split", "folder")
+_KEYS = (
+    *_PLACES,
+    *_PARTS,
+    *("formatting", "ranking", "num_samples", "columns", "tags"),
+    "file_sha1",  # LLaMA-Factory no longer checks it either
+    *("loss_scale", "system"),  # this project's own
+)
+_FORMATTINGS = (None, "alpaca", "sharegpt", "openai")
+_TAGS = (*TAG_NAMES, "role_tag", "content_tag")
+# LLaMA-Factory's column names that differ from this project's; its "prompt" and "query" are alpaca's.
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_PREFERENCES = ("kto_tag", "chosen", "rejected")
+_COLUMNS = tuple(dict.fromkeys((*NAMES, "prompt", *_PREFERENCES)))
+
+
+class DatasetInfo:
+    """The datasets of a file.
+
+    Args:
+        path: the file, or a directory with ``dataset_info.json``; paths in it are relative to its folder.
+        prefers_modelscope: use ``ms_hub_url`` even for entries that also name the Hugging Face hub.
+
+    Raises:
+        ConfigError: if it is not such a file.
+        StorageError: if it cannot be read.
+    """
+
+    def __init__(self, path: str, prefers_modelscope: bool = False) -> None:
+        self.prefers_modelscope = prefers_modelscope
+        if storage.is_directory(path):
+            path = storage.join(path, "dataset_info.json")
+        self.path, self._shown = path, f"--dataset-info {storage.masked(path)}"
+        try:
+            entries = load_json(storage.read_bytes(path))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{self._shown}: not JSON: {error}") from error
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{self._shown}: a {type(entries).__name__}, not an object of sets by name")
+        self.entries: dict[str, Any] = entries
+
+    def get(self, name: str) -> Mapping[str, Any] | None:
+        """Return the entry of a dataset, None if there is none; raise ConfigError if it is invalid."""
+        if name not in self.entries:
+            return None
+        entry = self.entries[name]
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{self._shown}: {name!r} is a {type(entry).__name__}, not an object")
+        problems = [
+            *_unknown_keys(f"{name!r}", entry, _KEYS),
+            *_unknown_keys(f"{name!r}, columns", _mapping(entry, "columns"), _COLUMNS),
+            *_unknown_keys(f"{name!r}, tags", _mapping(entry, "tags"), _TAGS),
+            *(f"{name!r}{problem}" for problem in _entry_problems(entry)),
+        ]
+        if problems:
+            raise ConfigError.from_problems([f"{self._shown}: {problem}" for problem in problems])
+        return entry
+
+
+def _columns_of_entry(entry: Mapping[str, Any]) -> Pairs:
+    columns = dict(_mapping(entry, "columns"))
+    has_messages = entry.get("formatting") == "sharegpt" or "messages" in columns
+    if has_messages or not columns.keys() & {"prompt", "query", "response"}:
+        return tuple(columns.items())
+    if "prompt" not in columns and "query" in columns and entry.get("formatting") != "alpaca":
+        return tuple(columns.items())  # a query without a prompt has this project's meaning
+    named = {_ALPACA.get(name, name): column for name, column in columns.items()}
+    # Only named columns count: an input that is not among them is ignored.
+    return tuple({"input": "", **named}.items())
+
+
+def _place_key(entry: Mapping[str, Any]) -> str:
+    return next((key for key in _PLACES if entry.get(key)), "")
+
+
+def _mapping(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = entry.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _unknown_keys(where: str, values: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
+    return [
+        f"{where}: unknown key {key!r}{did_you_mean(key, known) or '; known are ' + ', '.join(known)}"
+        for key in values
+        if key not in known
+    ]
+
+
+def _entry_problems(entry: Mapping[str, Any]) -> list[str]:
+    place, folder = _place_key(entry), entry.get("folder")
+    problems: list[str] = []
+    if not place:
+        problems.append(" has none of file_name, cloud_file_name, hf_hub_url and ms_hub_url")
+    if place == "om_hub_url":
+        problems.append(" has om_hub_url: openMind's hub is not read here; download the set and name it as file_name")
+    if place == "script_url":
+        problems.append(
+            " has script_url: loading scripts are not run here; save what the script makes as .jsonl and "
+            "name it as file_name"
+        )
+    if place in ("cloud_file_name", "file_name"):
+        problems += [
+            f" has {key} {entry[key]!r}: only sets of a hub have such parts, and {place} names files; "
+            f"leave out {key} and name the files of that part"
+            for key in ("subset", "split")
+            if entry.get(key) not in (None, "", *(("train",) if key == "split" else ()))
+        ]
+    if isinstance(folder, str) and (folder.startswith(("/", "~")) or ".." in folder.split("/")):
+        problems.append(f" has folder {folder!r}: it must be a sub-directory of the set")
+    preferences = [key for key in _PREFERENCES if key in _mapping(entry, "columns")]
+    if entry.get("ranking") or preferences:
+        what = "ranking" if entry.get("ranking") else f"the columns {', '.join(preferences)}"
+        problems.append(f" has {what}: preferences between answers are no data for supervised training")
+    if entry.get("formatting") not in _FORMATTINGS:
+        problems.append(f" has formatting {entry['formatting']!r}; known are alpaca, sharegpt and openai")
+    for key in ("columns", "tags"):
+        value = entry.get(key, {})
+        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+            problems.append(f": {key} must be an object of names")
+    for key in (*_PLACES, *_PARTS, "loss_scale", "system"):
+        if entry.get(key) is not None and not isinstance(entry[key], str):
+            problems.append(f": {key} is {entry[key]!r}, not text")
+    samples = entry.get("num_samples")
+    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+        problems.append(f": num_samples is {samples!r}, not a positive number")
+    return problems
+
+
 _MAGIC = re.compile(r"[*?[]")
 _HIDDEN = re.compile(r"(?:^|[/\\])\.")
 # Metadata files beside the rows. DROPPED_NAME is all that an export without kept rows leaves in its directory.
@@ -233,7 +365,7 @@ def splits_left_out(config: ExportConfig) -> list[str]:
 def _paths(argument: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
     """Return the files that one argument names, and the values of their specs that differ from ``plain``."""
     name, values = argument, dict[str, Any]()
-    if (text := amount_behind(name)) and not (info and name in info.names) and not _exists(name):
+    if (text := amount_behind(name)) and not (info and name in info.entries) and not _exists(name):
         try:
             amount = parse_amount(text)
         except ValueError as error:
@@ -242,14 +374,17 @@ def _paths(argument: str, option: str, info: DatasetInfo | None, plain: SourceSp
         values = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
     if info is None or (entry := info.get(name)) is None:
         return _files(name, option, info), values
-    own = spec_values(entry)
-    own |= {
-        "num_sampled": None if "times_sampled" in values else own["num_sampled"],
-        "columns": plain.columns or own["columns"],
-        "formatting": own["formatting"] or plain.formatting,
-        "system": own["system"] or plain.system,
+    # OpenAI's messages are recognised by their keys.
+    formatting = "sharegpt" if entry.get("formatting") == "openai" else entry.get("formatting")
+    own = {
+        "num_sampled": None if "times_sampled" in values else entry.get("num_samples"),
+        "columns": plain.columns or _columns_of_entry(entry),
+        "tags": tuple(_mapping(entry, "tags").items()),
+        "formatting": formatting or plain.formatting,
+        "loss_scale": entry.get("loss_scale"),
+        "system": entry.get("system") or plain.system,
     }
-    return _files_of_entry(entry, *info.place(entry), option, name), own | values
+    return _files_of_entry(entry, info, option, name), own | values
 
 
 def _without_amount(name: str) -> str:
@@ -257,13 +392,19 @@ def _without_amount(name: str) -> str:
     return name[: -len(text) - 1] if text else name
 
 
-def _files_of_entry(entry: Mapping[str, Any], place: str, hub: str | None, option: str, name: str) -> list[str]:
+def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, name: str) -> list[str]:
     """Return the files of an entry of ``--dataset-info``, in its sub-directory ``folder`` if it names one."""
-    subset, split, folder = (entry.get(key) or None for key in ("subset", "split", "folder"))
-    if hub is not None:
-        if hub == "ms":
+    subset, split, folder = (entry.get(key) or None for key in _PARTS)
+    key = _place_key(entry)
+    if key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):
+        key = "ms_hub_url"
+    place = entry[key]
+    if key in ("hf_hub_url", "ms_hub_url"):
+        if key == "ms_hub_url":
             place = _local_copy(f"{option} {name}:", _DOWNLOAD_DATASET, place)
         return hub_files(place, subset, split, folder)
+    if key == "file_name":
+        place = storage.join(storage.parent(info.path), place)
     if folder is None:
         return _files(place, option, None)
     if not storage.is_directory(place):
@@ -303,7 +444,7 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     if info is not None:
         raise DataError(
             f"{option} {shown}: there is no such file, and --dataset-info has no such name"
-            f"{did_you_mean(name, info.names)}",
+            f"{did_you_mean(name, info.entries)}",
             "Check the path or the name.",
         )
     remedy = "Check the path."

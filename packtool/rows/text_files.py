@@ -183,22 +183,18 @@ def _parse_records(source: Source, block: RowBlock, data: bytes | None) -> Itera
         return
     number = block.first_row
     for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
-        if fields:
-            yield number, _row(source, number, fields)
-            number += 1
-
-
-def _row(source: Source, number: int, fields: list[str] | str) -> dict[str, str] | Dropped:
-    if isinstance(fields, str):
-        return Dropped(source.label, number, "invalid_csv", fields)
-    if len(fields) != len(source.header):
-        detail = f"{len(fields)} fields, and the header names {len(source.header)} columns"
-        return Dropped(source.label, number, "invalid_csv", detail)
-    try:
-        texts = (field.encode("latin-1").decode() for field in fields)
-        return dict(zip(source.header, texts, strict=True))
-    except UnicodeDecodeError as error:
-        return Dropped(source.label, number, "invalid_text", str(error))
+        if isinstance(fields, str):
+            yield number, Dropped(source.label, number, "invalid_csv", fields)
+        elif fields and len(fields) != len(source.header):
+            detail = f"{len(fields)} fields, and the header names {len(source.header)} columns"
+            yield number, Dropped(source.label, number, "invalid_csv", detail)
+        elif fields:
+            try:
+                texts = [field.encode("latin-1").decode() for field in fields]
+                yield number, dict(zip(source.header, texts, strict=True))
+            except UnicodeDecodeError as error:
+                yield number, Dropped(source.label, number, "invalid_text", str(error))
+        number += bool(fields)  # a blank line is not a record
 
 
 def _blocks(records: Iterator[_Record], at: int) -> Iterator[RowBlock]:

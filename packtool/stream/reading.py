@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,6 +63,10 @@ class PlacedBlock:
     block: RowBlock
 
 
+EncodedBlock = tuple[Place, list[EncodedSample], list[Dropped]]
+"""The position before a block, its samples, and dropped rows and parts of rows."""
+
+
 def blocks_of_rank(
     specs: Sequence[SourceSpec],
     *,
@@ -89,26 +92,21 @@ def blocks_of_rank(
     """
     place = start or Place(0, 0, 0, [], None)
     for epoch in range(place.epoch, num_epochs):
-        for block in _epoch(specs, epoch, place, seed, shuffle):
-            if block.place.num_blocks % world_size == rank:
-                yield block
-            place = block.place
-        place = Place(epoch + 1, place.num_blocks + 1, 0, [], None)
-
-
-def _epoch(specs: Sequence[SourceSpec], epoch: int, start: Place, seed: int, shuffle: bool) -> Iterator[PlacedBlock]:
-    random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
-    order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
-    if start.random is not None:
-        random.bit_generator.state = start.random
-    files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, start)
-    num_blocks = start.num_blocks
-    while files.open_next():
-        state = dict(random.bit_generator.state) if shuffle else None
-        place = Place(epoch, num_blocks, files.opened, files.taken(), state)
-        if (block := files.take(random)) is not None:
-            yield PlacedBlock(place, *block)
+        random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
+        order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
+        if place.random is not None:
+            random.bit_generator.state = place.random
+        files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, place)
+        num_blocks = place.num_blocks
+        while files.open_next():
+            state = dict(random.bit_generator.state) if shuffle else None
+            place = Place(epoch, num_blocks, files.opened, files.taken(), state)
+            if (block := files.take(random)) is None:
+                continue
+            if num_blocks % world_size == rank:
+                yield PlacedBlock(place, *block)
             num_blocks += 1
+        place = Place(epoch + 1, num_blocks, 0, [], None)
 
 
 class _OpenFiles:
@@ -160,20 +158,17 @@ class _OpenFiles:
 
 def encoded_blocks(
     blocks: Iterator[PlacedBlock], spec: EncodeSpec, *, num_proc: int, num_ahead: int
-) -> Iterator[tuple[Place, list[EncodedSample], list[Dropped]]]:
-    """Encode blocks in worker processes, up to ``num_ahead`` of them ahead of the caller.
+) -> Iterator[EncodedBlock]:
+    """Encode blocks in worker processes, in their order and up to ``num_ahead`` of them ahead of the caller.
 
     Args:
         num_proc: worker processes; the result is the same for any number.
-
-    Yields:
-        In the order of blocks: the position before the block, its samples, and dropped rows and parts of rows.
 
     Raises:
         PacktoolError: a worker died, or as raised for the block's rows.
     """
     resumes = "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one"
-    with WorkerPool[PlacedBlock, tuple[Place, list[EncodedSample], list[Dropped]]](num_proc, _encoder, spec) as pool:
+    with WorkerPool[PlacedBlock, EncodedBlock](num_proc, _encoder, spec) as pool:
         try:
             yield from pool.map(blocks, num_ahead=num_ahead)
         except WorkerDied:
@@ -185,24 +180,23 @@ def encoded_blocks(
             raise error.with_resume_advice(f"{resumes}.") from error
 
 
-def _encoder(
-    report: object, spec: EncodeSpec
-) -> Callable[[PlacedBlock], tuple[Place, list[EncodedSample], list[Dropped]]]:
+def _encoder(report: object, spec: EncodeSpec) -> Callable[[PlacedBlock], EncodedBlock]:
     """Load the tokenizer in a worker process, and return the function that encodes a block."""
     tokenize_in_one_thread()
-    return partial(_encode, Encoder(spec, ModelFiles.load(spec.model, spec.chat_template)))
+    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
 
+    def encode(block: PlacedBlock) -> EncodedBlock:
+        samples: list[EncodedSample] = []
+        dropped: list[Dropped] = []
+        for item in encode_samples(list(samples_of(block.source, [block.block], may_hold_secrets=False)), encoder):
+            if isinstance(item, Dropped):
+                dropped.append(item)
+            else:
+                samples.extend(item)
+                dropped.extend(left_out_of(item))
+        return block.place, samples, dropped
 
-def _encode(encoder: Encoder, block: PlacedBlock) -> tuple[Place, list[EncodedSample], list[Dropped]]:
-    samples: list[EncodedSample] = []
-    dropped: list[Dropped] = []
-    for item in encode_samples(list(samples_of(block.source, [block.block], may_hold_secrets=False)), encoder):
-        if isinstance(item, Dropped):
-            dropped.append(item)
-        else:
-            samples.extend(item)
-            dropped.extend(left_out_of(item))
-    return block.place, samples, dropped
+    return encode
 
 
 _HELD = ("carried", "shuffled")

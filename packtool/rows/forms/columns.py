@@ -22,11 +22,14 @@ class RowProblem(Problem):
     """A row that cannot be used."""
 
 
-def json_problem(reason: str, what: str, problem: JsonProblem) -> RowProblem:
-    """Return the problem of a cell that is not JSON (``reason`` and ``what``), or is ambiguous JSON (its own)."""
-    if problem.reason == "invalid_json":
-        return RowProblem(reason, f"{what}: {problem.detail}")
-    return RowProblem(problem.reason, problem.detail)
+def parse_cell(text: str, reason: str, what: str) -> Any:
+    """Parse JSON text in a cell; raise RowProblem with ``reason`` and ``what`` if it is not JSON."""
+    try:
+        return parse_json(text)
+    except JsonProblem as problem:
+        if problem.reason == "invalid_json":
+            raise RowProblem(reason, f"{what}: {problem.detail}") from problem
+        raise RowProblem(problem.reason, problem.detail) from problem
 
 
 _MAX_SHOWN = 80
@@ -150,14 +153,14 @@ class Fields:
         if not isinstance(value, str):
             return value
         try:
-            return parse_json(value)
-        except JsonProblem as problem:
-            if problem.reason == "invalid_json" and len(value) <= _MAX_LITERAL:
+            return parse_cell(value, "invalid_row", f"{name!r} is text and no JSON")
+        except RowProblem as problem:
+            if problem.reason == "invalid_row" and len(value) <= _MAX_LITERAL:
                 with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                     literal = ast.literal_eval(value.strip())  # pandas writes lists as Python does
                     if is_utf8_text(literal):
                         return literal
-            raise json_problem("invalid_row", f"{name!r} is text and no JSON", problem) from problem
+            raise
 
 
 @lru_cache(maxsize=64)

@@ -19,9 +19,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from packtool.constants import ROLES
-from packtool.rows.forms.columns import Columns, Fields, RowProblem, finite, is_list, json_problem, listed, shown
+from packtool.rows.forms.columns import Columns, Fields, RowProblem, finite, is_list, listed, parse_cell, shown
 from packtool.rows.forms.media import CLIP, FIXED, LIMITS, InlineMedia
-from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.sample import PreparedTokens, Response, Turn
 from packtool.rows.source import Pairs, Source
 
@@ -253,7 +252,7 @@ def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
 def _single_messages(who: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (name for problems, message); two for a pair of question and answer."""
     if isinstance(message, str):
-        message = _parsed(who, message)
+        message = parse_cell(message, "invalid_row", f"{who} is text and no JSON")
     if not isinstance(message, Mapping):
         raise RowProblem("invalid_row", f"{who} is a {type(message).__name__}, not an object")
     if any(key in message for key in tags.role_keys):
@@ -266,13 +265,6 @@ def _single_messages(who: str, message: Any, tags: _Tags) -> Iterator[tuple[str,
     for role, key in pair:
         if role != "system" or message[key]:  # each pair of a file may have the key, mostly empty
             yield f"{who} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
-
-
-def _parsed(who: str, text: str, reason: str = "invalid_row", what: str = "is text and no JSON") -> Any:
-    try:
-        return parse_json(text)
-    except JsonProblem as problem:
-        raise json_problem(reason, f"{who} {what}", problem) from problem
 
 
 def _first_value(message: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
@@ -304,21 +296,22 @@ def _turns(who: str, role: str, message: Mapping[str, Any], inline: InlineMedia,
 def _tool_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
     calls = message.get("tool_calls")
     if isinstance(calls, str):
-        calls = _parsed(f"{who}'s tool_calls", calls) if calls else None
+        calls = parse_cell(calls, "invalid_row", f"{who}'s tool_calls is text and no JSON") if calls else None
     if not calls and message.get("function_call"):
         return [_as_call(who, message["function_call"])]  # OpenAI's predecessor of tool_calls
     if not calls:
         return []
     if not isinstance(calls, Sequence):
         raise RowProblem("invalid_tool_call", f"{who} has a {type(calls).__name__} as tool_calls, not a list")
-    return [_parsed(f"{who}'s tool call", call) if isinstance(call, str) else call for call in calls]
+    what = f"{who}'s tool call is text and no JSON"
+    return [parse_cell(call, "invalid_row", what) if isinstance(call, str) else call for call in calls]
 
 
 def _call_turn(who: str, message: Mapping[str, Any], tags: _Tags) -> Turn:
     """Return the turn of a message whose content is a call or a list of calls, perhaps as JSON text."""
     value = _first_value(message, tags.content_keys)
     if isinstance(value, str):
-        value = _parsed(who, value, "invalid_tool_call", "is a call and no JSON")
+        value = parse_cell(value, "invalid_tool_call", f"{who} is a call and no JSON")
     calls = value if isinstance(value, list) else [value]
     extra = {"tool_calls": [_as_call(who, call) for call in calls]}
     return Turn("assistant", "", extra, *_loss(who, message))
