@@ -134,9 +134,6 @@ class LengthSet:
         for length in elements:
             self.add(length)
 
-    def __bool__(self) -> bool:
-        return self._top != 0
-
     def add(self, length: int) -> None:
         """Add a length that is not in the set."""
         self._words[length >> _LENGTH_BITS] |= 1 << (length & _LENGTH_MASK)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -310,10 +310,7 @@ class Load(NamedTuple):
     @staticmethod
     def sum(loads: Iterable[Load]) -> Load:
         """Add up loads, in their order."""
-        total = NOTHING
-        for load in loads:
-            total = total.plus(load)
-        return total
+        return reduce(Load.plus, loads, NOTHING)
 
 
 NOTHING = Load(0.0, 0.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.planning.sequential import place_next_fit, place_sequential
+from packtool.planning.packing import place_next_fit, place_sequential
 from tests.planning.test_packing import lognormal_lengths, next_fit
 
 
