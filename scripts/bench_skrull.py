@@ -5,7 +5,7 @@
 
 Qwen2.5 of 0.5B and 7B on 32 H100, lengths as in Wikipedia, LMSYS-Chat-1M and ChatQA2-Long-SFT, 26K and 13K tokens on a
 GPU, 4 groups of 8 GPUs and 64 sequences for each (7B with ChatQA2: 2 groups of 16, 40 sequences). Every strategy is
-planned by packtool's own planners and timed by ``packtool.simulate.cost``, whose constants come from data sheets
+planned by packtool's own planners and timed by ``packtool.simulate.machine``, whose constants come from data sheets
 and other papers; none was chosen to meet these results. Speed-ups are over context parallelism for all, one sequence in
 a micro-batch, which is our reading of the paper's ZeRO-2 baseline.
 
@@ -41,8 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from packtool.config.simulate import StrategyName
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes
 from packtool.planning.skrull import SHARDED, PlacedMicroBatch
-from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import HARDWARE_PRESETS
+from packtool.simulate.machine import Machine
 from packtool.simulate.run import DistributionName, Outcome, arrange, draw_lengths, outcome, simulate
 from packtool.simulate.strategies import PlacedBatch, Sequences, SimulateOptions, schedule_of
 

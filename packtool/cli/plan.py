@@ -61,7 +61,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 def _print_plan(plan: Plan, config: PlanConfig) -> None:
     from packtool.report.plan_page import fill_histogram, length_histogram
     from packtool.report.tables import histogram_lines, print_table, source_rows
-    from packtool.simulate.run import read_hardware
+    from packtool.simulate.hardware import read_hardware
     from packtool.train.prepare.timeline import stage_title
 
     preview = plan.preview

@@ -194,19 +194,12 @@ def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> Pr
 
 @dataclass(frozen=True, eq=False)
 class _Forest:
-    """The H prefixes of more than one sample; the last element of the arrays of nodes stands for ``NOTHING``.
+    """The H prefixes of more than one sample; the last element of the arrays of nodes stands for ``NOTHING``."""
 
-    Args:
-        parents: int64 (H + 1,), the next shorter prefix of the same samples.
-        lengths: int32 (H + 1,), tokens that samples with the prefix share.
-        entries: int64 (H + 1,), index of the prefix among all, in the first sample that has it.
-        ends: int64 (N,), the longest node of each sample.
-    """
-
-    parents: Int64Array
-    lengths: Int32Array
-    entries: Int64Array
-    ends: Int64Array
+    parents: Int64Array  # (H + 1,), the next shorter prefix of the same samples
+    lengths: Int32Array  # (H + 1,), tokens that samples with the prefix share
+    entries: Int64Array  # (H + 1,), index of the prefix among all, in the first sample that has it
+    ends: Int64Array  # (N,), the longest node of each sample
 
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:

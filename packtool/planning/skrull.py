@@ -285,13 +285,10 @@ class _Ranks:
             self._roll_back(fullest)
 
     def placed(self) -> PlacedMicroBatch:
-        """Return the current placement, or the same with more sequences sharded if that is faster."""
-        seconds = self.shard_more()
-        ascending = sorted(self.placement, key=lambda i: (self.step.sizes[i], i))
-        return PlacedMicroBatch(ascending, [self.placement[i] for i in ascending], seconds)
+        """Return the current placement, or the same with more sequences sharded if that is faster.
 
-    def shard_more(self) -> float:
-        """Roll back on the busiest rank while that may save time; return the seconds of the best placement."""
+        Sequences of the busiest rank are sharded, one after the other, while that may save time.
+        """
         step, best, rolled_back = self.step, self.seconds(), list[int]()
         places, num_best = dict(self.placement), 0
         while step.num_ranks > 1:
@@ -303,8 +300,9 @@ class _Ranks:
             seconds = self.seconds()
             if seconds < best and min(self.room) >= 0:
                 best, num_best = seconds, len(rolled_back)
-        self.placement = places | dict.fromkeys(rolled_back[:num_best], SHARDED)
-        return best
+        places |= dict.fromkeys(rolled_back[:num_best], SHARDED)
+        ascending = sorted(places, key=lambda i: (step.sizes[i], i))
+        return PlacedMicroBatch(ascending, [places[i] for i in ascending], best)
 
     def keep(self, sequence: int, rank: int) -> None:
         self.room[rank] -= self.step.sizes[sequence] * self.step.num_ranks

@@ -10,7 +10,7 @@ import numpy as np
 from packtool import storage
 from packtool.report.drawing import SIZE, Boxes, Drawing, Rectangle, render
 from packtool.report.tables import Line, table
-from packtool.simulate.cost import Timing
+from packtool.simulate.machine import Timing
 from packtool.simulate.run import Outcome, Simulation
 
 _LINE, _GAP = 11, 3  # CSS pixels of a GPU's line, and between lines

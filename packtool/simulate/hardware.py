@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packtool import storage
+from packtool.config.settings import load_json, parse_yaml
 from packtool.errors import ConfigError, did_you_mean
+from packtool.launch.world import gpu_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,3 +191,28 @@ HARDWARE_PRESETS = {
         inter_node_gb_per_s=25,
     ),
 }
+
+
+def read_hardware(name: str | None) -> Hardware:
+    """Return a preset, or hardware from a YAML or JSON file; for None the local GPUs', or an H100.
+
+    Raises:
+        ConfigError: if it is neither, or the file's fields are wrong.
+    """
+    if name is None:
+        return nearest_preset(gpu_names())
+    if name.lower() in HARDWARE_PRESETS:
+        return HARDWARE_PRESETS[name.lower()]
+    if not name.endswith((".yaml", ".yml", ".json")):
+        raise ConfigError(f"--hardware {name}: neither {', '.join(HARDWARE_PRESETS)} nor a .yaml or .json file.")
+    with storage.open_read(name) as file:
+        text = file.read()
+    import yaml  # here, because most runs need no YAML
+
+    try:
+        fields = load_json(text) if name.endswith(".json") else parse_yaml(text.decode())
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--hardware {name}: {error}") from error
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"--hardware {name}: expected names and values, found a {type(fields).__name__}")
+    return Hardware.of_fields(fields, f"--hardware {name}")

@@ -20,18 +20,17 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
-from packtool.config.settings import load_json, parse_yaml, part_of
+from packtool.config.settings import load_json, part_of
 from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
 from packtool.errors import ConfigError, DataError
-from packtool.launch.world import gpu_names
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes
 from packtool.planning.pack_plan import IntArray
 from packtool.planning.shuffle import RandomStream, seeded_order
 from packtool.planning.skrull import SHARDED
 from packtool.planning.steps import imbalance
 from packtool.progress import Progress
-from packtool.simulate.cost import Machine, SimulatedSchedule, Timing, can_share_heads
-from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware, nearest_preset
+from packtool.simulate.hardware import read_hardware
+from packtool.simulate.machine import Machine, SimulatedSchedule, Timing, can_share_heads
 from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, schedule
 
 DistributionName = Literal["wikipedia", "lmsys", "chatqa2"]
@@ -394,28 +393,3 @@ def _sizes_of(model: str) -> ModelSizes:
         return ModelSizes.of_config(config)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--model {model}: its config.json does not tell the sizes: {error}") from error
-
-
-def read_hardware(name: str | None) -> Hardware:
-    """Return a preset, or hardware from a YAML or JSON file; for None the local GPUs', or an H100.
-
-    Raises:
-        ConfigError: if it is neither, or the file's fields are wrong.
-    """
-    if name is None:
-        return nearest_preset(gpu_names())
-    if name.lower() in HARDWARE_PRESETS:
-        return HARDWARE_PRESETS[name.lower()]
-    if not name.endswith((".yaml", ".yml", ".json")):
-        raise ConfigError(f"--hardware {name}: neither {', '.join(HARDWARE_PRESETS)} nor a .yaml or .json file.")
-    with storage.open_read(name) as file:
-        text = file.read()
-    import yaml  # here, because most runs need no YAML
-
-    try:
-        fields = load_json(text) if name.endswith(".json") else parse_yaml(text.decode())
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--hardware {name}: {error}") from error
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"--hardware {name}: expected names and values, found a {type(fields).__name__}")
-    return Hardware.of_fields(fields, f"--hardware {name}")

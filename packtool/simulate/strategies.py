@@ -23,7 +23,7 @@ from packtool.planning.pack_plan import Int32Array, Int64Array, IntArray
 from packtool.planning.packing import pack_singletons
 from packtool.planning.skrull import SHARDED, schedule_step
 from packtool.planning.steps import divide_evenly, share_out
-from packtool.simulate.cost import Machine, SimulatedSchedule, way_of
+from packtool.simulate.machine import Machine, SimulatedSchedule, way_of
 
 _TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
 """Times for one sequence that are tried, in units of the least time of a step."""

@@ -11,7 +11,7 @@ from packtool.errors import raise_together
 from packtool.launch.processes import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
-from packtool.simulate.run import read_hardware
+from packtool.simulate.hardware import read_hardware
 from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.output_dir import checkpoint_of, locked_output_dir, with_resumed_version

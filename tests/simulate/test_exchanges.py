@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes, StepTime
-from packtool.simulate.cost import exchanges_of, way_of
 from packtool.simulate.hardware import HARDWARE_PRESETS
+from packtool.simulate.machine import exchanges_of, way_of
 
 SIZES = ModelSizes.of_config(MODEL_PRESETS["8b"])
 NODE = replace(HARDWARE_PRESETS["h100"], link_share=1.0)

@@ -14,8 +14,8 @@ from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
 from packtool.planning.cost import MODEL_PRESETS, NOTHING, ModelSizes
 from packtool.planning.skrull import SHARDED
-from packtool.simulate.cost import Constants, Machine, SimulatedSchedule, Timing
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
+from packtool.simulate.machine import Constants, Machine, SimulatedSchedule, Timing
 from packtool.simulate.run import Outcome, arrange, draw_lengths, simulate
 from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, place_in_groups, schedule
 

@@ -28,7 +28,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import sounds_in_order
 from packtool.errors import ConfigError
 from packtool.progress import Progress
-from packtool.simulate.run import read_hardware
+from packtool.simulate.hardware import read_hardware
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.workers import cores_of_a_rank
 

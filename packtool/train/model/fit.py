@@ -27,8 +27,8 @@ from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.towers import MediaShares
 from packtool.progress import Progress
-from packtool.simulate.cost import Constants
-from packtool.simulate.run import read_hardware
+from packtool.simulate.hardware import read_hardware
+from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, quiet_transformers, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.prepare.costs import ExpectedTime

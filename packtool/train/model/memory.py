@@ -29,9 +29,8 @@ from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World, processes_of_machine
 from packtool.planning.epoch import EpochPlan
 from packtool.progress import Progress
-from packtool.simulate.cost import Constants
-from packtool.simulate.hardware import Hardware
-from packtool.simulate.run import read_hardware
+from packtool.simulate.hardware import Hardware, read_hardware
+from packtool.simulate.machine import Constants
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import full_size, quantized_layers, saved_bytes
 from packtool.train.model.sharding import expert_weights, zero_stage

@@ -39,8 +39,8 @@ from packtool.planning.epoch import EpochPlan
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Costs
 from packtool.planning.towers import MediaShares, TowerWork
-from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
+from packtool.simulate.machine import Machine
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 MAX_PARAMETERS = 100_000_000
@@ -141,7 +141,7 @@ def with_model(
 
     Args:
         way: how ranks share sequences; ``auto`` depends on model and hardware alone, so that every machine plans alike
-            (``simulate.cost.exchanges_of``).
+            (``simulate.machine.exchanges_of``).
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:

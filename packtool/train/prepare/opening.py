@@ -26,7 +26,8 @@ from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
 from packtool.planning.cost import MODEL_PRESETS
 from packtool.planning.options import PlanOptions, SkrullOptions
-from packtool.simulate.run import read_hardware, read_lengths
+from packtool.simulate.hardware import read_hardware
+from packtool.simulate.run import read_lengths
 from packtool.train.prepare.check import check_plan, check_sources, export_command, open_caches, with_template_of
 from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.evaluation import with_evaluation

@@ -17,7 +17,7 @@ from packtool.cli.main import run
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.progress import SilentProgress
-from packtool.simulate.cost import Constants
+from packtool.simulate.machine import Constants
 from packtool.train.loop import checks
 from packtool.train.model import memory
 from packtool.train.model.fit import MAX_PROPOSALS, Fit, Proposal, find_fit

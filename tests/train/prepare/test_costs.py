@@ -15,8 +15,8 @@ from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
 from packtool.planning.cost import MODEL_PRESETS, CostModel, ModelSizes
 from packtool.planning.options import PlanOptions, SkrullOptions
-from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import HARDWARE_PRESETS as HARDWARE
+from packtool.simulate.machine import Machine
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, cost_of, with_model
 
