@@ -197,65 +197,50 @@ def place_best_fit(
         counts: samples of each length, 1 or more.
         capacity, max_samples: maximum tokens and samples of a pack.
     """
-    packs = _OpenPacks(capacity, min(lengths, default=1), max_samples or capacity)
-    for length, count in zip(lengths, counts, strict=True):
-        packs.place(length, count)
-    ranges = [*packs.closed, *(packs_range for shelf in packs.shelves.values() for packs_range in shelf)]
-    return Placements.from_rows(packs.placements, ranges)
+    shortest, max_samples = min(lengths, default=1), max_samples or capacity
+    shelves: dict[int, list[PackRange]] = {}  # packs by their free tokens
+    free_tokens = LengthSet(longest=capacity)  # keys of ``shelves``
+    closed: list[PackRange] = []  # packs without space
+    placements: list[int] = []  # five numbers each, as in Placements
 
-
-class _OpenPacks:
-    """All packs; ``shelves`` maps numbers of free tokens to ranges of packs, ``closed`` are packs without space."""
-
-    def __init__(self, capacity: int, shortest: int, max_samples: int) -> None:
-        self._capacity = capacity
-        self._shortest = shortest
-        self._max_samples = max_samples
-        self._num_packs = 0
-        self._free = LengthSet(longest=capacity)  # keys of ``shelves``
-        self.shelves: dict[int, list[PackRange]] = {}
-        self.closed: list[PackRange] = []
-        self.placements: list[int] = []  # five numbers each, as in Placements
-
-    def place(self, length: int, count: int) -> None:
-        """Put ``count`` samples of ``length`` tokens where they fit most tightly."""
-        free = length
-        while count:
-            free = self._free.at_least(free)
-            if free < 0:
-                num_new = -(-count // min(self._capacity // length, self._max_samples))
-                count = self._fill([(self._num_packs, num_new, 0)], self._capacity, length, count)
-                self._num_packs += num_new
-                continue
-            shelf = self.shelves[free]
-            count = self._fill(shelf, free, length, count)
-            if not shelf:
-                del self.shelves[free]
-                self._free.remove(free)
-            # The filled packs have no space for this length any more, or nothing is left to place.
-            free += 1
-
-    def _fill(self, shelf: list[PackRange], free: int, length: int, count: int) -> int:
+    def fill(shelf: list[PackRange], free: int, length: int, count: int) -> int:
         """Fill the packs of one shelf as far as possible; return the number of samples left over."""
         while shelf and count:
             first, num, slot = shelf.pop()
-            per_pack = min(free // length, self._max_samples - slot, count)  # one more pack takes the last few
-            num_filled = count // per_pack
+            per_pack = min(free // length, max_samples - slot, count)  # one more pack takes the last few
+            num_filled = min(count // per_pack, num)
             if num_filled < num:
                 shelf.append((first + num_filled, num - num_filled, slot))
-            else:
-                num_filled = num
             count -= num_filled * per_pack
-            self.placements += (first, num_filled, slot, per_pack, length)
+            placements.extend((first, num_filled, slot, per_pack, length))
             left, packs = free - per_pack * length, (first, num_filled, slot + per_pack)
-            if left < self._shortest or packs[2] == self._max_samples:
-                self.closed.append(packs)
-            elif left in self.shelves:
-                self.shelves[left].append(packs)
+            if left < shortest or packs[2] == max_samples:
+                closed.append(packs)
+            elif left in shelves:
+                shelves[left].append(packs)
             else:
-                self.shelves[left] = [packs]
-                self._free.add(left)
+                shelves[left] = [packs]
+                free_tokens.add(left)
         return count
+
+    num_packs = 0
+    for length, count in zip(lengths, counts, strict=True):
+        free = length
+        while count:
+            free = free_tokens.at_least(free)
+            if free < 0:
+                num_new = -(-count // min(capacity // length, max_samples))
+                count = fill([(num_packs, num_new, 0)], capacity, length, count)
+                num_packs += num_new
+                continue
+            shelf = shelves[free]
+            count = fill(shelf, free, length, count)
+            if not shelf:
+                del shelves[free]
+                free_tokens.remove(free)
+            # The filled packs have no space for this length any more, or nothing is left to place.
+            free += 1
+    return Placements.from_rows(placements, [*closed, *itertools.chain.from_iterable(shelves.values())])
 
 
 MAX_BITS_FOR_PAIRS = 1 << 17
