@@ -88,32 +88,25 @@ class BoxWriter:
         Control tokens of boxes and names that the texts themselves contain are taken as such, where they are
         well-formed throughout and the row has pictures.
         """
-        if sample.objects is None and not (sample.images and self._may_have_boxes(sample)):
-            return sample
+        tokens = self._tokens
+        if sample.objects is None:
+            joined = "\n".join([text for turn in sample.turns for text in turn.texts]) if sample.images else ""
+            if not any(token in joined for token in tokens.all) and (self._unit is None or JSON_KEY not in joined):
+                return sample
+        objects, form = sample.objects or Objects(), None
+        objects = replace(objects, unit=objects.unit or self._unit)
+        has_json = objects.unit is not None and any(map(_KEYS.search, _texts(sample)))
         try:
-            return self._written(sample)
+            if objects.names or objects.boxes or has_json:
+                form = self._known_form()
+                images: Any = [self._measure("image", ref) for ref in sample.images]
+                sample = _SampleWriter(form, self._limits, images, objects).written(sample)
+            is_well_formed = not any(_is_broken(text, tokens) for text in _texts(sample))
+            if form is not None and form.notation == "tokens" and not is_well_formed:
+                detail = f"the row's texts or names spell some of {', '.join(tokens.all)} where none belongs"
+                raise RowProblem("invalid_objects", detail)
         except (MediaProblem, RowProblem) as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-
-    def _may_have_boxes(self, sample: Sample) -> bool:
-        joined = "\n".join([text for turn in sample.turns for text in turn.texts])
-        return any(token in joined for token in self._tokens.all) or (self._unit is not None and JSON_KEY in joined)
-
-    def _written(self, sample: Sample) -> Sample:
-        objects = sample.objects or Objects()
-        if objects.unit is None:
-            objects = replace(objects, unit=self._unit)
-        form = None
-        has_json = objects.unit is not None and any(map(_KEYS.search, _texts(sample)))
-        if objects.names or objects.boxes or has_json:
-            form = self._known_form()
-            images: Any = [self._measure("image", ref) for ref in sample.images]
-            sample = _SampleWriter(form, self._limits, images, objects).written(sample)
-        tokens = self._tokens
-        is_well_formed = not any(_is_broken(text, tokens) for text in _texts(sample))
-        if form is not None and form.notation == "tokens" and not is_well_formed:
-            detail = f"the row's texts or names spell some of {', '.join(tokens.all)} where none belongs"
-            raise RowProblem("invalid_objects", detail)
         return replace(sample, objects=None, control=self._control & {*tokens.all} if is_well_formed else frozenset())
 
     def _known_form(self) -> BoxForm:

@@ -103,7 +103,7 @@ class Encoder:
         self.limits = self._media.limits
         self.media_tokens = MediaTokens.of(files.config)
         media_tokens, as_list = self._media.control_tokens, self._media.content_as_list
-        tokenizer = _tokenizer(files)
+        self._tokenizer = tokenizer = _tokenizer(files)
         self._template: ChatTemplate | None = None
         self._finder: TurnFinder | None = None
         if files.chat_template:
@@ -118,7 +118,6 @@ class Encoder:
             )
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
-        self._tokenizer = tokenizer
         self._is_hybrid_thinking = files.is_hybrid_thinking
         expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
         self._parts = RowParts(expansion, self._template, self._finder, self._pieces_of)
@@ -467,7 +466,11 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
     """
     samples = [item for item in group if isinstance(item, Sample)]
     together = guard_row("", 0, encoder.encode, samples)
-    encoded = (_alone(sample, encoder) for sample in samples) if isinstance(together, Dropped) else iter(together)
+    if isinstance(together, Dropped):
+        alone = (guard_row(sample.source, sample.row, encoder.encode, [sample]) for sample in samples)
+        encoded = (result if isinstance(result, Dropped) else result[0] for result in alone)
+    else:
+        encoded = (result for result in together)
     for item in group:
         yield next(encoded) if isinstance(item, Sample) else item
 
@@ -490,11 +493,6 @@ def _refusal(ref: MediaRef) -> str | None:
     except (StorageError, ValueError):  # no path at all: another problem
         return None
     return None
-
-
-def _alone(sample: Sample, encoder: Encoder) -> list[EncodedSample] | Dropped:
-    result = guard_row(sample.source, sample.row, encoder.encode, [sample])
-    return result if isinstance(result, Dropped) else result[0]
 
 
 def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:

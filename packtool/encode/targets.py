@@ -11,7 +11,7 @@ also holds for templates that rewrite earlier turns (Qwen3 drops their ``<think>
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,28 +140,26 @@ class TurnFinder:
 def turn_finder(
     template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
 ) -> tuple[ControlVocabulary, TurnFinder]:
-    """Return a model's control tokens and the turn finder that uses them."""
+    """Return a model's control tokens and the turn finder that uses them.
+
+    Where these do not open turns, other added tokens may: DeepSeek's do, though none of them is marked as special.
+    """
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:
         return vocabulary, TurnFinder.of(template, vocabulary)
-    except ConfigError:
-        roles = role_tokens(template, (token.content for token in tokenizer.get_added_tokens_decoder().values()))
+    except ConfigError as error:
+        try:
+            question = template.render(_PROBE[:1])
+            prompt = template.render(_PROBE[:1], add_generation_prompt=True).removeprefix(question).lstrip()
+        except TemplateFailure:
+            raise error from error.__cause__
+        before = question.partition(_QUESTION)[0].rstrip()
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        roles = [token for token in added if before.endswith(token) or prompt.startswith(token)]
         if set(roles) <= vocabulary.ids.keys():
             raise
     vocabulary = ControlVocabulary(tokenizer, [*media_tokens, *roles])
     return vocabulary, TurnFinder.of(template, vocabulary)
-
-
-def role_tokens(template: ChatTemplate, tokens: Iterable[str]) -> list[str]:
-    """Return the added ``tokens`` that open a turn: DeepSeek's do, though none of them is marked as special."""
-    try:
-        question = template.render(_PROBE[:1])
-        prompted = template.render(_PROBE[:1], add_generation_prompt=True)
-    except TemplateFailure:
-        return []
-    before = question.partition(_QUESTION)[0].rstrip()
-    prompt = prompted.removeprefix(question).lstrip()
-    return [token for token in tokens if before.endswith(token) or prompt.startswith(token)]
 
 
 def _header(

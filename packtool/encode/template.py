@@ -150,21 +150,19 @@ def _size_of_product(operator: str, left: Any, right: Any) -> int:
     return 0
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own filter escapes HTML; templates for models want plain JSON.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
 def _new_environment() -> _Environment:
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # Jinja's own filter escapes HTML; templates for models want plain JSON.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 

@@ -130,27 +130,19 @@ class Shield:
                 start = i + 1
         return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
-    def lift(self, string: str) -> str:
-        """Replace the shielded characters by their text."""
-        if not self._has_shielded:
-            return string
-        texts = self._vocabulary.texts
-        return "".join(
-            texts[ord(char) - self._base] if 0 <= ord(char) - self._base < len(texts) else char for char in string
-        )
-
     def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
-        """Split the rendered conversation into pieces, in order; their texts are lifted.
+        """Split the rendered conversation into pieces, in order; shielded characters become their text again.
 
         Args:
             placeholders: kind of medium by further control tokens that stand for one.
         """
         parts = self._vocabulary.split_pattern("".join(self._kinds)).split(rendered)
+        texts, controls = parts[::2], ["", *parts[1::2]]
+        if self._has_shielded:
+            shielded = {self._base + slot: text for slot, text in enumerate(self._vocabulary.texts)}
+            texts = [text.translate(shielded) for text in texts]
         kinds = {**placeholders, **self._kinds}
-        return [
-            Piece(control, kinds.get(control, ""), self.lift(text))
-            for control, text in zip(["", *parts[1::2]], parts[::2], strict=True)
-        ]
+        return [Piece(control, kinds.get(control, ""), text) for control, text in zip(controls, texts, strict=True)]
 
 
 class ControlVocabulary:
@@ -459,19 +451,17 @@ class PieceTokenizer:
         num_tokens = 0
         if self.context_free and self._max_token_chars:
             for i in range(len(pieces)):
-                num_tokens += self._min_text_tokens(self._trimmed(pieces, i), enough - num_tokens)
+                text = self._trimmed(pieces, i)
+                num_chars = len(text)
+                is_composing = not text.isascii() and self._tokenizer.normalizer is not None
+                if is_composing and not unicodedata.is_normalized("NFC", text):
+                    num_chars = -(-num_chars // _MAX_COMPOSED)
+                num_text_tokens = -(-num_chars // self._max_token_chars)
+                if num_tokens + num_text_tokens < enough and text and self._words is not None:
+                    num_text_tokens = max(num_text_tokens, self._words.num_words(text, enough - num_tokens))
+                num_tokens += num_text_tokens
                 if num_tokens >= enough:
                     break
-        return num_tokens
-
-    def _min_text_tokens(self, text: str, enough: int) -> int:
-        num_chars = len(text)
-        is_composing = not text.isascii() and self._tokenizer.normalizer is not None
-        if is_composing and not unicodedata.is_normalized("NFC", text):
-            num_chars = -(-num_chars // _MAX_COMPOSED)
-        num_tokens = -(-num_chars // self._max_token_chars)
-        if num_tokens < enough and text and self._words is not None:
-            num_tokens = max(num_tokens, self._words.num_words(text, enough))
         return num_tokens
 
     @cached_property
