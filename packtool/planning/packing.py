@@ -115,24 +115,17 @@ _Window = tuple[Int32Array, Int32Array | None, int, PackOptions, int, int, int]
 
 def _pack_window(window: _Window) -> PackPlan:
     lengths, media_tokens, capacity, options, seed, epoch, stream = window
-    max_samples, max_media_tokens = options.max_samples_per_pack, options.max_media_tokens_per_pack
+    max_samples, shuffle = options.max_samples_per_pack, options.shuffle
+    # Without media tokens, their limit is not used.
+    limits = (capacity, options.max_media_tokens_per_pack or 0, max_samples or capacity)
     if options.packing_algorithm == "sequential":
-        placed = place_sequential(
-            lengths,
-            capacity,
-            options.look_ahead,
-            max_samples=max_samples,
-            media_tokens=media_tokens,
-            max_media_tokens=None if media_tokens is None else max_media_tokens,
-        )
-        return build_plan(*placed, lengths, capacity)
-    if media_tokens is not None and max_media_tokens is not None:
-        limits, shuffle = (capacity, max_media_tokens, max_samples or capacity), options.shuffle
+        return build_plan(*place_sequential(lengths, media_tokens, limits, options.look_ahead), lengths, capacity)
+    if media_tokens is not None:
         return pack_within_budgets(
             lengths, media_tokens, limits, shuffle=shuffle, seed=seed, epoch=epoch, stream=stream
         )
     return pack_histogram(
-        lengths, capacity, max_samples=max_samples, shuffle=options.shuffle, seed=seed, epoch=epoch, stream=stream
+        lengths, capacity, max_samples=max_samples, shuffle=shuffle, seed=seed, epoch=epoch, stream=stream
     )
 
 
@@ -275,7 +268,7 @@ def _make_runner(report: object, function: Callable[[Job], Result]) -> Callable[
 _MAX_ATTEMPTS = 16
 
 
-def place_next_fit(lengths: Int32Array, capacity: int, max_samples: int | None = None) -> Int64Array:
+def place_next_fit(lengths: Int32Array, capacity: int, max_samples: int) -> Int64Array:
     """Fill packs in order; a sample that does not fit starts a new pack.
 
     Returns:
@@ -284,22 +277,14 @@ def place_next_fit(lengths: Int32Array, capacity: int, max_samples: int | None =
     ends = to_offsets(lengths)[1:].tolist()
     sizes, start, before = [], 0, 0
     while start < len(ends):
-        stop = bisect_right(ends, before + capacity, start)
-        if max_samples is not None:
-            stop = min(stop, start + max_samples)
+        stop = min(bisect_right(ends, before + capacity, start), start + max_samples)
         sizes.append(stop - start)
         start, before = stop, ends[stop - 1]
     return np.array(sizes, dtype=np.int64)
 
 
 def place_sequential(
-    lengths: Int32Array,
-    capacity: int,
-    look_ahead: int,
-    *,
-    max_samples: int | None = None,
-    media_tokens: Int32Array | None = None,
-    max_media_tokens: int | None = None,
+    lengths: Int32Array, media_tokens: Int32Array | None, limits: tuple[int, int, int], look_ahead: int
 ) -> tuple[Int64Array, Int64Array]:
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
@@ -311,21 +296,22 @@ def place_sequential(
     Cost: O(log look_ahead) searches a sample, about four microseconds.
 
     Args:
-        lengths: (N,), from 1 to ``capacity``, in order.
-        max_samples, max_media_tokens: of a pack; no single sample exceeds them.
-        media_tokens: (N,), needed with ``max_media_tokens``.
+        lengths: (N,), in order.
+        media_tokens: (N,); None for no limit.
+        limits: maximum tokens, media tokens and samples of a pack; no single sample exceeds them.
 
     Returns:
         int64 (N,) the samples in pack order, and (K,) the number of samples in each pack.
     """
-    if look_ahead == 0 and max_media_tokens is None:
+    capacity, max_media_tokens, max_samples = limits
+    if look_ahead == 0 and media_tokens is None:
         return np.arange(len(lengths)), place_next_fit(lengths, capacity, max_samples)
-    media = media_tokens.tolist() if media_tokens is not None and max_media_tokens is not None else [0] * len(lengths)
+    media = [0] * len(lengths) if media_tokens is None else media_tokens.tolist()
     queue = _Queue(lengths.tolist(), media, look_ahead)
     order: list[int] = []
     sizes: list[int] = []
     while queue.refill():
-        free, free_media, size = capacity, max_media_tokens or 0, 0
+        free, free_media, size = capacity, max_media_tokens, 0
         index = queue.first()
         while index >= 0:
             sample = queue.take(index)

@@ -22,9 +22,8 @@ def test_bounded_displacement(
 ) -> None:
     lengths = np.array([1 + round(99 * part) for part in parts], dtype=np.int32)
     media = (lengths * 7 % 60).astype(np.int32)
-    order, sizes = place_sequential(
-        lengths, 100, look_ahead, max_samples=max_samples, media_tokens=media, max_media_tokens=max_media
-    )
+    limits = (100, max_media or 0, max_samples or 100)
+    order, sizes = place_sequential(lengths, media if max_media else None, limits, look_ahead)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     waiting = set(range(len(lengths)))
     reachable: dict[int, int] = {}
@@ -46,7 +45,7 @@ def test_bounded_displacement(
 @given(parts=st.lists(st.floats(0, 1), max_size=80), max_samples=st.none() | st.integers(1, 5))
 def test_without_looking_ahead_it_is_next_fit(parts: list[float], max_samples: int | None) -> None:
     lengths = np.array([1 + round(99 * part) for part in parts], dtype=np.int32)
-    sizes = place_next_fit(lengths, 100, max_samples)
+    sizes = place_next_fit(lengths, 100, max_samples or 100)
     start = 0
     for size in sizes.tolist():
         pack = lengths[start : start + size]
@@ -57,7 +56,7 @@ def test_without_looking_ahead_it_is_next_fit(parts: list[float], max_samples: i
     assert start == len(lengths)
     if max_samples is None:
         assert len(sizes) == next_fit(lengths, 100)
-    order, same = place_sequential(lengths, 100, 0, max_samples=max_samples)
+    order, same = place_sequential(lengths, None, (100, 0, max_samples or 100), 0)
     assert order.tolist() == list(range(len(lengths)))
     assert same.tolist() == sizes.tolist()
 
@@ -70,5 +69,5 @@ def test_looking_ahead_fills_packs(median: float, sigma: float, reached: tuple[f
     bound = -(-int(lengths.sum(dtype=np.int64)) // 10240)
     assert next_fit(lengths, 10240) > 1.2 * bound
     for look_ahead, over in zip((16, 64, 256), reached, strict=True):
-        _, sizes = place_sequential(lengths, 10240, look_ahead)
+        _, sizes = place_sequential(lengths, None, (10240, 0, 10240), look_ahead)
         assert len(sizes) <= (1 + over) * bound
