@@ -95,7 +95,7 @@ class Setting:
     def sequences(self, options: SimulateOptions) -> Sequences:
         """Lengths and targets, as many as all strategies need."""
         num = round(1.1 * options.num_steps * options.sequences_per_step) + 10
-        return arrange(draw_lengths(self.data, num, seed=options.seed), options)[0]
+        return arrange(draw_lengths(self.data, num, seed=options.seed), options)
 
 
 STRATEGIES: tuple[StrategyName, ...] = ("context-parallel", "sorted", "packed-shared", "wlb", "dynamic-cp", "skrull")

@@ -15,11 +15,11 @@ import hashlib
 from bisect import bisect_right
 
 import numpy as np
-import numpy.typing as npt
 
 from packtool.errors import ConfigError, DataError
 from packtool.planning.best_fit import GAP, HEAD_SPREAD, LengthSet
 from packtool.planning.pack_plan import (
+    Costs,
     Int32Array,
     Int64Array,
     IntArray,
@@ -94,12 +94,12 @@ def pack_within_budgets(
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
-        return sort_by_sample(place_within_budgets(lengths, media_tokens, limits=limits, order=order))
+        return sort_by_sample(place_within_budgets(lengths, media_tokens, limits, order, noise=None))
 
     def draw(epoch: int, head_stream: int = _HEAD_STREAMS[0]) -> PackPlan:
         order = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
         noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + head_stream)
-        return place_within_budgets(lengths, media_tokens, limits=limits, order=order, noise=noise)
+        return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
     first = draw(0) if epoch == 0 else None
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
@@ -114,12 +114,7 @@ def pack_within_budgets(
 
 
 def place_within_budgets(
-    lengths: Int32Array,
-    media_tokens: Int32Array,
-    *,
-    limits: tuple[int, int, int],
-    order: Int64Array,
-    noise: npt.NDArray[np.float64] | None = None,
+    lengths: Int32Array, media_tokens: Int32Array, limits: tuple[int, int, int], order: Int64Array, noise: Costs | None
 ) -> PackPlan:
     """Fill packs one after the other, within hard limits.
 
@@ -136,7 +131,7 @@ def place_within_budgets(
         media_tokens: (N,), from 0 to the media token limit.
         limits: maximum tokens, media tokens and samples of a pack.
         order: (N,), precedence of samples that are alike.
-        noise: (N,), from 0 to 1: varies the first sample of packs.
+        noise: (N,), from 0 to 1: varies the first sample of packs; None for none.
 
     Returns:
         The packs in the order in which they were filled.
@@ -203,7 +198,7 @@ class _Packer:
         self._sets = [LengthSet(cells) for cells in self._cells]
         self._shortest = [1] * len(self._shares)  # lower bound of each class's lengths; saves most vain searches
 
-    def pack(self, heads: Int64Array, noise: npt.NDArray[np.float64] | None = None) -> tuple[Int64Array, Int64Array]:
+    def pack(self, heads: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
         """Return samples in pack order and the sizes of packs, each beginning with the next unused of ``heads``."""
         packed: list[int] = []
         sizes: list[int] = []

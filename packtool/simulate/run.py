@@ -169,8 +169,8 @@ class Outcome:
         }
 
 
-def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | None = None) -> tuple[Sequences, int]:
-    """Shuffle sequences by the seed, without those that no strategy could train; return them and the number left out.
+def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | None = None) -> Sequences:
+    """Shuffle sequences by the seed, without those that no strategy could train.
 
     Args:
         lengths: (N,), tokens.
@@ -190,8 +190,7 @@ def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | Non
             "Raise --bucket-size or --sequence-parallel-size.",
         )
     targets = lengths if targets is None else targets
-    sequences = Sequences(lengths[kept].astype(np.int32), targets[kept].astype(np.int64))
-    return sequences, len(lengths) - len(kept)
+    return Sequences(lengths[kept].astype(np.int32), targets[kept].astype(np.int64))
 
 
 def simulate(sequences: Sequences, names: Iterable[StrategyName], options: SimulateOptions) -> Iterator[Outcome]:
@@ -302,7 +301,7 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
     begin = time.perf_counter()
     is_wanted = lengths <= (config.max_length or np.inf)
-    kept, _ = arrange(lengths[is_wanted], options, targets[is_wanted])
+    kept = arrange(lengths[is_wanted], options, targets[is_wanted])
     names = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))
     outcomes = []
     progress.start("simulating", len(names))

@@ -39,7 +39,7 @@ def options(of: Machine | None = None, **changes: Any) -> SimulateOptions:
 
 
 def sequences_for(chosen: SimulateOptions, name: Any = "wikipedia") -> Sequences:
-    return arrange(draw_lengths(name, 1000, seed=0), chosen)[0]
+    return arrange(draw_lengths(name, 1000, seed=0), chosen)
 
 
 def outcomes(chosen: SimulateOptions, data: Any = "wikipedia") -> dict[StrategyName, Outcome]:
@@ -193,7 +193,7 @@ def test_no_strategy_beats_perfect_balance_or_loses_work(
     of = replace(machine(world_size, Constants()), zero_stage=zero_stage, way=way)
     size = min(world_size, 4)
     chosen = options(of, sequence_parallel_size=size, bucket_size=16_000, packing_length=16_000, sequences_per_rank=7)
-    sequences, _ = arrange(np.array(drawn), chosen, np.array(drawn) // 2) if min(drawn) <= 16_000 else (None, 0)
+    sequences = arrange(np.array(drawn), chosen, np.array(drawn) // 2) if min(drawn) <= 16_000 else None
     if sequences is None:
         return
     (found,) = simulate(sequences, [name], chosen)
@@ -257,7 +257,7 @@ def test_figures_keep_their_bounds(data: str) -> None:
 @pytest.mark.parametrize(("data", "least"), [("wikipedia", 0.9), ("lmsys", 0.9), ("chatqa2", 0.3)])
 def test_short_sequences_stay_local(data: str, least: float) -> None:
     chosen = options(machine(constants=Constants()), bucket_size=26 * 1024, num_steps=8)
-    (found,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen)[0], ["skrull"], chosen)  # type: ignore[arg-type]
+    (found,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen), ["skrull"], chosen)  # type: ignore[arg-type]
     assert found.local_share > least
 
 
@@ -309,7 +309,7 @@ def test_a_sequence_that_no_gpu_holds_is_out_of_memory_where_it_is_not_shared() 
     chosen = options(num_steps=1)
     lengths = np.full(256, 500, dtype=np.int32)
     lengths[7] = 78_000
-    found = {one.name: one for one in simulate(arrange(lengths, chosen)[0], STRATEGIES, chosen)}
+    found = {one.name: one for one in simulate(arrange(lengths, chosen), STRATEGIES, chosen)}
     for name, one in found.items():
         assert one.out_of_memory.tolist() == [name in ("padded", "packed", "packed-balanced")], name
     assert found["padded"].figures(found["skrull"])["out_of_memory_steps"] == 1
@@ -317,10 +317,10 @@ def test_a_sequence_that_no_gpu_holds_is_out_of_memory_where_it_is_not_shared() 
 
 def test_what_no_group_holds_is_left_out() -> None:
     chosen = options(bucket_size=1000, packing_length=1000)
-    kept, num_left_out = arrange(np.array([10, 8000, 8001, 10**6]), chosen)
+    kept = arrange(np.array([10, 8000, 8001, 10**6]), chosen)
     assert sorted(kept.lengths.tolist()) == [10, 8000]
     assert (kept.targets == kept.lengths).all()
-    assert num_left_out == 2
+    assert len(kept) == 2
     with pytest.raises(DataError, match="none has at most 8,000"):
         arrange(np.array([9000]), chosen)
     with pytest.raises(DataError, match="no tokens"):
@@ -328,7 +328,7 @@ def test_what_no_group_holds_is_left_out() -> None:
 
 
 def test_fewer_sequences_than_a_step() -> None:
-    for found in simulate(arrange(np.arange(1, 6), options())[0], STRATEGIES, options()):
+    for found in simulate(arrange(np.arange(1, 6), options()), STRATEGIES, options()):
         assert found.num_steps == 1
         assert found.num_sequences == 5
 
