@@ -12,35 +12,13 @@ from itertools import count
 import numpy as np
 
 from packtool import storage
-from packtool.cache.executors import Executor, RayExecutor
-from packtool.cache.finish import (
-    build_manifest,
-    empty_export_error,
-    length_counts,
-    merge_dropped,
-    percentiles,
-    publish_cache,
-)
+from packtool.cache import output_dir
 from packtool.cache.index import read_index
+from packtool.cache.local import check_all
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import ExportSummary, InputCounts, Manifest, SampleCounts, SourceInfo
-from packtool.cache.repair import damaged_files, repair
-from packtool.cache.restart import (
-    begin,
-    check_is_cache,
-    check_is_ours,
-    clear,
-    delayed_gc,
-    export_id,
-    export_state,
-    find_finished,
-    find_same,
-    finished_tasks,
-    forget_tasks,
-    identity_of,
-    published,
-)
-from packtool.cache.task import MIN_SHARD_ROWS, Task, TaskResult, Work, make_tasks
+from packtool.cache.repair import repair
+from packtool.cache.task import MIN_SHARD_ROWS, Executor, RayExecutor, Task, TaskResult, Work, make_tasks
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.encoder import Encoder, check_template, first_row_error, remarks_on
@@ -77,22 +55,14 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     start_at_rows = sys.maxsize if may_be_finished else 2 * (config.rows_per_shard or MIN_SHARD_ROWS)
     spec, num_proc = config.encode_spec, config.dataset_num_proc
     ray = RayExecutor(spec, num_proc, config.ray_address) if config.executor == "ray" else None
-    with ray or Executor(spec, num_proc, start_at_rows) as executor, delayed_gc() as collect:
+    with ray or Executor(spec, num_proc, start_at_rows) as executor, output_dir.delayed_gc() as collect:
         return _Export(config, progress, executor).run(collect)
-
-
-def _note_refusals(scanned: Sequence[ScannedSource], progress: Progress) -> None:
-    """Warn before the work begins about rows that name media which they may not access."""
-    warnings = (first_row_error(each.source, each.blocks) for each in scanned[:_NUM_CHECKED])
-    if (warning := next(filter(None, warnings), None)) is not None:
-        progress.note(warning)
-    close_readers()  # workers have their own
 
 
 def _finished(directory: str, manifest: Manifest) -> ExportSummary:
     lengths = np.concatenate([read_index(directory, manifest, split)["length"] for split in manifest.splits])
     values, counts = np.unique(lengths, return_counts=True)
-    length = percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    length = output_dir.percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     return ExportSummary.of_manifest(manifest, length=length, seconds=0.0, output_dir=directory, already_finished=True)
 
 
@@ -133,7 +103,7 @@ class _Export:
         if self.directory is None or not storage.exists(storage.join(self.directory, MANIFEST_NAME)):
             executor.expect(len(self.specs))  # most files hold a row or more
         self.media = media_encoding(self.files, config)
-        self.identity = identity_of(config, self.files, self.media.limits)
+        self.identity = output_dir.identity_of(config, self.files, self.media.limits)
         self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))
 
     def run(self, collect: Callable[[], None]) -> ExportSummary:
@@ -141,11 +111,11 @@ class _Export:
         config, directory = self.config, self.directory
         if directory is not None:
             if config.overwrite or config.repair:
-                check_is_cache(directory)
-            elif (manifest := find_finished(directory, self.identity, self.specs)) is not None:
+                output_dir.check_is_ours(directory, may_be_finished=True)
+            elif (manifest := output_dir.find_finished(directory, self.identity, self.specs)) is not None:
                 return _finished(directory, manifest)
             else:
-                check_is_ours(directory)
+                output_dir.check_is_ours(directory)
             refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
         if not self.executor.has_started:
             self.encoder()  # refuses unsupported models before anything is read, as workers do
@@ -153,15 +123,18 @@ class _Export:
             self.progress.note(warning)
         self._make_tasks()
         collect()
-        self.executor.wait()
+        self.executor.check_ready(None)
         if directory is None:
             return self._count()
         part = "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
         with DirectoryLock(directory, part if config.is_part else "") as lock:
             if config.repair:
-                return self._repair(directory, lock, find_same(directory, self.identity, self.specs))
+                return self._repair(directory, lock, output_dir.find_same(directory, self.identity, self.specs))
             # Another export may have finished while the sources were read.
-            if not config.overwrite and (manifest := find_finished(directory, self.identity, self.specs)) is not None:
+            if (
+                not config.overwrite
+                and (manifest := output_dir.find_finished(directory, self.identity, self.specs)) is not None
+            ):
                 return _finished(directory, manifest)
             return self._write(directory, lock)
 
@@ -186,54 +159,78 @@ class _Export:
         self.tasks = make_tasks(scanned, config)
         if not self.tasks:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
-        _note_refusals(scanned, progress)
-
-    @property
-    def has_parts(self) -> bool:
-        """True if rows may become several samples; the cache then stores each sample's part of its row."""
+        # Before the work begins, because rows may name media which they may not access.
+        warnings = (first_row_error(each.source, each.blocks) for each in scanned[:_NUM_CHECKED])
+        if (warning := next(filter(None, warnings), None)) is not None:
+            progress.note(warning)
+        close_readers()  # workers have their own
         columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
-        return "expand_turns" in self.identity.spec or "responses" in columns
+        # Whether rows may become several samples; the cache then stores each sample's part of its row.
+        self.has_parts = "expand_turns" in self.identity.spec or "responses" in columns
 
     def _count(self) -> ExportSummary:
         """Encode all rows and write nothing."""
         work = Work(self.config.encode_spec, None, self.config.strict, self.has_parts)
         results = self._run(self.tasks, {}, work, lambda: None)
         ordered = [results[task.number] for task in self.tasks]
-        manifest = build_manifest(self.identity, self.sources, ordered)
-        if not _num_kept(manifest):
-            raise empty_export_error(
-                manifest, ordered, "Without --dry-run each row's reason is kept in the output directory."
-            )
-        self._note_unforeseen(manifest, f"{DROPPED_NAME} of a run without --dry-run")
-        return self._summary(manifest, ordered, {})
+        manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
+        output_dir.refuse_empty(manifest, ordered, None)
+        return self._summary(manifest, ordered, {}, f"{DROPPED_NAME} of a run without --dry-run")
 
     def _write(self, directory: str, lock: DirectoryLock) -> ExportSummary:
         """Write the cache, or this part of it."""
         config = self.config
         if config.overwrite:
-            clear(directory)  # only now: a mistake in the settings must not cost the old cache
-        state = export_state(self.identity, self.sources)
+            output_dir.clear(directory)  # only now: a mistake in the settings must not cost the old cache
+        state = output_dir.export_state(self.identity, self.sources)
+        export_id = output_dir.export_id(state)
         splits = {split for task in self.tasks for split in task.shards}
-        done = begin(directory, state, splits, is_part=config.is_part)
-        work = Work(config.encode_spec, directory, config.strict, self.has_parts, export_id(state), lock.is_held)
+        done = output_dir.begin(directory, state, splits, is_part=config.is_part)
+        work = Work(config.encode_spec, directory, config.strict, self.has_parts, export_id, lock.is_held)
         results = self._run(self.tasks, done, work, lock.check_last_renewal)
         if config.is_part:
-            results = finished_tasks(directory, export_id(state))
+            results = output_dir.finished_tasks(directory, export_id)
         if missing := [task.number for task in self.tasks if task.number not in results]:
-            if config.is_part and (manifest := published(directory, self.identity, self.sources)) is not None:
+            if (
+                config.is_part
+                and (manifest := output_dir.published(directory, self.identity, self.sources)) is not None
+            ):
                 return _finished(directory, manifest)  # by another part, which has cleared the tasks away
-            return _part(config, self.tasks, results, missing, time.perf_counter() - self.started)
+            return self._part(results, missing)
         ordered = [results[task.number] for task in self.tasks]
-        manifest = build_manifest(self.identity, self.sources, ordered)
-        if not _num_kept(manifest):
-            merge_dropped(directory, ordered)
-            forget_tasks(directory)
-            raise empty_export_error(
-                manifest, ordered, f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}."
+        manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
+        output_dir.refuse_empty(manifest, ordered, directory)
+        try:
+            output_dir.publish_cache(directory, manifest, ordered, lock.check, self.has_parts)
+        except (StorageError, MismatchError):
+            # Two parts that finish last at the same time publish the same cache; the slower one fails here.
+            if not config.is_part or output_dir.published(directory, self.identity, self.sources) is None:
+                raise
+        return self._summary(manifest, ordered, done, storage.join(directory, DROPPED_NAME))
+
+    def _part(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
+        """Return the summary of a part of an export whose other parts are not finished; ``--finalize`` raises."""
+        config = self.config
+        if config.finalize:
+            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            raise DataError(
+                f"{config.output_dir} cannot be finished: {len(missing)} of {len(self.tasks)} shards are missing "
+                f"({shown})",
+                "Run the parts that are missing: task n of --num-tasks N makes the shards whose number leaves n over "
+                "N.",
             )
-        self._publish(directory, manifest, ordered, lock)
-        self._note_unforeseen(manifest, storage.join(directory, DROPPED_NAME))
-        return self._summary(manifest, ordered, done)
+        mine = [result for number, result in results.items() if self._is_mine(number)]
+        rows = InputCounts.total(result.counts for result in mine)
+        return ExportSummary.of(
+            rows,
+            SampleCounts.total(split.counts for result in mine for split in result.splits.values()),
+            num_samples_by_split={},
+            length=output_dir.percentiles(output_dir.length_counts(mine)),
+            seconds=time.perf_counter() - self.started,
+            output_dir=config.output_dir,
+            num_missing_shards=len(missing),
+            rows_made=rows.rows,
+        )
 
     def _repair(self, directory: str, lock: DirectoryLock, manifest: Manifest | None) -> ExportSummary:
         """Recreate the damaged files of the finished cache."""
@@ -241,7 +238,7 @@ class _Export:
             raise ConfigError(
                 f"--repair: {directory} holds no finished cache", "Leave --repair out: the export goes on or begins."
             )
-        damaged = damaged_files(directory, manifest)
+        damaged = [file for file, problem, _ in check_all(directory, manifest) if problem]
         for file in damaged:
             self.progress.note(f"{file} is damaged, and made again")
 
@@ -253,24 +250,15 @@ class _Export:
             repair(directory, manifest, damaged, self.tasks, self.encoder().media_tokens, run)
         return _finished(directory, manifest)
 
-    def _note_unforeseen(self, manifest: Manifest, where: str) -> None:
-        if note := unforeseen_note(manifest.dropped, where):
-            self.progress.note(note)
-
-    def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
-        try:
-            publish_cache(directory, manifest, results, lock.check, self.has_parts)
-        except (StorageError, MismatchError):
-            # Two parts that finish last at the same time publish the same cache; the slower one fails here.
-            if not self.config.is_part or published(directory, self.identity, self.sources) is None:
-                raise
-
     def _summary(
-        self, manifest: Manifest, results: Sequence[TaskResult], done: Mapping[int, TaskResult]
+        self, manifest: Manifest, results: Sequence[TaskResult], done: Mapping[int, TaskResult], dropped_file: str
     ) -> ExportSummary:
+        """Return the counts of this run, after a note about errors in rows that point to a bug in packtool."""
+        if note := unforeseen_note(manifest.dropped, dropped_file):
+            self.progress.note(note)
         return ExportSummary.of_manifest(
             manifest,
-            length=percentiles(length_counts(results)),
+            length=output_dir.percentiles(output_dir.length_counts(results)),
             seconds=time.perf_counter() - self.started,
             output_dir=self.config.output_dir,
             num_reused=len(done),
@@ -282,8 +270,8 @@ class _Export:
     ) -> dict[int, TaskResult]:
         """Run the unfinished tasks; return the results of all finished ones by task number."""
         config, progress = self.config, self.progress
-        mine = [task for task in tasks if _is_mine(task.number, config)]
-        waiting = [] if config.finalize else [task for task in mine if task.number not in done]
+        waiting = [task for task in tasks if self._is_mine(task.number) and task.number not in done]
+        waiting = [] if config.finalize else waiting
         if done:
             progress.note(f"{len(done)} of {len(tasks)} shards were finished by an earlier run")
         progress.start("export", sum(task.num_rows for task in waiting))
@@ -307,38 +295,6 @@ class _Export:
         progress.finish()
         return results
 
-
-def _is_mine(number: int, config: ExportConfig) -> bool:
-    return not config.is_part or number % (config.num_tasks or 1) == config.task_index
-
-
-def _num_kept(manifest: Manifest) -> int:
-    return sum(split.rows for split in manifest.splits.values())
-
-
-def _part(
-    config: ExportConfig,
-    tasks: Sequence[Task],
-    results: Mapping[int, TaskResult],
-    missing: Sequence[int],
-    seconds: float,
-) -> ExportSummary:
-    """Return the summary of a part of an export whose other parts are not finished; ``--finalize`` raises instead."""
-    if config.finalize:
-        shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-        raise DataError(
-            f"{config.output_dir} cannot be finished: {len(missing)} of {len(tasks)} shards are missing ({shown})",
-            "Run the parts that are missing: task n of --num-tasks N makes the shards whose number leaves n over N.",
-        )
-    mine = [result for number, result in results.items() if _is_mine(number, config)]
-    rows = InputCounts.total(result.counts for result in mine)
-    return ExportSummary.of(
-        rows,
-        SampleCounts.total(split.counts for result in mine for split in result.splits.values()),
-        num_samples_by_split={},
-        length=percentiles(length_counts(mine)),
-        seconds=seconds,
-        output_dir=config.output_dir,
-        num_missing_shards=len(missing),
-        rows_made=rows.rows,
-    )
+    def _is_mine(self, task_number: int) -> bool:
+        config = self.config
+        return not config.is_part or task_number % (config.num_tasks or 1) == config.task_index

@@ -57,12 +57,7 @@ def read_index(directory: str, manifest: Manifest, split: str, copy: str | None 
         columns = {field.name: table.column(field.name).cast(field.type).to_numpy() for field in INDEX}
         if any(table.column(field.name).null_count for field in INDEX):
             raise ValueError("it has lines with nothing in them")
-    _check_index(place, columns, manifest, split)
-    return columns
-
-
-def _check_index(place: str, columns: Mapping[str, IntArray], manifest: Manifest, split: str) -> None:
-    """Check that every row of an index points to an existing sample, since somebody else may have written the cache."""
+    # Somebody else may have written the cache: every row must point to an existing sample.
     info = manifest.splits[split]
     rows = np.array([shard.rows for shard in info.shards], np.int64)
     ends = {"shard": len(rows), "channel": len(manifest.channels), "patch_squares": _MAX_SQUARES}
@@ -78,6 +73,7 @@ def _check_index(place: str, columns: Mapping[str, IntArray], manifest: Manifest
         raise MismatchError(
             f"{place} is not the index of this cache: {problem}", "Copy the cache again, or export it again."
         )
+    return columns
 
 
 class SplitPrefixes(NamedTuple):
@@ -147,46 +143,31 @@ def read_prefixes(place: str, sha256: str | None, lengths: IntArray, copy: str |
     with _errors_of(place):
         table = _read_table(place, sha256, copy)
         table.validate(full=True)
-        batches = [with_fields(batch, PREFIX) for batch in table.to_batches()]
-        prefixes = SplitPrefixes.joined([_split_prefixes(batch.column("prefixes")) for batch in batches])
-    if problem := _prefix_problem(prefixes, lengths):
+        parts = []
+        for batch in table.to_batches():
+            lines = with_fields(batch, PREFIX).column("prefixes")
+            entries = lines.flatten()
+            if lines.null_count or entries.null_count:
+                raise ValueError("it has lines with nothing in them")
+            starts = lines.offsets.to_numpy().astype(np.int64)
+            columns = [column.to_numpy(zero_copy_only=False) for column in entries.flatten()]
+            parts.append(SplitPrefixes(starts - starts[0], PrefixHashes(*columns)))
+        split = SplitPrefixes.joined(parts)
+    sizes = np.diff(split.offsets)
+    ends, owners = split.prefixes.lengths, np.repeat(np.arange(len(sizes)), sizes)
+    problem = ""
+    if len(sizes) != len(lengths):
+        problem = f"it has {len(sizes)} lines, not {len(lengths)}"
+    elif len(ends) and ((ends < 1) | (ends > lengths[owners])).any():
+        problem = "a prefix is longer than its sample"
+    elif ((np.diff(ends) <= 0) & (np.diff(owners) == 0)).any():
+        problem = "the prefixes of a sample do not rise"
+    if problem:
         raise MismatchError(
             f"{place} does not belong to the index of this cache: {problem}",
             "Copy the cache again, or export it again.",
         )
-    return prefixes
-
-
-def _split_prefixes(lines: pa.ListArray) -> SplitPrefixes:
-    if lines.null_count or lines.flatten().null_count:
-        raise ValueError("it has lines with nothing in them")
-    offsets = lines.offsets.to_numpy().astype(np.int64)
-    columns = [column.to_numpy(zero_copy_only=False) for column in lines.flatten().flatten()]
-    return SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns))
-
-
-def _prefix_problem(split: SplitPrefixes, lengths: IntArray) -> str:
-    """Return what is wrong with the prefixes of samples: they must rise and be no longer than their sample."""
-    sizes = np.diff(split.offsets)
-    if len(sizes) != len(lengths):
-        return f"it has {len(sizes)} lines, not {len(lengths)}"
-    ends, owners = split.prefixes.lengths, np.repeat(np.arange(len(sizes)), sizes)
-    if len(ends) and ((ends < 1) | (ends > lengths[owners])).any():
-        return "a prefix is longer than its sample"
-    if ((np.diff(ends) <= 0) & (np.diff(owners) == 0)).any():
-        return "the prefixes of a sample do not rise"
-    return ""
-
-
-class MappedPrefixes:
-    """The prefixes of a split, read one sample at a time from a local file."""
-
-    def __init__(self, path: str) -> None:
-        self._lines = pa.ipc.open_file(pa.memory_map(path)).read_all().column("prefixes")
-
-    def hashes(self, line: int) -> dict[int, int]:
-        """Return the hashes of a sample's prefixes, by their lengths."""
-        return {prefix["length"]: prefix["hash"] for prefix in self._lines[line].as_py()}
+    return split
 
 
 Column = npt.NDArray[np.integer[Any]]

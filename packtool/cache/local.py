@@ -27,7 +27,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO, TypeVar
+from io import BufferedReader
+from typing import BinaryIO, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -58,11 +59,8 @@ def locked(path: str) -> Iterator[BinaryIO]:
 
 def sha256_of(path: str) -> str:
     """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
     with storage.open_read(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
 
 
 _SUFFIX = ".checked"
@@ -243,22 +241,16 @@ class LocalCopies:
         begun: Unix time in seconds; ``always`` does not trust older notes.
     """
 
-    directory: str
+    directory: str = field(default_factory=default_cache_dir)
     limit: int | None = None
     kept: frozenset[str] = frozenset()
     verify: VerifyCache = "once"
     begun: float = field(default_factory=time.time, compare=False)
 
     @classmethod
-    def default(cls) -> LocalCopies:
-        """Return the default directory."""
-        return cls(default_cache_dir())
-
-    @classmethod
     def of(cls, options: CacheOptions) -> LocalCopies:
         """Return the directory that a command's options name."""
-        directory = options.cache_dir or cls.default().directory
-        return cls(directory, options.cache_dir_size, verify=options.verify_cache)
+        return cls(options.cache_dir or default_cache_dir(), options.cache_dir_size, verify=options.verify_cache)
 
     def check(self, path: str, fingerprint: str, sha256: str) -> bytes | None:
         """Verify a local file of the cache with this fingerprint, unless a note says that it was verified.

@@ -70,6 +70,10 @@ class Holder:
             return _started(self.pid) == self.started
         return time.time() - self.renewed < _STALE_S
 
+    def to_json(self) -> bytes:
+        """Return the content of the lock's file."""
+        return json.dumps(asdict(self)).encode()
+
     def __str__(self) -> str:
         what = f"part {self.part}" if self.part else self.what
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -175,7 +179,16 @@ class DirectoryLock:
     def __enter__(self) -> Self:
         storage.make_directory(self._directory)
         try:
-            self._take()
+            if self._holder.part:
+                refuse_if_busy(self._directory, is_part=True)
+                storage.publish(storage.join(self._directory, self._name), self._holder.to_json())
+            while not self._name:
+                refuse_if_busy(self._directory)
+                numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]
+                name = f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_SUFFIX}"
+                if storage.publish_new(storage.join(self._directory, name), self._holder.to_json()):
+                    self._name = name
+            remove_stale(self._directory, own=self._name)
             # Parts and whole exports write different names, so that both may succeed at the same moment.
             refuse_if_busy(self._directory, is_part=bool(self._holder.part), own=self._name)
         except BaseException:
@@ -199,19 +212,6 @@ class DirectoryLock:
         if self._is_lost:
             raise lost_error(self._directory)
 
-    def _take(self) -> None:
-        content = _content(self._holder)
-        if self._holder.part:
-            refuse_if_busy(self._directory, is_part=True)
-            storage.publish(storage.join(self._directory, self._name), content)
-        while not self._name:
-            refuse_if_busy(self._directory)
-            numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]
-            name = f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_SUFFIX}"
-            if storage.publish_new(storage.join(self._directory, name), content):
-                self._name = name
-        remove_stale(self._directory, own=self._name)
-
     def _renew(self) -> None:
         while not self._end.wait(_RENEWED_S):
             with suppress(StorageError):  # the network may be back next time
@@ -219,7 +219,7 @@ class DirectoryLock:
                     self._is_lost = True
                     return
                 self._holder = replace(self._holder, renewed=time.time())
-                storage.publish(storage.join(self._directory, self._name), _content(self._holder))
+                storage.publish(storage.join(self._directory, self._name), self._holder.to_json())
 
     def _release(self) -> None:
         with suppress(StorageError):
@@ -252,7 +252,3 @@ def _number(name: str) -> int:
     """Return the number of a lock; 0 for a part of an export."""
     digits = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     return int(digits) if digits.isdigit() else 0
-
-
-def _content(holder: Holder) -> bytes:
-    return json.dumps(asdict(holder)).encode()

@@ -15,7 +15,7 @@ import typing
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_type_hints
 
 from packtool import storage
@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 _MAX_NUMBER = 2**62  # more than any count of tokens or bytes, and still an int64
 _MAX_SHOWN = 60
+_type_hints = cache(partial(get_type_hints, include_extras=True))
 
 
 class WrongValue(ValueError):
@@ -53,7 +54,7 @@ def build(kind: type[T], raw: object, place: str = "") -> T:
     """
     if not isinstance(raw, dict):
         raise WrongValue(place, raw, "an object")
-    types_by_name = _types_of(cast(Hashable, kind))
+    types_by_name = _type_hints(cast(Hashable, kind))
     for name in raw:
         if name not in types_by_name:
             raise WrongValue(_at(place, str(name)), raw[name], f"known: {', '.join(types_by_name)} are")
@@ -64,12 +65,6 @@ def build(kind: type[T], raw: object, place: str = "") -> T:
         elif member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING:
             raise WrongValue(_at(place, member.name), None, "there, and must be")
     return kind(**values)
-
-
-@cache
-def _types_of(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {member.name: hints[member.name] for member in dataclasses.fields(kind)}
 
 
 def _at(place: str, name: str) -> str:
@@ -415,10 +410,7 @@ def _check(manifest: Manifest) -> None:
     for i, source in enumerate(manifest.sources):
         if source.settings and not isinstance(load_json(source.settings), dict):
             raise WrongValue(f"sources[{i}].settings", source.settings, "an object as JSON")
-    _check_identity(manifest.identity)
-
-
-def _check_identity(identity: Identity) -> None:
+    identity = manifest.identity
     kinds = get_type_hints(EncodeSpec)
     for name, value in identity.spec.items():
         if name in kinds:

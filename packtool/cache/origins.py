@@ -14,10 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.manifest import Manifest, SourceInfo
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import MismatchError
 
 _PART = ("turn", "num_turns", "response", "num_responses")
@@ -95,19 +94,16 @@ def read_origins(reader: CacheReader, cache: int) -> Origins:
             part = np.zeros((num, len(_PART)), np.int32) if part is None else part
             column = table.column("part").combine_chunks()
             part[here] = np.stack([column.field(name).fill_null(0).to_numpy() for name in _PART], 1)
-    sources = {name: _source_named(reader.manifests[cache], name) for name in names}
-    files = tuple(name if source is None else source.path for name, source in sources.items())
-    # The name identifies a file of unknown content.
-    digests = tuple(name if source is None else source.digest for name, source in sources.items())
-    return Origins(files, digests, file, row, None if part is None or not part.any() else part)
-
-
-def _source_named(manifest: Manifest, name: str) -> SourceInfo | None:
-    """Return the source whose path is the name in samples, or ends with it, because that may be a relative path."""
-    tail = "/" + name.removeprefix("./").lstrip("/")
-    same = [source for source in manifest.sources if source.path == name]
-    ends = [source for source in manifest.sources if source.path.endswith(tail)]
-    return next(iter([*same, *ends]), None)
+    files, digests = [], []
+    for name in names:
+        # The name in samples is the path of the source, or a relative path, which is the end of it.
+        tail = "/" + name.removeprefix("./").lstrip("/")
+        same = [source for source in reader.manifests[cache].sources if source.path == name]
+        ends = [source for source in reader.manifests[cache].sources if source.path.endswith(tail)]
+        source = next(iter([*same, *ends]), None)
+        files.append(name if source is None else source.path)
+        digests.append(name if source is None else source.digest)  # the name identifies a file of unknown content
+    return Origins(tuple(files), tuple(digests), file, row, None if part is None or not part.any() else part)
 
 
 def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -115,15 +111,14 @@ def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np
 
     Media are identified by their bytes or the names of their files without folders, and by their sizes.
     """
-    digests = b"".join(_digest(reader.sample(int(position))) for position in positions)
-    return np.frombuffer(digests, "<u8").astype(np.uint64)
-
-
-def _digest(sample: EncodedSample) -> bytes:
-    digest = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
-    for medium in sample.media:
-        digest.update(_medium_key(medium).encode(errors="surrogatepass"))
-    return digest.digest()
+    digests = []
+    for position in positions:
+        sample = reader.sample(int(position))
+        digest = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
+        for medium in sample.media:
+            digest.update(_medium_key(medium).encode(errors="surrogatepass"))
+        digests.append(digest.digest())
+    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
 
 def _medium_key(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
+from packtool.cache.shard import arrow_bytes
 from packtool.config.settings import load_json
 from packtool.errors import MismatchError
 
@@ -85,12 +86,11 @@ def write_plan(path: str, plan: SavedPlan) -> None:
         columns.append(plan.shared)
     metadata = {name: value for name in _METADATA if (value := getattr(plan, name)) or name != "parts"}
     schema = schema.with_metadata({_KEY: json.dumps(metadata).encode()})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        for start in range(0, len(packs), _BATCH_ROWS):
-            arrays = [pa.array(column[start : start + _BATCH_ROWS]) for column in columns]
-            writer.write_batch(pa.record_batch(arrays, schema=schema))
-    storage.publish(path, sink.getvalue())
+    batches = (
+        pa.record_batch([pa.array(column[start : start + _BATCH_ROWS]) for column in columns], schema=schema)
+        for start in range(0, len(packs), _BATCH_ROWS)
+    )
+    storage.publish(path, arrow_bytes(batches, schema))
 
 
 def read_plan(path: str) -> SavedPlan:

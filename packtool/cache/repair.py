@@ -13,25 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.index import joined_batches, prefix_batch, with_fields
-from packtool.cache.local import check_all
+from packtool.cache.index import prefix_batch, with_fields
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import ShardFile
-from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, atomic_file, index_batch, index_part
+from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, arrow_bytes, atomic_file, index_batch, index_part
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.constants import INDEX_NAME, MIN_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import MediaTokens
-from packtool.encode.prefix_hashes import MediumKey, by_address, by_content, prefix_hashes
+from packtool.encode.prefix_hashes import by_address, by_content, prefix_hashes
 from packtool.errors import MismatchError
 
 _SCRATCH = "repair"
 _CHUNK_BYTES = 4 * 2**20
-
-
-def damaged_files(directory: str, manifest: Manifest) -> list[str]:
-    """Return the damaged files by paths below the directory: ``train/data-00003-of-00016.arrow``."""
-    return [file for file, problem, _ in check_all(directory, manifest) if problem]
 
 
 def repair(
@@ -99,7 +93,7 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
     # Older caches have fewer columns.
     older = pa.schema([field for field in INDEX if field.name not in ADDED])
     for schema in (INDEX, older):
-        data = _file_of([batch.select(schema.names) for batch in batches], schema)
+        data = arrow_bytes([batch.select(schema.names) for batch in batches], schema)
         if info.index_sha256 in ("", hashlib.sha256(data).hexdigest()):
             storage.publish(storage.join(directory, split, INDEX_NAME), data)
             return
@@ -109,10 +103,14 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
     # Older caches identify media by their addresses, or have fewer fields.
     for medium_key in (by_content, by_address):
-        joined = _prefix_batches(directory, manifest, split, media_tokens, medium_key)
+        batches = [
+            prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key))
+            for samples in _samples_of_shards(directory, manifest, split)
+            if samples
+        ]
         for fields in (PREFIX, PREFIX_BEFORE):
             schema = pa.schema([("prefixes", pa.list_(fields))])
-            data = _file_of([with_fields(batch, fields) for batch in joined], schema)
+            data = arrow_bytes([with_fields(batch, fields) for batch in batches], schema)
             if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
                 storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
                 return
@@ -126,25 +124,7 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
     )
 
 
-def _prefix_batches(
-    directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens, medium_key: MediumKey
-) -> list[pa.RecordBatch]:
-    batches = [
-        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key))
-        for samples in _samples_of_shards(directory, manifest, split)
-    ]
-    return [joined for batch in batches for joined in joined_batches([batch])]
-
-
 def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:
     for shard in manifest.splits[split].shards:
         rows = ShardFile(storage.join(directory, split, shard.file))
         yield [rows.sample(row) for row in range(len(rows))]
-
-
-def _file_of(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()

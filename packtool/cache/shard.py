@@ -174,6 +174,17 @@ def atomic_file(path: str) -> Iterator[AtomicFile]:
         raise
 
 
+def arrow_bytes(
+    batches: Iterable[pa.RecordBatch], schema: pa.Schema, new: Callable[..., pa.RecordBatchWriter] = pa.ipc.new_file
+) -> bytes:
+    """Return record batches in the form of an Arrow file, or of a stream with ``pa.ipc.new_stream`` for ``new``."""
+    sink = pa.BufferOutputStream()
+    with new(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
 def write_arrow_file(path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> str:
     """Write record batches as one Arrow file and return its SHA-256."""
     with atomic_file(path) as file:
@@ -269,26 +280,18 @@ def media_row(medium: EncodedImage | EncodedVideo | EncodedAudio) -> dict[str, A
 
 
 def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatch:
-    columns: dict[str, Any] = {
-        "input_ids": _ints([sample.input_ids for sample in samples]),
-        "labels": _ints([sample.labels for sample in samples]),
-        "length": [sample.length for sample in samples],
-        "turns": _ints([sample.turns for sample in samples]),
-        "loss_scale": [sample.loss_scale for sample in samples],
-        "images": [list(map(media_row, sample.images)) for sample in samples],
-        "videos": [list(map(media_row, sample.videos)) for sample in samples],
-        "audios": [list(map(media_row, sample.audios)) for sample in samples],
-        "channel": [sample.channel for sample in samples],
-        "source": [sample.source for sample in samples],
-        "row": [sample.row for sample in samples],
-        "truncated": [sample.num_truncated for sample in samples],
-        "part": [None if sample.part is None else vars(sample.part) for sample in samples],
-        "borders": [sample.borders for sample in samples],
-    }
-    arrays = [
-        values if isinstance(values := columns[field.name], pa.Array) else pa.array(values, field.type)
-        for field in schema
-    ]
+    arrays = []
+    for column in schema:
+        name = "num_truncated" if column.name == "truncated" else column.name
+        values: list[Any] = [getattr(sample, name) for sample in samples]
+        if name in ("input_ids", "labels", "turns"):
+            arrays.append(_ints(values))
+            continue
+        if name in ("images", "videos", "audios"):
+            values = [list(map(media_row, media)) for media in values]
+        elif name == "part":
+            values = [None if part is None else vars(part) for part in values]
+        arrays.append(pa.array(values, column.type))
     return pa.record_batch(arrays, schema=schema)
 
 
@@ -348,7 +351,8 @@ def embedded(
         except MediaProblem as problem:
             drop(Dropped(row[0].source, row[0].row, problem.reason, problem.detail))
             continue
-        size += sum(map(_size, group[-1]))
+        files = (file for sample in group[-1] for medium in sample.media for file in files_of(medium))
+        size += sum(len(data) for _, data in files if data is not None)
         if size > _GROUP_BYTES:
             yield group
             group, size = [], 0
@@ -375,8 +379,3 @@ def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
         kind: tuple(replace(medium, **files(medium)) for medium in media) for kind, media in kinds.items()
     }
     return replace(sample, **embedded_media)
-
-
-def _size(sample: EncodedSample) -> int:
-    """Return the number of bytes of a sample's media."""
-    return sum(len(data) for medium in sample.media for _, data in files_of(medium) if data is not None)

@@ -1,18 +1,26 @@
-"""Tasks of an export: each encodes a stretch of rows into one shard of each split that it has rows for.
+"""Tasks of an export, and their executors: each task encodes a stretch of rows into one shard of each split.
 
 The tasks are the same for any number of processes, machines or interruptions. A task is independent of the others and
 of the machine that runs it. At its end it writes a marker with its counts, its export and the digests of its files; a
 task with a marker need not run again. Only shards are written durably: if a power failure leaves no marker, or files
 that differ from it, the task runs again.
+
+Tasks run in this process, in worker processes of this machine, or on actors of a Ray cluster, and write the same bytes.
+Each worker process and each actor has one encoder.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, islice
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,14 +29,17 @@ from packtool import storage
 from packtool.cache.index import joined_batches, prefix_batch
 from packtool.cache.lock import lost_error
 from packtool.cache.manifest import InputCounts, SampleCounts
-from packtool.cache.shard import INDEX, PREFIXES, IndexPart, ShardWriter, embedded, index_batch, index_part
+from packtool.cache.shard import INDEX, PREFIXES, IndexPart, ShardWriter, arrow_bytes, embedded, index_batch, index_part
 from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.config.settings import load_json
 from packtool.constants import MIN_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample, left_out_of
 from packtool.encode.encoder import Encoder, encode_samples, samples_of
 from packtool.encode.media_spans import MediaTokens
+from packtool.encode.model_files import ModelFiles
 from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.errors import ConfigError, PacktoolError
+from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread
 from packtool.rows.sample import Dropped, Sample
 from packtool.rows.source import RowBlocks, ScannedSource, Source
 
@@ -58,11 +69,6 @@ class Task:
         return sum(blocks.num_rows for _, blocks in self.stretches)
 
 
-def always() -> bool:
-    """Return true: the default of ``Work.is_locked``, for a directory that no other process writes to."""
-    return True
-
-
 @dataclass(frozen=True)
 class Work:
     """Settings that all tasks of an export share.
@@ -71,8 +77,8 @@ class Work:
         directory: of the cache; None to count and write nothing.
         strict: the first unusable row is an error.
         has_parts: whether rows may become several samples.
-        export: identifier of the export by settings and rows (``restart.export_id``).
-        is_locked: whether the lock still holds, checked before shards are published.
+        export: identifier of the export by settings and rows (``output_dir.export_id``).
+        is_locked: whether the lock still holds, checked before shards are published; None if nobody else writes there.
     """
 
     spec: EncodeSpec
@@ -80,7 +86,7 @@ class Work:
     strict: bool
     has_parts: bool = False
     export: str = ""
-    is_locked: Callable[[], bool] = always
+    is_locked: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -103,21 +109,6 @@ class SplitResult:
     prefixes_sha256: str = ""
     counts: SampleCounts = field(default_factory=lambda: SampleCounts.total(()))
     lengths: dict[int, int] = field(default_factory=dict)
-
-    def add(self, rows: Sequence[Sequence[EncodedSample]], index: IndexPart) -> None:
-        """Add the samples of rows, with their part of the index, to the counts."""
-        removed = [sample.num_truncated for row in rows for sample in row]
-        self.counts += SampleCounts(
-            rows=len(removed),
-            tokens=int(index["length"].sum()),
-            target_tokens=int(index["target_tokens"].sum()),
-            media_tokens=int(index["media_tokens"].sum()),
-            truncated=sum(num > 0 for num in removed),
-            truncated_tokens=sum(removed),
-            pieces_added=len(removed) - len(rows),
-        )
-        for length in index["length"].tolist():
-            self.lengths[length] = self.lengths.get(length, 0) + 1
 
 
 @dataclass
@@ -236,7 +227,18 @@ class _Outputs:
             for rows in embedded(of_split, self._policy, self.drop) if embeds else (of_split,):
                 part = [sample for row in rows for sample in row]
                 index = index_part(part, result.shard, result.counts.rows, self._codes)
-                result.add(rows, index)
+                removed = [sample.num_truncated for sample in part]
+                result.counts += SampleCounts(
+                    rows=len(part),
+                    tokens=int(index["length"].sum()),
+                    target_tokens=int(index["target_tokens"].sum()),
+                    media_tokens=int(index["media_tokens"].sum()),
+                    truncated=sum(num > 0 for num in removed),
+                    truncated_tokens=sum(removed),
+                    pieces_added=len(part) - len(rows),
+                )
+                for length in index["length"].tolist():
+                    result.lengths[length] = result.lengths.get(length, 0) + 1
                 if self._directory is not None:
                     self._index[split].append(index)
                     hashes = prefix_hashes(part, self._media_tokens, longer_than=MIN_SHARED)
@@ -247,7 +249,7 @@ class _Outputs:
         self.result.channels = list(self._codes)
         if self._directory is None:
             return self.result
-        if not self._is_locked():
+        if self._is_locked is not None and not self._is_locked():
             raise lost_error(self._directory)
         number = self._task.number
         for split, writer in self._writers.items():
@@ -256,10 +258,10 @@ class _Outputs:
             result.bytes, result.modified = state.size, state.modified
             parts = self._index[split]
             columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
-            index = _stream_of([] if columns is None else [index_batch(columns)], INDEX)
+            index = arrow_bytes([] if columns is None else [index_batch(columns)], INDEX, pa.ipc.new_stream)
             result.index_sha256 = hashlib.sha256(index).hexdigest()
             storage.publish(task_file(self._directory, number, f"{split}.arrow"), index, durable=False)
-            prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
+            prefixes = arrow_bytes(joined_batches(self._prefixes[split]), PREFIXES, pa.ipc.new_stream)
             result.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
             storage.publish(task_file(self._directory, number, f"{split}.prefixes.arrow"), prefixes, durable=False)
         if self._drops:
@@ -272,14 +274,6 @@ class _Outputs:
     def discard(self) -> None:
         for writer in self._writers.values():
             writer.discard()
-
-
-def _stream_of(batches: list[pa.RecordBatch], schema: pa.Schema) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
 
 
 Stretches = tuple[tuple[Source, RowBlocks], ...]
@@ -341,3 +335,210 @@ def _filled(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Ite
             stretches.append((source, blocks[begin:]))
     if stretches:
         yield tuple(stretches)
+
+
+_REPORT_EVERY_S = 0.25
+_CHECK_EVERY_S = 0.5
+_MAX_ATTEMPTS = 3
+
+
+class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
+    """Runs an export's tasks on worker processes of this machine; a context manager that kills them at its end.
+
+    Workers may start before there are tasks, because loading a tokenizer takes a second.
+
+    Args:
+        spec: of all tasks.
+        num_proc: number of processes; one works in this process.
+        start_at_rows: expected rows at which workers start.
+    """
+
+    def __init__(self, spec: EncodeSpec, num_proc: int, start_at_rows: int) -> None:
+        super().__init__(num_proc, _run_tasks, spec)
+        self._missing_rows = start_at_rows
+        self._next_check = 0.0
+
+    def expect(self, num_rows: int) -> None:
+        """Announce rows, so that workers may start before there are tasks."""
+        self._missing_rows -= num_rows
+        if self.has_started:
+            # Called for each of many thousand files.
+            if (now := time.monotonic()) >= self._next_check:
+                self._next_check = now + _CHECK_EVERY_S
+                self.check_ready()
+        elif self._missing_rows <= 0 and self.num_proc > 1:
+            self.start(self.num_proc)
+
+    def check_ready(self, wait_s: float | None = 0.0) -> None:
+        """Raise what prevents the first worker from encoding, after waiting ``wait_s`` seconds, or until it can."""
+        try:
+            super().check_ready(wait_s)
+        except WorkerDied:
+            raise _death("0") from None
+
+    def run(
+        self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
+    ) -> Iterator[TaskResult]:
+        """Run tasks and yield their results as they finish, in any order.
+
+        Args:
+            encoder: makes one for this process, if the tasks run here.
+            report: called with rows, drops and tokens while tasks run.
+
+        Raises:
+            PacktoolError: if a worker died; the errors of tasks pass through, and the other tasks are stopped.
+        """
+        if self.num_proc == 1 or len(tasks) <= 1:
+            for task in tasks:
+                yield run_task(task, encoder(), work, report)
+            return
+        num_done = 0
+        try:
+            for result in self.map(((task, work) for task in tasks), in_order=False, report=report):
+                num_done += 1
+                yield result
+        except WorkerDied:
+            raise _death(f"{num_done} of {len(tasks)}") from None
+
+
+def _death(num_done: str) -> PacktoolError:
+    return PacktoolError(
+        f"a worker process died after {num_done} shards (killed, or out of memory?)",
+        "Run the same command again to go on after the finished shards; fewer --dataset-num-proc need less memory.",
+    )
+
+
+def _run_tasks(report: Callable[..., None], spec: EncodeSpec) -> Callable[[tuple[Task, Work]], TaskResult]:
+    """Load the tokenizer, and return the function that runs a task in a worker process."""
+    tokenize_in_one_thread()
+    _block_pandas()
+    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+    gc.freeze()  # garbage collections skip the loaded files, which stay alive
+
+    def run(job: tuple[Task, Work]) -> TaskResult:
+        counts, reported_at = [0, 0, 0], time.monotonic()
+
+        def add(rows: int, dropped: int, tokens: int) -> None:
+            nonlocal counts, reported_at
+            counts = [count + more for count, more in zip(counts, (rows, dropped, tokens), strict=True)]
+            if time.monotonic() - reported_at >= _REPORT_EVERY_S:
+                report(*counts)
+                counts, reported_at = [0, 0, 0], time.monotonic()
+
+        task, work = job
+        result = run_task(task, encoder, work, add)
+        report(*counts)
+        return result
+
+    return run
+
+
+def _block_pandas() -> None:
+    """Keep pyarrow from importing pandas in this process, as if it were not installed.
+
+    pyarrow imports it with the first array, only to check the type of the values. That takes a quarter of the start-up
+    time of a worker.
+    """
+
+    def find_spec(name: str, *_: object) -> None:
+        if name == "pandas":
+            raise ImportError(f"{name} is not looked for")
+
+    finder = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
+    pa.array([])  # tries the import once
+    sys.meta_path.remove(finder)
+
+
+class RayExecutor(Executor):
+    """Runs tasks on actors of a Ray cluster, one core each; no worker process starts here.
+
+    Tasks are idempotent, so that a task whose actor or machine died runs again on another.
+
+    Args:
+        spec, num_actors: as of ``Executor``.
+        address: of a running cluster; None for ``RAY_ADDRESS``, or a Ray started on this machine for this run.
+    """
+
+    def __init__(self, spec: EncodeSpec, num_actors: int, address: str | None) -> None:
+        super().__init__(spec, num_actors, sys.maxsize)
+        self._address = address
+
+    def run(
+        self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
+    ) -> Iterator[TaskResult]:
+        """Run tasks, and report each at its end.
+
+        Raises:
+            ConfigError: if Ray is not installed or the cluster is not there.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError("--executor ray: Ray is not installed", "pip install packtool[ray]") from error
+        started = not ray.is_initialized()
+        if started:
+            _connect(ray, self._address, self.num_proc)
+        try:
+            yield from _run(ray, tasks, work, self.num_proc, report)
+        finally:
+            if started:
+                ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None, num_actors: int) -> None:
+    settings: dict[str, Any] = {"address": address} if address else {"num_cpus": num_actors, "include_dashboard": False}
+    try:
+        ray.init(log_to_driver=False, logging_level="error", **settings)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--ray-address {address}: {error}", "Start the cluster, or check its address.") from error
+
+
+def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: Report) -> Iterator[TaskResult]:
+    actor_class = ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+    waiting, attempts = list(reversed(tasks)), dict.fromkeys((task.number for task in tasks), 0)
+    running: dict[Any, tuple[Any, Task]] = {}
+
+    def assign(actor: Any) -> None:
+        if waiting:
+            task = waiting.pop()
+            attempts[task.number] += 1
+            running[actor.run.remote(task)] = actor, task
+
+    for _ in range(min(num_actors, len(tasks))):
+        assign(actor_class.remote(work))
+    while running:
+        (done, *_), _ = ray.wait(list(running), num_returns=1)
+        actor, task = running.pop(done)
+        try:
+            result = ray.get(done)
+        except ray.exceptions.RayActorError as error:
+            if attempts[task.number] == _MAX_ATTEMPTS:
+                raise PacktoolError(
+                    f"the Ray actor of shard {task.number} died {_MAX_ATTEMPTS} times: {error}",
+                    "Run the same command again to go on after the finished shards, on machines with more memory.",
+                ) from error
+            waiting.append(task)
+            assign(actor_class.remote(work))
+            continue
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else error from None
+        report(
+            result.counts.rows,
+            sum(result.counts.dropped.values()),
+            sum(split.counts.tokens for split in result.splits.values()),
+        )
+        yield result
+        assign(actor)
+
+
+class _Actor:
+    """A process of the cluster."""
+
+    def __init__(self, work: Work) -> None:
+        tokenize_in_one_thread()
+        self._work = work
+        self._encoder = Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template))
+
+    def run(self, task: Task) -> TaskResult:
+        return run_task(task, self._encoder, self._work)

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from packtool import storage
 from packtool.cache.local import check_all
 from packtool.cache.manifest import Identity, Manifest
+from packtool.cache.output_dir import num_finished
 from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
-from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
 from packtool.config.data import EncodeSpec
 from packtool.config.settings import load_json

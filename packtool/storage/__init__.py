@@ -21,54 +21,32 @@ from functools import cache
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from packtool.errors import StorageError
-from packtool.storage.local import Bounds, FileState, LocalStore, RedirectRefused, TooLarge, final_name
-from packtool.storage.options import (
-    StorageOptions,
-    options,
-    record_failure,
-    record_success,
-    retries_for,
-    set_options,
-)
-from packtool.storage.paths import (
-    absolute,
-    is_remote,
-    join,
-    masked,
-    name,
-    normalize,
-    origin,
-    parent,
-    scheme_of,
-    scrubbed,
-)
+from packtool.storage.local import Bounds as Bounds
+from packtool.storage.local import FileState as FileState
+from packtool.storage.local import LocalStore
+from packtool.storage.local import RedirectRefused as RedirectRefused
+from packtool.storage.local import TooLarge as TooLarge
+from packtool.storage.local import final_name as final_name
+from packtool.storage.options import StorageOptions as StorageOptions
+from packtool.storage.options import options as options
+from packtool.storage.options import record_failure as record_failure
+from packtool.storage.options import record_success as record_success
+from packtool.storage.options import retries_for as retries_for
+from packtool.storage.options import set_options
+from packtool.storage.paths import absolute as absolute
+from packtool.storage.paths import is_remote as is_remote
+from packtool.storage.paths import join as join
+from packtool.storage.paths import masked as masked
+from packtool.storage.paths import name as name
+from packtool.storage.paths import normalize as normalize
+from packtool.storage.paths import origin as origin
+from packtool.storage.paths import parent as parent
+from packtool.storage.paths import scheme_of
+from packtool.storage.paths import scrubbed as scrubbed
 
 if TYPE_CHECKING:
     from packtool.storage.http import HttpStore
     from packtool.storage.s3 import S3Store
-
-# What other modules define; everything public below is exported too.
-__all__ = [
-    "Bounds",
-    "FileState",
-    "RedirectRefused",
-    "StorageOptions",
-    "TooLarge",
-    "absolute",
-    "final_name",
-    "is_remote",
-    "join",
-    "masked",
-    "name",
-    "normalize",
-    "options",
-    "origin",
-    "parent",
-    "record_failure",
-    "record_success",
-    "retries_for",
-    "scrubbed",
-]
 
 HEADER_BLOCK = 64 * 1024
 """Bytes to fetch first of a file of which only the header is read."""

@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from packtool import storage
-from packtool.cache import executors
 from packtool.cache import export as export_module
+from packtool.cache import output_dir
+from packtool.cache import task as task_module
 from packtool.cache.manifest import ExportSummary, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
@@ -170,18 +171,20 @@ def test_workers_begin_while_many_files_are_looked_through(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    start, scan = executors.Executor.start, scan_module._scan
-    monkeypatch.setattr(executors.Executor, "start", lambda self: told.append("start") or start(self))
+    start, scan = task_module.Executor.start, scan_module._scan
+    monkeypatch.setattr(
+        task_module.Executor, "start", lambda self, num: told.append(f"start {num}") or start(self, num)
+    )
     monkeypatch.setattr(scan_module, "_scan", lambda spec: told.append("file") or scan(spec))
     lines = rows.read_text().splitlines(keepends=True)
     paths = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
     for i, path in enumerate(paths):
         Path(path).write_text("".join(lines[80 * i : 80 * i + 80]))
     run_export("few", dataset=tuple(paths[:1]), dataset_num_proc=2)  # of 80 rows, at 50 in a shard
-    assert told == ["file"]
+    assert told == ["file", "start 1", "start 2"]
     told.clear()
     run_export("many", dataset=tuple(paths), dataset_num_proc=2)
-    assert told == ["file", "file", "start", "file"]
+    assert told[:4] == ["file", "file", "start 2", "file"]
     assert not multiprocessing.active_children()
     Path(paths[2]).write_text('{"unknown": 1}\n')
     with pytest.raises(DataError, match=r"c\.jsonl: the form of its rows is not recognised"):
@@ -252,7 +255,7 @@ def test_many_files_are_counted_and_not_listed(model: Path, rows: Path, tmp_path
 def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) -> None:
     assert run_export("whole").rows_made == 600
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(output_dir, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_export()
     (tmp_path / "cache" / ".tasks" / "00003.json").unlink()
@@ -265,7 +268,7 @@ def test_what_a_power_failure_took_is_made_again(
 ) -> None:
     """Of a task, only its shards are waited for until the disk has them."""
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(output_dir, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_export()
     tasks = tmp_path / "cache" / ".tasks"
@@ -513,7 +516,7 @@ def test_a_marker_without_its_shard_is_not_believed(run_export: Export, tmp_path
 def process_one_shard_short(run_export: Export, cache: Path) -> None:
     """Interrupt an export at its end, and damage what it left: one shard gone, one cut off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(output_dir, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_export()
     shards = sorted((cache / "train").glob("data-*.arrow"))
@@ -561,7 +564,7 @@ def test_a_part_of_a_job_array_may_have_no_rows(run_export: Export, tmp_path: Pa
 def test_what_parts_have_exported_can_be_published_later(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(output_dir, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run_export(task_index=0, num_tasks=2)
         with pytest.raises(KeyboardInterrupt):
             run_export(task_index=1, num_tasks=2)
@@ -596,9 +599,9 @@ def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path
 
 def test_workers_import_only_what_rows_of_text_need(model: Path, rows: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from packtool.cache import executors, task; from packtool.config.data import EncodeSpec;"
+        "import sys; from packtool.cache import task; from packtool.config.data import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
-        "import pyarrow; executors._block_pandas(); pyarrow.array(['a']);"
+        "import pyarrow; task._block_pandas(); pyarrow.array(['a']);"
         "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
         "heavy = 'torch', 'transformers', 'datasets', 'fsspec', 'av', 'pandas';"
         "print([name for name in heavy if name in sys.modules]);"

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from packtool import storage
-from packtool.cache import lock
+from packtool.cache import lock, output_dir
+from packtool.cache import task as task_module
 from packtool.cache.export import export
 from packtool.cache.lock import DirectoryLock, Holder
 from packtool.cache.manifest import ExportSummary, Manifest
@@ -192,9 +193,8 @@ def test_who_was_believed_dead_stops(
 ) -> None:
     """The first stands still at its second shard, the second takes its place and finishes, the first wakes up."""
     directory = str(tmp_path / "cache")
-    from packtool.cache import executors
 
-    real, count = executors.run_task, 0
+    real, count = task_module.run_task, 0
 
     def slow(*given: Any) -> Any:
         nonlocal count
@@ -204,7 +204,7 @@ def test_who_was_believed_dead_stops(
             _export(model, base, directory, loss_scale="all", overwrite=True)
         return real(*given)
 
-    monkeypatch.setattr(executors, "run_task", slow)
+    monkeypatch.setattr(task_module, "run_task", slow)
     with pytest.raises(MismatchError, match="was taken over by another run"):
         _export(model, base, directory)
     found = tree(tmp_path / "cache")
@@ -215,9 +215,7 @@ def test_what_another_process_wrote_is_not_published(
     base: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard of the same name and size that is not the one that was written."""
-    from packtool.cache import export as export_module
-
-    real = export_module.publish_cache
+    real = output_dir.publish_cache
 
     def meddled(directory: str, *given: Any) -> None:
         shard = sorted(Path(directory, "train").glob("data-*"))[1]
@@ -227,7 +225,7 @@ def test_what_another_process_wrote_is_not_published(
         real(directory, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "publish_cache", meddled)
+        patch.setattr(output_dir, "publish_cache", meddled)
         with pytest.raises(MismatchError, match=r"1 shards are not those .*train/data-00001-of-00004\.arrow"):
             _export(model, base, str(tmp_path / "cache"))
     assert _export(model, base, str(tmp_path / "cache")).num_reused == 3

@@ -203,7 +203,7 @@ def test_an_export_that_an_older_packtool_began_has_none(
         return json.dumps(raw).encode()
 
     monkeypatch.setattr(task_module.TaskResult, "to_json", older)
-    monkeypatch.setattr("packtool.cache.export.publish_cache", _interrupt)
+    monkeypatch.setattr("packtool.cache.output_dir.publish_cache", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         ask()
     monkeypatch.undo()

@@ -52,7 +52,7 @@ def test_a_reader_can_be_sent_to_another_process(run_export: Export, tmp_path: P
 def test_samples_say_where_they_come_from(run_export: Export, tmp_path: Path, rows: Path) -> None:
     run_export()
     reader = CacheReader.open([str(tmp_path / "cache")])
-    assert reader.describe(0) == f"{rows}, row {reader.sample(0).row}"
+    assert reader.sample(0).place == f"{rows}, row {reader.sample(0).row}"
 
 
 def test_caches_of_other_settings_do_not_join(run_export: Export, tmp_path: Path, model: Path) -> None:

@@ -90,14 +90,15 @@ def test_an_export_goes_on_from_parts_of_an_older_one(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_export("whole")
-    write = task_module._stream_of
+    write = task_module.arrow_bytes
 
-    def older(batches: list[pa.RecordBatch], schema: pa.Schema) -> bytes:
-        is_index = schema is INDEX
-        return write([batch.select(OLDER.names) for batch in batches], OLDER) if is_index else write(batches, schema)
+    def older(batches: list[pa.RecordBatch], schema: pa.Schema, new: Callable[..., pa.RecordBatchWriter]) -> bytes:
+        if schema is INDEX:
+            return write([batch.select(OLDER.names) for batch in batches], OLDER, new)
+        return write(batches, schema, new)
 
     with monkeypatch.context() as patched:
-        patched.setattr(task_module, "_stream_of", older)
+        patched.setattr(task_module, "arrow_bytes", older)
         run_export(num_tasks=2, task_index=0)
     run_export(num_tasks=2, task_index=1)
     found, whole = (CacheReader.open([str(tmp_path / name)]).index for name in ("cache", "whole"))

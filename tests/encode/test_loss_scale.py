@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.cache.restart import identity_of
+from packtool.cache.output_dir import identity_of
 from packtool.config.data import ExportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder

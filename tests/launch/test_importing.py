@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from packtool.cache.restart import delayed_gc
+from packtool.cache.output_dir import delayed_gc
 from packtool.launch.processes import imported_at_once
 
 

@@ -41,8 +41,7 @@ from packtool.batch.media_cache import MediaReads
 from packtool.batch.positions import align_sample, restore_padding
 from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
-from packtool.cache.reader import CacheReader
-from packtool.cache.views import SampleReader
+from packtool.cache.reader import CacheReader, SampleReader
 from packtool.constants import IGNORE_INDEX
 from packtool.errors import MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World, all_gather_objects

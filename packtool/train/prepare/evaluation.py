@@ -10,8 +10,7 @@ import numpy as np
 from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
-from packtool.cache.reader import CacheReader, common_splits
-from packtool.cache.views import RelabeledReader, SampleReader
+from packtool.cache.reader import CacheReader, RelabeledReader, SampleReader, common_splits
 from packtool.config.commands import MAX_TOKENS_OPTION, EvalConfig
 from packtool.config.train import EvalStrategy, TrainConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
@@ -160,7 +159,7 @@ def plan_of_samples(
         first, longest = int(over[0]), int(aligned.max())
         raise ConfigError(
             f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(over):,} of {len(lengths):,} samples alone "
-            f"have more tokens: sample {first} ({reader.describe(first)}) has {int(aligned[first]):,}, the longest "
+            f"have more tokens: sample {first} ({reader.sample(first).place}) has {int(aligned[first]):,}, the longest "
             f"{longest:,}",
             f"Raise it to {longest}, or leave it out.",
         )

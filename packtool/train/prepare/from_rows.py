@@ -16,7 +16,7 @@ from packtool import storage
 from packtool.cache.export import export
 from packtool.cache.local import LocalCopies, locked
 from packtool.cache.manifest import PATH_SETTINGS
-from packtool.cache.restart import identity_of
+from packtool.cache.output_dir import identity_of
 from packtool.config.data import AccessOptions, ExportConfig, RowOptions
 from packtool.config.train import TrainConfig
 from packtool.constants import MANIFEST_NAME
@@ -50,7 +50,7 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
     # Files that are mixed by shares get a cache each: samples know their cache, and not the file of their rows.
     sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
     exports = [dataclasses.replace(export_config, dataset=own) for own in sets]
-    root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
+    root = os.path.join(config.cache_dir or LocalCopies().directory, _EXPORTS)
     caches = [os.path.join(root, rows_fingerprint(each, files, sources_of(each))) for each in exports]
     if not all(os.path.exists(os.path.join(cache, MANIFEST_NAME)) for cache in caches):
         check(config)

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.cache.plan_file import SavedPlan
-from packtool.cache.reader import CacheReader
-from packtool.cache.views import MixedSamples, RelabeledReader, SampleReader
+from packtool.cache.reader import CacheReader, MixedSamples, RelabeledReader, SampleReader
 from packtool.config.mixture import Recipe
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig

@@ -12,8 +12,7 @@ from packtool import storage
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan
-from packtool.cache.reader import CacheReader
-from packtool.cache.views import RelabeledReader
+from packtool.cache.reader import CacheReader, RelabeledReader
 from packtool.config.data import expand_problems
 from packtool.config.mixture import Recipe
 from packtool.config.plan import PlanConfig

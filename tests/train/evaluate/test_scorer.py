@@ -14,7 +14,7 @@ from packtool.attention.recurrent import recurrent_layers
 from packtool.batch.collate import collate_packs
 from packtool.batch.positions import align_sample
 from packtool.batch.spec import InputSpec
-from packtool.cache.views import SampleReader
+from packtool.cache.reader import SampleReader
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.train.evaluate.per_sample import (

@@ -1,0 +1,510 @@
+"""The output directory of an export: begin or resume an export there, join the tasks' files, publish the manifest last.
+
+Tasks leave markers and parts of the index in ``.tasks``, from which an interrupted export resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packtool import storage
+from packtool.cache.index import with_fields
+from packtool.cache.local import sha256_of
+from packtool.cache.lock import is_of_lock, remove_stale
+from packtool.cache.manifest import (
+    PATH_SETTINGS,
+    Identity,
+    InputCounts,
+    Manifest,
+    SampleCounts,
+    ShardInfo,
+    SourceInfo,
+    SplitInfo,
+    fingerprint_of,
+)
+from packtool.cache.reader import check_sizes
+from packtool.cache.shard import (
+    INDEX,
+    PREFIX,
+    PREFIXES,
+    atomic_file,
+    dataset_info,
+    dataset_state,
+    with_added_columns,
+    write_arrow_file,
+)
+from packtool.cache.task import TASKS_DIR, SplitResult, TaskResult, task_file
+from packtool.config.data import ExportConfig
+from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME, TRAIN_SPLIT, VAL_SPLIT, VERSION
+from packtool.encode.families import MediaLimits
+from packtool.encode.loss_scale import loss_scale_of
+from packtool.encode.model_files import ModelFiles, absolute_model
+from packtool.encode.row_parts import expansion_of
+from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
+from packtool.rows.read import scan
+from packtool.rows.sample import all_dropped
+from packtool.rows.source import SourceSpec
+
+_PATHS = tuple(f"spec.{name}" for name in PATH_SETTINGS)
+_STATE_NAME = "export.json"
+
+
+def check_is_ours(directory: str, *, may_be_finished: bool = False) -> None:
+    """Raise a ConfigError unless the directory is empty or holds an unfinished export, or perhaps a finished cache.
+
+    Args:
+        may_be_finished: for ``--overwrite`` and ``--repair``.
+    """
+    names = [name for name in storage.list_names(directory) if not is_of_lock(name)]
+    # An export that kept no row leaves only its list of reasons.
+    if not names or TASKS_DIR in names or names == [DROPPED_NAME] or (may_be_finished and MANIFEST_NAME in names):
+        return
+    shown = ", ".join(names[:3])
+    if may_be_finished:
+        problem = f"holds {shown} and no cache: --overwrite replaces caches only"
+    else:
+        problem = f"is not empty and holds no cache: {shown}"
+    raise ConfigError(f"--output-dir {directory} {problem}", "Give another directory.")
+
+
+def clear(directory: str) -> None:
+    """Remove a cache, finished or not, and nothing else; if interrupted, the next export can continue."""
+    storage.make_directory(storage.join(directory, TASKS_DIR))
+    _clear_tasks(directory)
+    for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME):
+        storage.remove(storage.join(directory, name))
+
+
+def _clear_tasks(directory: str) -> None:
+    """Remove the files of ``TASKS_DIR``, markers first, because none may outlive the files that it describes."""
+    tasks = storage.join(directory, TASKS_DIR)
+    for name in sorted(storage.list_names(tasks), key=_is_marker, reverse=True):
+        storage.remove(storage.join(tasks, name))
+
+
+def published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> Manifest | None:
+    """Return the manifest of this export, if another part of it has published it."""
+    manifest = _read_manifest(directory)
+    return manifest if manifest and manifest.fingerprint == fingerprint_of(identity, sources) else None
+
+
+def _read_manifest(directory: str) -> Manifest | None:
+    return Manifest.read(directory) if storage.exists(storage.join(directory, MANIFEST_NAME)) else None
+
+
+def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
+    """Return the manifest of the finished cache of this export; None if there is no finished cache."""
+    manifest = find_same(directory, identity, specs)
+    if manifest is not None:
+        for split in manifest.splits:
+            check_sizes(directory, manifest, split)
+        with suppress(StorageError):  # a finished cache may be read-only
+            if remove_stale(directory):
+                tidy(directory, manifest)  # for an export that was killed at its very end
+    return manifest
+
+
+def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
+    """Return the manifest of the finished cache of this export, which may be damaged; None if there is none.
+
+    Raises:
+        MismatchError: if it has other settings, naming all of them.
+    """
+    if (manifest := _read_manifest(directory)) is None:
+        return None
+    different = differences(asdict(manifest.identity), asdict(identity))
+    there = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
+    here = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
+    if there != here:
+        shown = (", ".join(f"{path} {settings}".strip() for path, settings in sources) for sources in (there, here))
+        different.append("dataset: {} there, {} here".format(*shown))
+    else:
+        pairs = zip(manifest.sources, specs, strict=True)
+        different += [f"{source.path} has changed since" for source, spec in pairs if _has_changed(source, spec)]
+    if different:
+        lines = "\n".join(f"  - {line}" for line in different)
+        raise MismatchError(
+            f"{directory} holds a finished cache of other settings:\n{lines}",
+            "Give another --output-dir; --overwrite would delete what is there.",
+        )
+    return manifest
+
+
+def _has_changed(source: SourceInfo, spec: SourceSpec) -> bool:
+    if not storage.exists(spec.path):
+        return False  # only the cache remains
+    state = storage.stat(spec.path)
+    return state.size != source.size or (state.modified != source.modified and scan(spec).digest != source.digest)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return a line for each value that differs, nested names with dots; paths of model and template are ignored."""
+    lines = []
+    for key in there.keys() | here.keys():
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b and f"{prefix}{key}" not in _PATHS:
+            lines.append(f"{prefix}{key}: {a} there, {b} here")
+    return sorted(lines)
+
+
+def export_state(identity: Identity, sources: tuple[SourceInfo, ...]) -> bytes:
+    """Return the content of ``.tasks/export.json``, which identifies an unfinished export."""
+    paths = [(source.path, source.settings) for source in sources]
+    return json.dumps([VERSION, fingerprint_of(identity, sources), paths]).encode()
+
+
+def export_id(state: bytes) -> str:
+    """Return the identifier of an export in the markers of its tasks."""
+    return hashlib.sha256(state).hexdigest()[:16]
+
+
+def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
+    """Make the directories; return the results of tasks that an interrupted run of the same export has finished.
+
+    Args:
+        state: of this export (``export_state``).
+        splits: that will have shards.
+        is_part: other machines may work on the same export, so nothing may be removed.
+
+    Raises:
+        MismatchError: if the directory holds another unfinished export.
+    """
+    check_is_ours(directory)
+    started = storage.join(directory, TASKS_DIR, _STATE_NAME)
+    there = storage.read_bytes(started) if storage.exists(started) else None
+    if there != state:
+        old = num_finished(directory)
+        if old or (is_part and there is not None):
+            raise _other_export(directory, old)
+    if not is_part:
+        if there != state:
+            clear(directory)
+        with suppress(StorageError):  # unlisted uploads cost money, but do no harm to the cache
+            storage.discard_unfinished(directory)
+    for name in (TASKS_DIR, *sorted(splits)):
+        storage.make_directory(storage.join(directory, name))
+    if there != state and not storage.publish_new(started, state):
+        raise _other_export(directory, 0)  # a part of another export was quicker
+    return finished_tasks(directory, export_id(state))
+
+
+def _other_export(directory: str, num_finished: int) -> MismatchError:
+    return MismatchError(
+        f"{directory} holds {num_finished} finished shards of an export of other settings or other rows",
+        "Give another --output-dir; --overwrite would delete what is there.",
+    )
+
+
+def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
+    """Return the results of tasks of this export that have a marker and intact shards and parts."""
+    done = {}
+    states: dict[str, dict[str, storage.FileState | None]] = {}
+    for name in storage.list_names(storage.join(directory, TASKS_DIR)):
+        if not _is_marker(name):
+            continue
+        try:
+            result = TaskResult.from_json(storage.read_bytes(storage.join(directory, TASKS_DIR, name)))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            continue  # broken, or of another version: the task runs again
+        if result.export != export:
+            continue
+        for split in result.splits:
+            if split not in states:
+                states[split] = storage.entries(storage.join(directory, split))
+        if has_parts(directory, result) and all(
+            is_shard(storage.join(directory, split, part.file), states[split].get(part.file), part)
+            for split, part in result.splits.items()
+        ):
+            done[result.number] = result
+    return done
+
+
+def num_finished(directory: str) -> int:
+    """Count the tasks of an unfinished cache that have a marker."""
+    return sum(_is_marker(name) for name in storage.list_names(storage.join(directory, TASKS_DIR)))
+
+
+def _is_marker(name: str) -> bool:
+    return name.endswith(".json") and name.removesuffix(".json").isdigit()
+
+
+def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
+    """Return the identity of an export's cache; ``limits``: of the model with the user's options."""
+    return Identity(
+        # The path of the model is absolute, so that it is found from any directory; the fingerprint ignores it.
+        spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
+        | {
+            "model": absolute_model(config.model),
+            # Resolved, because the default depends on whether the model has hybrid thinking.
+            "loss_scale": loss_scale_of(config.loss_scale, files.is_hybrid_thinking),
+        },
+        model_type=files.model_type,
+        tokenizer_hash=files.tokenizer_hash,
+        template_hash=files.template_hash,
+        processor_hash=files.processor_hash,
+        media_limits=limits,
+        seed=config.seed,
+        split_dataset_ratio=config.split_dataset_ratio,
+        rows_per_shard=config.rows_per_shard,
+    )
+
+
+@contextlib.contextmanager
+def delayed_gc() -> Iterator[Callable[[], None]]:
+    """Disable garbage collection until the yielded function is called, which also excludes all objects so far.
+
+    The descriptions of many thousand files all stay alive, and would be traversed by every collection. If garbage
+    collection is disabled already, nothing changes.
+    """
+    if not gc.isenabled():
+        yield lambda: None
+        return
+
+    def collect() -> None:
+        gc.freeze()
+        gc.enable()
+
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+_HISTOGRAM_BINS = 64
+
+
+def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
+    """Add up the counts of all tasks, in the order of their numbers."""
+    names = sorted({name for result in results for name in result.splits})
+    manifest = Manifest(
+        **vars(InputCounts.total(result.counts for result in results)),
+        packtool_version=VERSION,
+        identity=identity,
+        sources=sources,
+        channels=tuple(dict.fromkeys(name for result in results for name in result.channels)),
+        splits={name: _split_info(name, results, int(identity.spec["max_length"])) for name in names},
+        fingerprint=fingerprint_of(identity, sources),
+    )
+    kept = sum(split.rows - split.pieces_added for split in manifest.splits.values())
+    dropped = sum(manifest.dropped.values())
+    if manifest.rows != kept + dropped:
+        raise PacktoolError(
+            f"the numbers do not add up: {manifest.rows:,} rows went in, {kept:,} are kept and {dropped:,} dropped",
+            "This is a bug: the cache is not finished, do not train on it.",
+        )
+    return manifest
+
+
+def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> SplitInfo:
+    parts = [result.splits[name] for result in results if name in result.splits]
+    histogram = np.zeros(_HISTOGRAM_BINS, np.int64)
+    for length, count in length_counts(results, name).items():
+        histogram[min((length - 1) * _HISTOGRAM_BINS // max_length, _HISTOGRAM_BINS - 1)] += count
+    return SplitInfo(
+        **vars(SampleCounts.total(part.counts for part in parts)),
+        length_histogram=tuple(int(count) for count in histogram),
+        shards=tuple(ShardInfo(part.file, part.counts.rows, part.bytes, part.sha256) for part in parts),
+        index_sha256="",  # known when it is written, like the other
+    )
+
+
+def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Counter[int]:
+    """Count samples by exact length, in one split or in all."""
+    counts: Counter[int] = Counter()
+    for result in results:
+        for name, part in result.splits.items():
+            if split in (None, name):
+                counts.update(part.lengths)
+    return counts
+
+
+def publish_cache(
+    directory: str,
+    manifest: Manifest,
+    results: Sequence[TaskResult],
+    check: Callable[[], None],
+    has_parts: bool,
+) -> None:
+    """Write the merged files and then the manifest, and remove the tasks' parts.
+
+    Args:
+        check: raises if this run may no longer write there.
+        has_parts: whether rows may become several samples.
+
+    Raises:
+        MismatchError: if another process changed the shards or published a cache.
+    """
+    codes = {name: code for code, name in enumerate(manifest.channels)}
+    splits = {}
+    for split, info in manifest.splits.items():
+        folder = storage.join(directory, split)
+        files = [shard.file for shard in info.shards]
+        index = (
+            _with_common_codes(with_added_columns(batch), result.channels, codes)
+            for result, batch in _batches_of(directory, split, results)
+        )
+        digest = write_arrow_file(storage.join(folder, INDEX_NAME), INDEX, index)
+        prefixes_digest = ""  # where tasks of an older packtool wrote no prefixes
+        if all(result.splits[split].prefixes_sha256 for result in results if split in result.splits):
+            prefixes = (
+                with_fields(batch, PREFIX) for _, batch in _batches_of(directory, split, results, of_prefixes=True)
+            )
+            prefixes_digest = write_arrow_file(storage.join(folder, PREFIXES_NAME), PREFIXES, prefixes)
+        splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes_digest)
+        storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
+        storage.publish(
+            storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
+        )
+    merge_dropped(directory, results)
+    check_written(directory, results)
+    check()
+    manifest = replace(manifest, splits=splits)
+    if not storage.publish_new(storage.join(directory, MANIFEST_NAME), manifest.to_json()):
+        raise MismatchError(
+            f"{directory}: another cache was published there while this one was made",
+            "Give each export an --output-dir of its own.",
+        )
+    tidy(directory, manifest)
+
+
+def tidy(directory: str, manifest: Manifest) -> None:
+    """Remove what a finished cache does not need: tasks' parts, and incomplete files of killed runs."""
+    if TASKS_DIR not in storage.list_names(directory):
+        return  # done before; other files there belong to somebody else
+    for split, info in manifest.splits.items():
+        folder = storage.join(directory, split)
+        known = {INDEX_NAME, PREFIXES_NAME, "dataset_info.json", "state.json", *(shard.file for shard in info.shards)}
+        for name in storage.list_names(folder):
+            if name not in known:
+                storage.remove(storage.join(folder, name))
+    with suppress(StorageError):  # unlisted uploads cost money, but do no harm to the cache
+        storage.discard_unfinished(directory)
+    storage.remove(storage.join(directory, TASKS_DIR))
+
+
+def check_written(directory: str, results: Sequence[TaskResult]) -> None:
+    """Raise a MismatchError naming the shards that differ from the tasks' by size, or by time and bytes."""
+    wrong = []
+    for split in sorted({split for result in results for split in result.splits}):
+        folder = storage.join(directory, split)
+        states = storage.entries(folder)
+        for result in results:
+            part = result.splits.get(split)
+            if part is not None and not is_shard(storage.join(folder, part.file), states.get(part.file), part):
+                wrong.append(f"{split}/{part.file}")
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+        raise MismatchError(
+            f"{directory}: {len(wrong)} shards are not those that this export wrote ({shown}): another process writes "
+            "there too, and nothing was published",
+            "Run the same command again: it makes those shards anew. Give each export an --output-dir of its own.",
+        )
+
+
+def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> bool:
+    """Return whether a file is the shard that a task wrote; ``state`` is None if there is no file."""
+    if state is None or state.size != part.bytes:
+        return False
+    return state.modified == part.modified or sha256_of(path) == part.sha256  # a copied file has another time
+
+
+def _batches_of(
+    directory: str, split: str, results: Sequence[TaskResult], *, of_prefixes: bool = False
+) -> Iterator[tuple[TaskResult, pa.RecordBatch]]:
+    """Yield each task's result with the record batches of its part of a split's index, or of ``prefixes.arrow``."""
+    suffix = f"{split}.prefixes.arrow" if of_prefixes else f"{split}.arrow"
+    for result in results:
+        if (part := result.splits.get(split)) is not None:
+            sha256 = part.prefixes_sha256 if of_prefixes else part.index_sha256
+            for batch in pa.ipc.open_stream(_read_part(task_file(directory, result.number, suffix), sha256)):
+                yield result, batch
+
+
+def has_parts(directory: str, result: TaskResult) -> bool:
+    """Return whether the parts that a task wrote for the end of the export are intact.
+
+    Local disks may have lost some of them in a power failure; object stores lose nothing.
+    """
+    if storage.is_remote(directory):
+        return True
+    parts = [("dropped.jsonl", result.dropped_sha256)] if result.dropped_sha256 else []
+    for split, counts in result.splits.items():
+        parts.append((f"{split}.arrow", counts.index_sha256))
+        if counts.prefixes_sha256:
+            parts.append((f"{split}.prefixes.arrow", counts.prefixes_sha256))
+    paths = ((task_file(directory, result.number, suffix), sha256) for suffix, sha256 in parts)
+    return all(storage.exists(path) and sha256_of(path) == sha256 for path, sha256 in paths)
+
+
+def _read_part(path: str, sha256: str) -> bytes:
+    """Read a task's part, which must be the one that the task wrote."""
+    data = storage.read_bytes(path)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise MismatchError(
+            f"{path} is not what this export wrote: another process writes there too, and nothing was published",
+            "Give each export an --output-dir of its own; --overwrite would delete what both wrote here.",
+        )
+    return data
+
+
+def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mapping[str, int]) -> pa.RecordBatch:
+    """Replace a task's codes of channels by those of the whole cache."""
+    if not names:
+        return batch
+    import pyarrow.compute as pc  # here, because most rows have no channel
+
+    codes = pa.array([channels[name] for name in names], pa.int32())
+    column = batch.column("channel")
+    known = pc.if_else(pc.less(column, 0), None, column)
+    common = pc.fill_null(pc.take(codes, known), -1)
+    return batch.set_column(INDEX.get_field_index("channel"), INDEX.field("channel"), common)
+
+
+def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
+    """Write ``dropped.jsonl`` from the tasks' parts."""
+    with atomic_file(storage.join(directory, DROPPED_NAME)) as file:
+        for result in results:
+            if result.dropped_sha256:
+                file.write(_read_part(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256))
+
+
+def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: str | None) -> None:
+    """Raise a DataError if an export kept no row; only the list of reasons stays in its directory, if it has one."""
+    if any(split.rows for split in manifest.splits.values()):
+        return
+    where = "Without --dry-run each row's reason is kept in the output directory."
+    if directory is not None:
+        merge_dropped(directory, results)
+        _clear_tasks(directory)
+        for name in (TASKS_DIR, TRAIN_SPLIT, VAL_SPLIT):
+            storage.remove(storage.join(directory, name))
+        where = f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}."
+    firsts: dict[str, str] = {}
+    for result in results:
+        firsts = result.first_dropped | firsts
+    raise all_dropped(f"none of {manifest.rows:,} rows is left", manifest.dropped, firsts, where)
+
+
+def percentiles(counts: Mapping[int, int]) -> dict[str, int]:
+    """Return the lengths that 50, 90 and 99 % of the samples do not exceed, and the largest; 0 without samples."""
+    if not counts:
+        return {"p50": 0, "p90": 0, "p99": 0, "max": 0}
+    lengths = np.array(sorted(counts), np.int64)
+    below = np.cumsum([counts[int(length)] for length in lengths])
+    quantiles = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}
+    return {**quantiles, "max": int(lengths[-1])}
