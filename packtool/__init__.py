@@ -37,18 +37,13 @@ __all__ = [
     "verify",
 ]
 
-# The module of `packtool.library` that defines each name.
+# Modules of `packtool.library`, and the names that each defines.
 _HOMES = {
-    "Batches": "batches",
-    "Cache": "cache",
-    "Plan": "planned",
-    "Targets": "training",
-    "evaluate": "commands",
-    "export": "commands",
-    "loss": "training",
-    "plan": "planned",
-    "prepare_model": "training",
-    "verify": "commands",
+    "batches": ("Batches",),
+    "cache": ("Cache",),
+    "commands": ("evaluate", "export", "verify"),
+    "planned": ("Plan", "plan"),
+    "training": ("Targets", "loss", "prepare_model"),
 }
 
 
@@ -56,9 +51,10 @@ def __getattr__(name: str) -> Any:
     """Import a name of the library on first access (PEP 562)."""
     if name == "errors":
         return importlib.import_module("packtool.errors")
-    if name not in _HOMES:
+    module = next((module for module, names in _HOMES.items() if name in names), None)
+    if module is None:
         raise AttributeError(f"module 'packtool' has no attribute {name!r}")
-    member = getattr(importlib.import_module(f"packtool.library.{_HOMES[name]}"), name)
+    member = getattr(importlib.import_module(f"packtool.library.{module}"), name)
     setattr(sys.modules[__name__], name, member)
     return member
 

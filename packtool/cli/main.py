@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from packtool import errors
 from packtool.cli.export import run_export, run_import
 from packtool.cli.inspect import run_inspect
 from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite
@@ -29,27 +30,18 @@ from packtool.config.settings import FALSE_WORDS
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import VERSION
-from packtool.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_UNEXPECTED,
-    EXIT_USAGE,
-    ConfigError,
-    PacktoolError,
-    StoppedError,
-)
+from packtool.errors import ConfigError
 from packtool.launch.processes import end_with_launcher, is_printed_elsewhere
 from packtool.launch.world import LOST_PEER, is_launched, is_lost_peer, leave_process_group
 from packtool.terminal import show
 
 _VARIABLE = "PACKTOOL_LOG_LEVEL"
-_MS_SWIFT_VARIABLE = "SWIFT_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO")
 
 
 def asks_for_debug(arguments: Sequence[str]) -> bool:
     """Check whether the command line or the environment enables debug output."""
-    level = os.environ.get(_VARIABLE) or os.environ.get(_MS_SWIFT_VARIABLE, "")
+    level = os.environ.get(_VARIABLE) or os.environ.get("SWIFT_LOG_LEVEL", "")
     if level.upper() == "DEBUG":
         return True
     for at, word in enumerate(arguments):
@@ -83,9 +75,6 @@ class _StderrHandler(logging.Handler):
         show(f"packtool: {record.getMessage()}", error=True)
 
 
-_MAX_COLUMNS = 120  # of --help
-
-
 def _documentation() -> str:
     """The line of ``packtool --help`` with the path of the documentation; empty if it is not installed."""
     root = Path(__file__).parents[2]
@@ -103,7 +92,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _MAX_COLUMNS},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 
 # Each command's settings, function and first line of --help.
@@ -162,9 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its code; a process of torchrun ends at the latest with torchrun."""
     end_with_launcher()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
-    if code == EXIT_INTERRUPTED:
+    if code == errors.EXIT_INTERRUPTED:
         _exit_without_teardown(code)
-    if code == EXIT_OK or code > EXIT_INTERRUPTED:  # by agreement of all ranks; after an error, others may be gone
+    # All ranks end by agreement; after an error, others may be gone.
+    if code == errors.EXIT_OK or code > errors.EXIT_INTERRUPTED:
         leave_process_group()
     sys.exit(code)
 
@@ -202,31 +192,26 @@ def run(arguments: list[str]) -> int:
         # Typer answers --help and wrong usage by itself, with SystemExit.
         app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)
     except SystemExit as end:
-        return EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else EXIT_USAGE
+        return errors.EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else errors.EXIT_USAGE
     except KeyboardInterrupt:
         _print("interrupted")
-        return EXIT_INTERRUPTED
+        return errors.EXIT_INTERRUPTED
     except Exception as error:
         if debug:
             show(traceback.format_exc(), error=True)
-        return _report(error)
-    return EXIT_OK
-
-
-def _report(error: Exception) -> int:
-    """Print an error and return its exit code."""
-    if isinstance(error, StoppedError):
-        if error.message:
-            _print(str(error))
-        return error.exit_code
-    if isinstance(error, PacktoolError):
-        _print(f"error: {error}")
-        return error.exit_code
-    if is_lost_peer(error):
-        _print(LOST_PEER)
-    else:
-        _print(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
-    return EXIT_UNEXPECTED
+        if isinstance(error, errors.StoppedError):
+            if error.message:
+                _print(str(error))
+            return error.exit_code
+        if isinstance(error, errors.PacktoolError):
+            _print(f"error: {error}")
+            return error.exit_code
+        if is_lost_peer(error):
+            _print(LOST_PEER)
+        else:
+            _print(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
+        return errors.EXIT_UNEXPECTED
+    return errors.EXIT_OK
 
 
 def _print(message: str) -> None:

@@ -33,16 +33,13 @@ class Settings:
         checks: dict[str, Callable[[Any], list[str]]] = {
             cls.__name__: vars(cls).get("value_problems", lambda _: []) for cls in sections or type(self).__mro__
         }
-        problems: list[str] = []
-        checked = set()
+        names, problems = set(checks), list[str]()
         for section, terms, message in conflict_table():
-            if section not in checks:
-                continue
-            if section not in checked:
-                checked.add(section)
-                problems += checks[section](self)
-            problems += _messages(self, terms, message)
-        return problems + [problem for name in checks if name not in checked for problem in checks[name](self)]
+            if section in checks:  # before the section's first rule
+                problems += checks.pop(section)(self)
+            if section in names:
+                problems += _messages(self, terms, message)
+        return problems + [problem for check in checks.values() for problem in check(self)]
 
 
 @functools.cache

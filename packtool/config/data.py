@@ -235,16 +235,10 @@ class EncodeSpec(BoxOptions, MediaOptions):
         Newer options appear only where they are given, so that older caches keep their fingerprints.
         """
         values = dataclasses.asdict(self)
-        for name in BOX_SETTINGS:
-            if values[name] is None:
-                del values[name]
-        if self.expand_turns == "false":
-            del values["expand_turns"]
-        if self.chat_template is None:
-            del values["chat_template"]
-        else:
+        if self.chat_template is not None:
             values["chat_template"] = os.path.abspath(self.chat_template)
-        return values
+        newer = {"expand_turns": "false", **dict.fromkeys((*BOX_SETTINGS, "chat_template"))}
+        return {name: value for name, value in values.items() if name not in newer or value != newer[name]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,7 @@ class MixOptions(Settings):
     @property
     def interleaving(self) -> tuple[float, ...]:
         """``--interleave-probs`` as numbers; ValueError if one is no number."""
-        words = [word for text in self.interleave_probs for word in text.replace(",", " ").split()]
-        return tuple(float(word) for word in words)
+        return tuple(map(float, " ".join(self.interleave_probs).replace(",", " ").split()))
 
     @property
     def interleaves(self) -> bool:

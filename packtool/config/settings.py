@@ -27,8 +27,6 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args
 
 from packtool.errors import ConfigError, did_you_mean
 
-_BASES = ((1000, ""), (1024, "i"))
-_POWERS = {"": 0, "k": 1, "m": 2}
 _DEEP = "lists and objects nest too deeply"
 
 
@@ -41,7 +39,7 @@ def num_tokens(text: str) -> int:
     match = re.fullmatch(r"(\d+)([km]?)", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
         raise ValueError(f"{text!r} is no number of tokens; write it as in 8192 or 8K")
-    return int(match[1]) * 1024 ** _POWERS[match[2].lower()]
+    return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
 
 
 def num_bytes(text: str) -> int:
@@ -59,7 +57,8 @@ def num_bytes(text: str) -> int:
 
 def written_bytes(num: int) -> str:
     """Format a number of bytes in the largest unit that divides it: ``1KB`` for 1000, ``4KiB`` for 4096, ``80``."""
-    units = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in _BASES]
+    bases = ((1000, ""), (1024, "i"))
+    units = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in bases]
     size, unit = max(((size, unit) for size, unit in units if num % size == 0), default=(1, ""))
     return f"{num // size}{unit}"
 

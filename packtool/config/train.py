@@ -7,25 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from packtool.config import data
 from packtool.config.commands import MAX_TOKENS_HELP
 from packtool.config.conflicts import Settings
-from packtool.config.data import (
-    EXPAND_HELP,
-    LOSS_SCALE_HELP,
-    OVERFLOW_HELP,
-    TEMPLATE_HELP,
-    TRUNCATION_HELP,
-    BoxOptions,
-    CacheOptions,
-    ExpandTurns,
-    ExportConfig,
-    MediaCacheOptions,
-    MediaOptions,
-    MediaOverflow,
-    RowOptions,
-    TruncationStrategy,
-    expand_problems,
-)
 from packtool.config.mixture import MixOptions
 from packtool.config.model import (
     ATTN_IMPL_HELP,
@@ -170,11 +154,11 @@ EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    CacheOptions,
-    MediaCacheOptions,
-    RowOptions,
-    BoxOptions,
-    MediaOptions,
+    data.CacheOptions,
+    data.MediaCacheOptions,
+    data.RowOptions,
+    data.BoxOptions,
+    data.MediaOptions,
     MixOptions,
     PackingOptions,
     IntervalOptions,
@@ -199,11 +183,11 @@ class TrainConfig(
     output_dir: str = option(
         "", "Directory for checkpoints and logs; by default a new numbered one in output/MODEL.", panel="Options"
     )
-    truncation_strategy: TruncationStrategy | None = row_option(None, TRUNCATION_HELP)
-    media_overflow: MediaOverflow | None = row_option(None, OVERFLOW_HELP)
-    loss_scale: str | None = row_option(None, LOSS_SCALE_HELP)
-    expand_turns: ExpandTurns | None = row_option(None, EXPAND_HELP)
-    chat_template: str | None = row_option(None, TEMPLATE_HELP)
+    truncation_strategy: data.TruncationStrategy | None = row_option(None, data.TRUNCATION_HELP)
+    media_overflow: data.MediaOverflow | None = row_option(None, data.OVERFLOW_HELP)
+    loss_scale: str | None = row_option(None, data.LOSS_SCALE_HELP)
+    expand_turns: data.ExpandTurns | None = row_option(None, data.EXPAND_HELP)
+    chat_template: str | None = row_option(None, data.TEMPLATE_HELP)
     streaming: bool = stream_option(
         False, "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps."
     )
@@ -291,7 +275,7 @@ class TrainConfig(
 
     def value_problems(self) -> list[str]:
         """Return the problems of a loss scale with ``--expand-turns``, and of epochs of a stream."""
-        problems = expand_problems(self.expand_turns, self.loss_scale)
+        problems = data.expand_problems(self.expand_turns, self.loss_scale)
         if self.streaming and (not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1):
             problems.append(f"--num-train-epochs {self.num_train_epochs}: streaming reads all rows each time")
         return problems
@@ -319,10 +303,10 @@ class TrainConfig(
         """Precisions that ``--bf16 false`` or ``--fp16 false`` exclude, even if the checkpoint has them."""
         return tuple(name for name, value in {"bfloat16": self.bf16, "float16": self.fp16}.items() if value is False)
 
-    def export_config(self, output_dir: str, max_length: int) -> ExportConfig:
+    def export_config(self, output_dir: str, max_length: int) -> data.ExportConfig:
         """Return the settings of the export that turns the rows of ``--dataset`` into a cache."""
         # A dry run of training still exports.
-        return part_of(ExportConfig, self, output_dir=output_dir, max_length=max_length, dry_run=False)
+        return part_of(data.ExportConfig, self, output_dir=output_dir, max_length=max_length, dry_run=False)
 
     @property
     def peak_learning_rate(self) -> float:

@@ -203,15 +203,19 @@ class _RowMaker:
         scenes = [_draw_scene(self.rng, self.rng.random() < 0.5) for _ in range(num_scenes)]
         turns: list[dict[str, str]] = []
         questions: list[Question] = []
+        pictures = []
         for scene in scenes:
             scene_questions = ask_about(self.rng, scene)
             scene_turns = [turn for question in scene_questions for turn in _turns(question.text, question.answer)]
             scene_turns[0]["content"] = IMAGE_MARK + scene_turns[0]["content"]
             turns += scene_turns
             questions += scene_questions
+            self.num_pictures += 1
+            pictures.append(f"pictures/{self.num_pictures:04d}.png")
+            paint(scene).save(self.root / pictures[-1], optimize=False)
         if self.rng.random() < 1 / 8:
             turns.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
-        return {"messages": turns, "images": [self._save(scene) for scene in scenes]}, tuple(questions)
+        return {"messages": turns, "images": pictures}, tuple(questions)
 
     def unusable_row(self, index: int) -> Row:
         """Return a row that export must drop: its text is far too long, or its picture is missing."""
@@ -221,12 +225,6 @@ class _RowMaker:
         question = ask_about(self.rng, _draw_scene(self.rng, self.rng.random() < 0.5))[0]
         turns = _turns(IMAGE_MARK + question.text, question.answer)
         return {"messages": turns, "images": [f"pictures/lost-{index:04d}.png"]}
-
-    def _save(self, scene: Scene) -> str:
-        self.num_pictures += 1
-        name = f"pictures/{self.num_pictures:04d}.png"
-        paint(scene).save(self.root / name, optimize=False)
-        return name
 
 
 def ask_about(rng: random.Random, scene: Scene) -> list[Question]:

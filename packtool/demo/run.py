@@ -39,7 +39,6 @@ _OF_TRAINING = (
     *("num_packs", "fill", "steps", "steps_without_packing", "target_tokens_per_second"),
     *("first_loss", "last_loss", "checkpoint"),
 )
-_OWN = ("model", "data", "cache", "held-out", "swapped", "output", _MARKER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +96,21 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     exported = _export(dataset.train, folder, "cache", progress)
     _export(dataset.held_out, folder, "held-out", progress)
     _export(dataset.swapped, folder, "swapped", progress)
-    trained = _train(folder, seed, progress)
+    arguments = ["train", "--model", str(folder / "model"), "--cached-dataset", str(folder / "cache")]
+    arguments += ["--packing", "true", "--packing-length", str(PACKING_LENGTH)]
+    arguments += ["--train-type", "full", "--freeze-vit", "false", "--freeze-aligner", "false"]
+    arguments += ["--num-train-epochs", str(NUM_EPOCHS), "--learning-rate", LEARNING_RATE, "--weight-decay", "0"]
+    arguments += ["--logging-steps", "20", "--seed", str(seed), "--output-dir", str(folder / "output"), "--json"]
+    trained = _run(arguments, progress)
     questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
-    answers, swapped = (
-        _answers(trained["checkpoint"], str(folder / cache), len(questions), progress)
-        for cache in ("held-out", "swapped")
-    )
+    is_right: dict[str, npt.NDArray[np.bool_]] = {}
+    for cache in ("held-out", "swapped"):
+        length = 4 * PACKING_LENGTH
+        turns = exact_match(trained["checkpoint"], str(folder / cache), packing_length=length, progress=progress)
+        if len(turns) != len(questions):
+            raise PacktoolError(f"{folder / cache} holds {len(turns)} of {len(questions)} held-out questions")
+        is_right[cache] = np.array([exact for *_, exact in turns], np.bool_)
+    answers = is_right["held-out"]
     kinds = np.array([question.kind for question in questions])
     return DemoResult(
         num_rows=exported["num_rows"],
@@ -110,7 +118,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
         **{name: trained[name] for name in _OF_TRAINING},
         num_questions=len(answers),
         accuracy=float(answers.mean()),
-        swapped_accuracy=float(swapped.mean()),
+        swapped_accuracy=float(is_right["swapped"].mean()),
         chance=dataset.chance,
         accuracy_by_kind={str(kind): float(answers[kinds == kind].mean()) for kind in np.unique(kinds)},
         seconds=time.perf_counter() - begin,
@@ -125,7 +133,7 @@ def _fresh_folder(output_dir: str) -> Path:
             f"--output-dir {output_dir} is there and was not made by the demo", "Give a folder that does not exist yet."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _OWN:
+    for name in ("model", "data", "cache", "held-out", "swapped", "output", _MARKER):
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -141,15 +149,6 @@ def _export(dataset: Path, folder: Path, cache: str, progress: Progress) -> dict
     return _run([*arguments, "--dataset-num-proc", "2", "--json"], progress)
 
 
-def _train(folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
-    arguments = ["train", "--model", str(folder / "model"), "--cached-dataset", str(folder / "cache")]
-    arguments += ["--packing", "true", "--packing-length", str(PACKING_LENGTH)]
-    arguments += ["--train-type", "full", "--freeze-vit", "false", "--freeze-aligner", "false"]
-    arguments += ["--num-train-epochs", str(NUM_EPOCHS), "--learning-rate", LEARNING_RATE, "--weight-decay", "0"]
-    arguments += ["--logging-steps", "20", "--seed", str(seed), "--output-dir", str(folder / "output"), "--json"]
-    return _run(arguments, progress)
-
-
 def _run(arguments: list[str], progress: Progress) -> dict[str, Any]:
     """Run a public command in a process of its own and read the JSON that it prints."""
     progress.note(f"\n$ packtool {shlex.join(arguments)}")
@@ -159,11 +158,3 @@ def _run(arguments: list[str], progress: Progress) -> dict[str, Any]:
         raise PacktoolError(f"packtool {arguments[0]} ended with exit code {done.returncode}; its message is above")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
-
-
-def _answers(checkpoint: str, cache: str, num_questions: int, progress: Progress) -> npt.NDArray[np.bool_]:
-    """Return whether each held-out question is answered exactly."""
-    turns = exact_match(checkpoint, cache, packing_length=4 * PACKING_LENGTH, progress=progress)
-    if len(turns) != num_questions:
-        raise PacktoolError(f"{cache} holds {len(turns)} of {num_questions} held-out questions")
-    return np.array([exact for *_, exact in turns], np.bool_)
