@@ -22,7 +22,7 @@ from packtool.rows.forms.media import could_hold_media
 from packtool.rows.open_files import HashedFile, close_readers, open_text, opened
 from packtool.rows.source import NumberedRow, RowBlock, RowBlocks, ScannedSource, Source, SourceSpec, draw_rows
 from packtool.rows.sources import KNOWN_FORMATS, format_of
-from packtool.rows.text_files import CHUNK_BYTES, PARSERS, block_text, find_elements, find_lines, find_records
+from packtool.rows.text_files import CHUNK_BYTES, PARSERS, find_elements, find_lines, find_records, text_rows
 
 if TYPE_CHECKING:
     from packtool.rows.readers import Reader
@@ -37,10 +37,7 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
         DataError: if the file has changed since it was scanned.
         StorageError: if it cannot be read.
     """
-    if source.kind in PARSERS:
-        rows = PARSERS[source.kind](source, block, block_text(source, block))
-    else:
-        rows = opened(source, _open_reader).rows(block)
+    rows = text_rows(source, block) if source.kind in PARSERS else opened(source, _open_reader).rows(block)
     if block.picks is None:
         yield from rows
         return

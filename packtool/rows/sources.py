@@ -127,9 +127,8 @@ def with_local_copies(config: C) -> C:
     if not os.path.isdir(config.model):
         small = {"allow_patterns": _SMALL_FILES} if isinstance(config, ExportConfig) else {}
         changes["model"] = _local_copy("--model", "snapshot_download", config.model, **small)
-    for name in ("dataset", "val_dataset"):
-        option = "--" + name.replace("_", "-")
-        changes[name] = tuple(_local_rows(option, argument, config) for argument in getattr(config, name))
+    changes["dataset"] = tuple(_local_rows("--dataset", argument, config) for argument in config.dataset)
+    changes["val_dataset"] = tuple(_local_rows("--val-dataset", argument, config) for argument in config.val_dataset)
     return replace(config, **changes)
 
 

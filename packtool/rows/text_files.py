@@ -91,13 +91,6 @@ def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Li
         yield num_bytes
 
 
-def block_text(source: Source, block: RowBlock) -> bytes | None:
-    """Return the bytes of a block; None if it is one row that is too large to be kept in memory."""
-    if block.num_rows == 1 and block.stop - block.start > source.max_row_bytes + CHUNK_BYTES:
-        return None
-    return read_text(source, block.start, block.stop)
-
-
 def too_large(source: Source, number: int) -> Dropped:
     """Return the ``Dropped`` for a row above ``--max-row-bytes``."""
     detail = f"the row has more than {source.max_row_bytes:,} bytes, the most that --max-row-bytes allows"
@@ -121,22 +114,15 @@ def _checked_row(source: Source, number: int, value: Any) -> dict[str, Any] | Dr
     return Dropped(source.label, number, "invalid_row", f"a {type(value).__name__}, not an object")
 
 
-def _numbered_lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (line number, line) of a block's lines that are not blank; None for a line that is too long.
-
-    Args:
-        data: of the block, from ``block_text``.
-    """
-    if data is None:
-        yield block.first_row, None
-        return
+def _numbered_lines(source: Source, block: RowBlock, data: bytes) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (line number, line) of a block's lines that are not blank; None for a line that is too long."""
     for number, line in enumerate(data.split(b"\n"), block.first_row):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             yield number, line if len(line) <= source.max_row_bytes else None
 
 
-def _parse_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
+def _parse_texts(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
     """Yield (line number, {"text": line}) of a block's lines that are not blank, or a ``Dropped`` if not UTF-8."""
     for number, line in _numbered_lines(source, block, data):
         if line is None:
@@ -176,11 +162,8 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
     return (), iter(())
 
 
-def _parse_records(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
+def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
     """Yield (record number, {column: text}) of a block, or a ``Dropped`` for a broken record."""
-    if data is None:
-        yield block.first_row, too_large(source, block.first_row)
-        return
     number = block.first_row
     for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
         if isinstance(fields, str):
@@ -462,10 +445,7 @@ class _JsonText:
         return not self._ended
 
 
-def _parse_array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
-    if data is None:
-        yield block.first_row, too_large(source, block.first_row)
-        return
+def _parse_array(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
     try:
         values = parse_json(b"[" + data.strip() + b"]")
     except JsonProblem:  # of one element, which parsing each alone will show
@@ -478,7 +458,7 @@ def _parse_array(source: Source, block: RowBlock, data: bytes | None) -> Iterato
         yield number, guard_row(source.label, number, parse_row, source, number, text)
 
 
-def _parse_lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
+def _parse_lines(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
     for number, line in _numbered_lines(source, block, data):
         try:  # like ``guard_row``, without the cost of a call
             row = parse_row(source, number, line)
@@ -487,11 +467,18 @@ def _parse_lines(source: Source, block: RowBlock, data: bytes | None) -> Iterato
         yield number, row
 
 
-PARSERS: dict[FileFormat, Callable[[Source, RowBlock, bytes | None], Iterator[NumberedRow]]] = {
+PARSERS: dict[FileFormat, Callable[[Source, RowBlock, bytes], Iterator[NumberedRow]]] = {
     "json": _parse_array,
     "jsonl": _parse_lines,
     "csv": _parse_records,
     "tsv": _parse_records,
     "txt": _parse_texts,
 }
-"""Functions by text format that parse all rows of a block, given its bytes (None for a row that is too large)."""
+"""Functions by text format that parse all rows of a block, given its bytes."""
+
+
+def text_rows(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
+    """Read and parse all rows of a block of a text file; one that is too large to be kept in memory is not read."""
+    if block.num_rows == 1 and block.stop - block.start > source.max_row_bytes + CHUNK_BYTES:
+        return iter([(block.first_row, too_large(source, block.first_row))])
+    return PARSERS[source.kind](source, block, read_text(source, block.start, block.stop))

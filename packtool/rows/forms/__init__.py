@@ -18,10 +18,9 @@ from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, listed
 from packtool.rows.forms.media import InlineMedia, LoneMark, lone_mark, media_of, with_marks
-from packtool.rows.forms.messages import MESSAGES, RowForm, responses_of
+from packtool.rows.forms.messages import ALPACA, MESSAGES, QUERY, TEXT, RowForm, responses_of
 from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.prepared import PREPARED, TOKENS
-from packtool.rows.forms.queries import ALPACA, QUERY, TEXT
 from packtool.rows.sample import PreparedTokens, Sample, Turn, unexpected_drop
 from packtool.rows.source import Pairs, Source
 

@@ -1,7 +1,8 @@
-"""``messages`` in their many spellings (roles, keys, ShareGPT's pairs, tool calls) and their contents.
+"""Forms of rows with text: ``messages`` in their many spellings, question and answer, and a text alone.
 
-A row's ``tool_calls`` are passed to the chat template unchanged. A message with the role ``function_call`` becomes such
-a call. Consecutive calls, or an assistant's text and its calls, are one turn.
+Messages have roles, keys, ShareGPT's pairs and tool calls in many spellings. A row's ``tool_calls`` are passed to the
+chat template unchanged. A message with the role ``function_call`` becomes such a call. Consecutive calls, or an
+assistant's text and its calls, are one turn.
 
 A message's content is a text, or a list of parts as OpenAI and Anthropic write it. A list becomes one text, with marks
 where its media were.
@@ -19,7 +20,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from packtool.constants import ROLES
-from packtool.rows.forms.columns import Columns, Fields, RowProblem, finite, is_list, listed, parse_cell, shown
+from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, finite, is_list, listed, parse_cell, shown
 from packtool.rows.forms.media import CLIP, FIXED, LIMITS, InlineMedia
 from packtool.rows.sample import PreparedTokens, Response, Turn
 from packtool.rows.source import Pairs, Source
@@ -389,14 +390,14 @@ def _response_turns(who: str, value: Any, source: Source) -> list[Turn]:
     return turns
 
 
-def _fits(columns: Columns, formatting: str | None) -> bool:
+def _fits_messages(columns: Columns, formatting: str | None) -> bool:
     if formatting == "alpaca" or columns.find("messages") is None:
         return False
     columns.find("responses")
     return True
 
 
-def _read(fields: Fields, inline: InlineMedia) -> list[Turn]:
+def _read_messages(fields: Fields, inline: InlineMedia) -> list[Turn]:
     messages = fields.raw("messages")
     return turns_of(fields.parsed("messages") if isinstance(messages, str) and messages else messages, inline)
 
@@ -405,6 +406,99 @@ MESSAGES = RowForm(
     "messages",
     "messages (or conversations, conversation): a list of {role, content}, of {from, value}, or of pairs "
     "{human, assistant}",
-    _fits,
-    _read,
+    _fits_messages,
+    _read_messages,
 )
+
+
+def _read_query(fields: Fields, inline: InlineMedia) -> list[Turn]:
+    question = _turns_of_cell("user", "query", fields.raw("query"), inline)
+    return [*_history(fields, inline), *question, *_answer(fields, "response", inline)]
+
+
+def _read_alpaca(fields: Fields, inline: InlineMedia) -> list[Turn]:
+    """Read instruction and input as one question, and output as its answer."""
+    instruction, extra_input = fields.raw("instruction"), fields.get("input")
+    question = content_of("'instruction'", instruction, inline).text
+    if extra_input is not None:
+        text = content_of("'input'", extra_input, inline).text
+        question = f"{question}\n{text}" if question else text
+    return [*_history(fields, inline), Turn("user", question), *_answer(fields, "output", inline)]
+
+
+def _answer(fields: Fields, name: str, inline: InlineMedia) -> list[Turn]:
+    """Return the turns of the answer; none if the row has several responses instead."""
+    if fields.get(name) is None and fields.get("responses") is not None:
+        return []
+    value = fields.raw(name)
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], str):
+        value = value[0]  # of several equal answers the first is trained, as ms-swift does
+    turns = _turns_of_cell("assistant", name, value, inline)
+    reasoning = fields.get("reasoning_content")
+    if isinstance(reasoning, str) and turns:
+        turns[-1] = replace(turns[-1], extra={**turns[-1].extra, "reasoning_content": reasoning})
+    return turns
+
+
+def _turns_of_cell(role: str, name: str, value: Any, inline: InlineMedia) -> list[Turn]:
+    """Return one turn of a text, or those of a list of messages, as TRL's ``prompt`` and ``completion`` can be."""
+    if isinstance(value, Sequence) and value and isinstance(value[0], Mapping) and "role" in value[0]:
+        return turns_of(value, inline)
+    return [Turn(role, content_of(f"{name!r}", value, inline).text)]
+
+
+def _history(fields: Fields, inline: InlineMedia) -> list[Turn]:
+    history = fields.parsed("history")
+    if history is None:
+        return []
+    if not isinstance(history, Sequence):
+        raise RowProblem("invalid_row", f"'history' is a {type(history).__name__}, not a list")
+    turns = []
+    for i, pair in enumerate(history):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise RowProblem("invalid_row", f"'history' {i} is {shown(pair)}, not [query, response]")
+        for role, value in zip(("user", "assistant"), pair, strict=True):
+            turns.append(Turn(role, content_of(f"'history' {i} ({role})", value, inline).text))
+    return turns
+
+
+def _fits_query(columns: Columns, formatting: str | None) -> bool:
+    if formatting == "sharegpt" or not columns.find("query"):
+        return False
+    return bool(columns.find("response") or columns.find("text", "response") or columns.find("responses"))
+
+
+def _fits_alpaca(columns: Columns, formatting: str | None) -> bool:
+    if formatting == "sharegpt":
+        return False
+    named = columns.columns
+    has_query = any(columns.has(name) for name in NAMES["query"] if name not in ("instruction", "input"))
+    if not ("instruction" in named or formatting == "alpaca" or not (has_query or "query" in named)):
+        return False
+    has_answer = columns.find("output") or columns.find("response", "output") or columns.find("responses")
+    return bool(columns.find("instruction") and has_answer)
+
+
+ALPACA = RowForm("alpaca", "instruction, input and output, perhaps history and system", _fits_alpaca, _read_alpaca)
+
+QUERY = RowForm(
+    "query",
+    "query (or prompt, question, problem) and response (or answer, output, completion, ...) or responses, perhaps "
+    "history",
+    _fits_query,
+    _read_query,
+)
+
+
+def _fits_text(columns: Columns, formatting: str | None) -> bool:
+    return formatting != "sharegpt" and columns.find("text") is not None
+
+
+def _read_text(fields: Fields, inline: InlineMedia) -> list[Turn]:
+    text = content_of("'text'", fields.raw("text"), inline).text
+    if not text.strip():
+        raise RowProblem("empty_text", "there is nothing but blanks in it")
+    return [Turn("assistant", text)]
+
+
+TEXT = RowForm("text", "text: a text for pretraining", _fits_text, _read_text)
