@@ -158,8 +158,19 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
         if isinstance(fields, str):
             raise DataError(f"{path}: the header is broken: {fields}", "The first line must name the columns.")
         if fields:
-            return _header(path, fields), _blocks(records, at)
-    return (), iter(())
+            break
+    else:
+        return (), iter(())
+    try:
+        names = tuple(field.removeprefix(_BOM).encode("latin-1").decode().strip() for field in fields)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the header is not UTF-8: {error}", "Save the file as UTF-8.") from error
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise DataError(
+            f"{path}: the header names {', '.join(map(repr, duplicates))} twice", "Give each column its own name."
+        )
+    return names, _blocks(records, at)
 
 
 def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
@@ -245,19 +256,6 @@ class _Feed(Iterator[str]):
 
 def _size(line: Line) -> int:
     return line if isinstance(line, int) else len(line)
-
-
-def _header(path: str, fields: list[str]) -> tuple[str, ...]:
-    try:
-        names = tuple(field.removeprefix(_BOM).encode("latin-1").decode().strip() for field in fields)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the header is not UTF-8: {error}", "Save the file as UTF-8.") from error
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise DataError(
-            f"{path}: the header names {', '.join(map(repr, duplicates))} twice", "Give each column its own name."
-        )
-    return names
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")

@@ -64,7 +64,12 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
         weights=None if weights is None else weights[kept],
         starts=starts,
         channels=_channels(fields, number[starts] - 1, int(begins.sum())),
-        measured=_measured(fields),
+        # Sizes that packtool wrote into the row; empty for other media.
+        measured={
+            kind: [medium if isinstance(medium, Mapping) and is_measured(medium) else {} for medium in media]
+            for kind in MEDIA_KINDS
+            if isinstance(media := fields.get(f"{kind}s"), list)
+        },
     )
 
 
@@ -183,16 +188,6 @@ def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, .
     if len(channels) != count:
         raise RowProblem("invalid_tokens", f"'channel' has {len(channels):,} values for {count:,} samples")
     return tuple(None if channels[i] is None else str(channels[i]) for i in numbers)
-
-
-def _measured(fields: Fields) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the sizes of media that packtool wrote into the row, by kind; empty objects for other media."""
-    columns = {kind: fields.get(f"{kind}s") for kind in MEDIA_KINDS}
-    return {
-        kind: [medium if isinstance(medium, Mapping) and is_measured(medium) else {} for medium in media]
-        for kind, media in columns.items()
-        if isinstance(media, list)
-    }
 
 
 def _trained(fields: Fields, ids: _Ints, begins: _Bools) -> _Bools | None:
