@@ -230,7 +230,7 @@ def test_json_is_read_in_one_place() -> None:
         "encode/tokenize.py",
         "report/inspect.py",
         "demo/run.py",
-        "train/model/unloaded.py",
+        "train/model/load.py",
     }
     found = {path.relative_to(PACKAGE).as_posix() for path in FILES if re.search(r"json\.loads?\(", path.read_text())}
     assert found == allowed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -15,16 +15,16 @@ import torch
 from torch.utils.data import Dataset
 
 from packtool.batch.batch import Batch
-from packtool.batch.dataset import load_micro_batches
+from packtool.batch.dataset import MicroBatches, load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.config.data import AccessOptions, MediaCacheOptions
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError, MismatchError, PacktoolError
+from packtool.errors import ConfigError, MismatchError, PacktoolError, did_you_mean
 from packtool.launch.world import World
-from packtool.library.commands import refuse_others, settings_of
+from packtool.library.commands import settings_of
 from packtool.library.planned import Plan
 from packtool.library.training import Targets
-from packtool.train.loop.loader import input_spec, make_dataset
+from packtool.train.model.load import input_spec
 from packtool.train.model.loss import label_positions
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import units_per_step
@@ -99,7 +99,17 @@ class Batches(Dataset[dict[str, Any]]):
         if not isinstance(plan, Plan):
             raise ConfigError(f"packtool.Batches takes a plan, not {plan!r}.", "Make one: packtool.plan(caches, ...).")
         self.plan, self.model, self.device, self.options = plan, model, device, options
-        self.rank = _rank(rank, plan.world_size)
+        if rank is None:
+            world = World.from_environment()
+            if world.size != plan.world_size:
+                raise ConfigError(
+                    f"the plan is for {plan.world_size} ranks, and this process is one of {world.size}",
+                    f"Plan with world_size={world.size}, or say which rank's batches these are.",
+                )
+            rank = world.rank
+        elif rank != "all" and (not isinstance(rank, int) or not 0 <= rank < plan.world_size):
+            raise ConfigError(f'rank {rank}: the plan has ranks 0 to {plan.world_size - 1}, or "all"')
+        self.rank: int | Literal["all"] = rank
         self._config = _training(plan, model, options)
         self._prepare(None)
         if self._timeline.first.packs.fingerprint != plan.preview.timeline.first.packs.fingerprint:
@@ -113,7 +123,13 @@ class Batches(Dataset[dict[str, Any]]):
         world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
         self._run = Run.of(self._config, world, ResumePoint(before=before), planned)
         self._source, self._timeline = self._run.caches, self._run.caches.timeline
-        self._tensors = make_dataset(self._run, input_spec(self._run))
+        self._tensors = MicroBatches(
+            self._source.read,
+            input_spec(self._run),
+            packing=self._config.removes_padding,
+            min_shared=self._source.min_shared,
+            multiple_of=self._run.length_multiple,
+        )
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to this number of ranks; micro-batches are numbered from there.
         self._base = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
@@ -284,32 +300,11 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild them in another process from plan and options."""
-        return _rebuild, (self.plan, self.rank, self.model, self.device, self.options, self._before)
+        made = partial(Batches, model=self.model, device=self.device, **self.options)
+        return made, (self.plan, self.rank), self._before
 
-
-def _rebuild(
-    plan: Plan, rank: Any, model: str | None, device: Any, options: Mapping[str, Any], before: RunState | None
-) -> Batches:
-    batches = Batches(plan, rank, model=model, device=device, **options)
-    if before is not None:
-        batches._prepare(before)
-    return batches
-
-
-def _rank(rank: int | str | None, world_size: int) -> int | Literal["all"]:
-    if rank == "all":
-        return "all"
-    if rank is None:
-        world = World.from_environment()
-        if world.size != world_size:
-            raise ConfigError(
-                f"the plan is for {world_size} ranks, and this process is one of {world.size}",
-                f"Plan with world_size={world.size}, or say which rank's batches these are.",
-            )
-        return world.rank
-    if not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise ConfigError(f'rank {rank}: the plan has ranks 0 to {world_size - 1}, or "all"')
-    return rank
+    def __setstate__(self, before: RunState) -> None:
+        self._prepare(before)
 
 
 def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
@@ -324,7 +319,8 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
         )
     if problems := [f"{name} is no option here: {why}" for name, why in _ELSEWHERE.items() if name in options]:
         raise ConfigError.from_problems(problems)
-    refuse_others(options, OPTIONS)
+    if unknown := [name for name in options if name not in OPTIONS]:
+        raise ConfigError.from_problems([f"{name} is no option here{did_you_mean(name, OPTIONS)}" for name in unknown])
     if plan.preview.inputs.stages and options.get("max_steps", config.max_steps) != config.max_steps:
         raise ConfigError(
             f"max_steps={options['max_steps']}: the plan has stages, and how long these are depends on it",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.config.data import ExportConfig
 from packtool.config.settings import resolve
-from packtool.errors import ConfigError, did_you_mean
 from packtool.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
@@ -35,12 +34,6 @@ def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
     """
     values = {name: _as_text(value) for name, value in options.items()}
     return resolve(cls, values, environ=os.environ)
-
-
-def refuse_others(options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise a ConfigError for options that are unknown here, though a command may have them."""
-    if unknown := [name for name in options if name not in known]:
-        raise ConfigError.from_problems([f"{name} is no option here{did_you_mean(name, known)}" for name in unknown])
 
 
 def _as_text(value: Any) -> Any:

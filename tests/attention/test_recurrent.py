@@ -21,8 +21,8 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.errors import UnsupportedModelError
-from packtool.train.model.load import enable_checkpointing
 from packtool.train.model.loss import target_losses
+from packtool.train.model.trainable import enable_checkpointing
 from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
 from tests.batch.reduced import make_sample, reduced_limits, save_image_processor
 

@@ -44,9 +44,8 @@ from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 from packtool.train.loop.media_times import _measured
-from packtool.train.model.load import make_trainable
-from packtool.train.model.towers import towers_of
 from packtool.train.model.trace import trace_pass, traced_batch
+from packtool.train.model.trainable import make_trainable, towers_of
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.verify.checks import PackUnderTest, check_gradients, check_isolation, check_logits, check_prefixes
 from tests.attention.parallel.shared_model import Found, Setting, alone, check_setting

@@ -15,7 +15,7 @@ from packtool.config.peers import EVERY_COMMAND, SET_TOO, Status, find_peer, pee
 from packtool.config.settings import option_names, resolve
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.loop.arguments import training_arguments
+from packtool.train.loop.checks import training_arguments
 
 # By command, with dashes; and what other places read.
 NAMES = {

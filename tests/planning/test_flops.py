@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from packtool.config.train import TrainConfig
 from packtool.planning.cost import CostModel
 from packtool.planning.layers import ModelLayers
-from packtool.train.model.load import make_trainable
-from packtool.train.model.towers import towers_of
+from packtool.train.model.trainable import make_trainable, towers_of
 from scripts._flop_counter import flop_counter
 
 aten = torch.ops.aten

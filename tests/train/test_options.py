@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
-from packtool.train.loop.arguments import training_arguments
-from packtool.train.model.load import load_model, make_trainable, resolve_dtype
+from packtool.train.loop.checks import training_arguments
+from packtool.train.model.load import load_model, resolve_dtype
 from packtool.train.model.precision import loaded_dtype
+from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.result import settings_lines
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model

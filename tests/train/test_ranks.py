@@ -18,8 +18,9 @@ from packtool.batch.dataset import MicroBatches
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.checks import load_spec
-from packtool.train.loop.loader import RankExchange, always_run
-from packtool.train.model.load import load_model, make_trainable
+from packtool.train.loop.trainer import RankExchange, always_run
+from packtool.train.model.load import load_model
+from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.run import Run
 from packtool.train.run import train
 from tests.forked import run_ranks

@@ -18,8 +18,8 @@ from packtool.batch.collate import collate_packs, collate_tree
 from packtool.batch.prefix_tree import find_tree
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
-from packtool.train.model.load import enable_checkpointing
 from packtool.train.model.loss import LossFunction, target_losses
+from packtool.train.model.trainable import enable_checkpointing
 from tests.batch.reduced import (
     FIRST_CONTROL,
     TEXT_MODELS,

@@ -50,7 +50,7 @@ from packtool.planning.pack_plan import Int64Array
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
 from packtool.train.model.loss import LossFunction
-from packtool.train.model.towers import base_model, without_dropout
+from packtool.train.model.trainable import base_model, without_dropout
 
 _REMEDY = "The same command begins again"
 _ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part

@@ -1,37 +1,217 @@
-"""Checks of a run and an estimate of its memory, before any weights are loaded."""
+"""The Trainer's arguments, and checks of options, model and ranks before any weights are loaded.
+
+Every field of ``--set training.NAME=VALUE`` either works as transformers documents it, or is refused with the option
+that replaces it (``config.peers``): a field without effect would be a setting that a run silently lacks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import enum
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import integration_utils
+from transformers.training_args import OptimizerNames
 
 from packtool.attention.choose import check_dtype, choose
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec
+from packtool.config.packages import TRACKERS
+from packtool.config.peers import reason_against
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import absolute_model
-from packtool.errors import ConfigError, MismatchError, raise_together
+from packtool.errors import ConfigError, MismatchError, did_you_mean, raise_together
 from packtool.launch.world import World, all_gather_objects
-from packtool.train.loop.arguments import check_optimizer_of, training_arguments
-from packtool.train.loop.loader import input_spec
-from packtool.train.model.compiled import check_backend, refuse_without_liger
-from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
+from packtool.train.model.compiled import SETTINGS, check_backend, refuse_without_liger
+from packtool.train.model.load import has_gpu, input_spec, model_without_weights, resolve_dtype
+from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
 from packtool.train.model.precision import checkpoint_dtype, precision_lines, quantization_config, quantization_line
-from packtool.train.model.router import RouterBalance
-from packtool.train.model.sharding import check_experts, zero_stage
+from packtool.train.model.sharding import check_experts, sharding_arguments, zero_stage
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.run import Run
 
 _MANY_STEPS = 1_000_000
+_CHECK = (
+    "Check --optim, --lr-scheduler-type, --torch-dtype, --report-to, and the fields given with --set "
+    "training.NAME=VALUE (transformers' TrainingArguments documents them)."
+)
+_NEEDS_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
+# Optimizers that are created from the modules of a model.
+_NEEDS_MODEL = frozenset(
+    name for name in OptimizerNames if name.value.startswith(("galore", "apollo", "lomo", "adalomo"))
+)
+
+
+def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``--set training.NAME=VALUE`` with values of their declared types.
+
+    Raises:
+        ConfigError: listing unknown fields, fields that packtool decides, and values of other types.
+    """
+    problems, checked = [], {}
+    hints = typing.get_type_hints(TrainingArguments) if fields else {}
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    for name, value in fields.items():
+        origin = f"--set training.{name}"
+        reason = reason_against(name)
+        if reason is not None:
+            problems.append(f"{origin}: {reason}")
+        elif name not in known:
+            problems.append(f"{origin}: transformers' TrainingArguments has no such field{did_you_mean(name, known)}")
+        else:
+            try:
+                hint = hints[name]
+                is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+                members = typing.get_args(hint) if is_union else (hint,)
+                checked[name] = _converted(value, tuple(typing.get_origin(member) or member for member in members))
+            except ValueError as error:
+                problems.append(f"{origin}: {error}")
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return checked
+
+
+def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
+    """Return the value as one of the allowed types, also where text was parsed as another type."""
+    kinds = {kind for kind in allowed if isinstance(kind, type)}
+    takes_text = str in kinds or any(issubclass(kind, enum.Enum) for kind in kinds)
+    if isinstance(value, bool):
+        if bool in kinds:
+            return value
+    elif any(isinstance(value, kind) for kind in kinds):
+        return value
+    elif isinstance(value, int) and float in kinds:
+        return float(value)
+    elif isinstance(value, float) and int in kinds and value.is_integer():
+        return int(value)
+    elif isinstance(value, str) and bool in kinds and value.lower() in ("yes", "on", "no", "off"):
+        return value.lower() in ("yes", "on")
+    if takes_text and isinstance(value, (str, bool, int, float)):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "names and values"}
+    expected = " or ".join(names.get(kind, "a list") for kind in allowed if kind is not type(None))
+    raise ValueError(f"{value!r} is not {expected}")
+
+
+def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
+    """Return the Trainer's arguments; a step is one of its batches, and the run is its only epoch.
+
+    Args:
+        num_steps: of the whole run.
+        dtype: of the computation.
+
+    Raises:
+        ConfigError: for a setting that transformers does not know or does not accept.
+    """
+    same = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
+    fields: dict[str, Any] = {
+        "output_dir": config.output_dir,
+        "max_steps": num_steps,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": 1,
+        **{name: getattr(config, name) for name in (*same, "neftune_noise_alpha")},
+        "learning_rate": config.peak_learning_rate,
+        "warmup_steps": config.num_warmup_steps(num_steps),
+        "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,
+        "seed": config.seed,
+        "logging_steps": config.logging_steps,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        # RunCallback saves at epochs and evaluations: for the Trainer a run is one epoch, and nothing is evaluated.
+        "save_strategy": "steps" if config.save_strategy == "steps" else "no",
+        "save_steps": config.save_steps,
+        "save_only_model": config.save_only_model,
+        "report_to": list(config.report_to) or "none",
+        "use_liger_kernel": config.use_liger_kernel,
+        "liger_kernel_config": SETTINGS if config.use_liger_kernel else None,
+        **sharding_arguments(config),
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "ignore_data_skip": True,
+        "ddp_find_unused_parameters": False,
+        **({"ddp_timeout": config.ddp_timeout} if config.ddp_timeout is not None else {}),
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu": not on_gpu,
+    }
+    fields |= checked_fields(config.training)
+    if missing := config.missing_packages():
+        raise ConfigError.from_problems(missing)
+    if (schedule := str(fields["lr_scheduler_type"])) in _NEEDS_EVALUATIONS:
+        raise ConfigError(
+            f"--lr-scheduler-type {schedule} follows evaluations of the Trainer's, and packtool evaluates by itself",
+            "Take cosine, cosine_with_min_lr, linear or another one that follows the steps.",
+        )
+    try:
+        args = TrainingArguments(**fields)
+    except (TypeError, ValueError, ImportError) as error:
+        raise ConfigError(f"transformers refuses these settings: {error}", _CHECK) from error
+    raise_together([partial(_check_reports, args), partial(_check_optimizer, args, num_steps)])
+    # One process drives one device; seeing several, the Trainer would wrap the model in DataParallel.
+    assert args.device is not None
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
+
+
+def _check_reports(args: TrainingArguments) -> None:
+    """Raise if the Trainer could not create the reporting callbacks."""
+    callbacks: dict[str, Any] = integration_utils.INTEGRATION_TO_CALLBACK
+    for name in args.report_to or ():
+        if name not in callbacks:
+            unknown = f"--report-to {name}: there is no such place{did_you_mean(name, callbacks)}"
+            raise ConfigError(unknown, f"Known are {', '.join(callbacks)}.")
+        try:
+            callbacks[name]()
+        except (RuntimeError, ImportError) as error:
+            package = TRACKERS[name][1] if name in TRACKERS else name
+            raise ConfigError(f"--report-to {name}: {package} is not installed", f"pip install {package}") from error
+
+
+def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
+    """Create optimizer and schedule for a single weight, so that wrong settings are found now and not at step 1."""
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    with refused_by_transformers():
+        if args.optim in _NEEDS_MODEL:
+            with contextlib.suppress(ValueError):  # the model is missing here; ``check_optimizer_of`` takes it
+                Trainer.get_optimizer_cls_and_kwargs(args)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)
+        else:
+            kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+            optimizer = kind(parameters, **settings)
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_steps),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),  # type: ignore[arg-type]
+        )
+
+
+def check_optimizer_of(model: Any, args: TrainingArguments) -> None:
+    """Check the settings of an optimizer that is created from a model; do not train the model afterwards."""
+    if args.optim in _NEEDS_MODEL:
+        with refused_by_transformers():
+            Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+
+@contextlib.contextmanager
+def refused_by_transformers() -> Iterator[None]:
+    """Raise errors of transformers about the optimizer or its schedule as a ConfigError."""
+    try:
+        yield
+    except (TypeError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"the optimizer or its schedule cannot be made: {error}", _CHECK) from error
 
 
 def load_spec(run: Run) -> InputSpec:
@@ -56,16 +236,17 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
     on_gpu = has_gpu(config)
     dtype = resolve_dtype(model_config, config, on_gpu=on_gpu)
 
-    def refuse_compilation() -> None:
-        raise ConfigError(
-            f"--torch-compile true: with --deepspeed {config.deepspeed} weights are gathered inside of the layers "
-            "that would be compiled",
-            "Shard weights with --fsdp full_shard, which gathers them around a layer, or leave out --torch-compile.",
-        )
+    def check_compilation() -> None:
+        if config.torch_compile and zero_stage(config) == 3:
+            raise ConfigError(
+                f"--torch-compile true: with --deepspeed {config.deepspeed} weights are gathered inside of the layers "
+                "that would be compiled",
+                "Shard weights with --fsdp full_shard, which gathers them around a layer, or leave out "
+                "--torch-compile.",
+            )
 
     def check_layers() -> None:
-        with quiet_transformers():
-            model = model_without_weights(config, model_config, torch.float32)
+        model = model_without_weights(config, model_config, torch.float32)
         check_experts(model, config)
         if config.use_liger_kernel:
             refuse_without_liger(model, model_config.model_type, on_gpu=on_gpu)
@@ -81,9 +262,7 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
         if config.sequence_parallel_ranks > 1:
             choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
 
-    checks: list[Callable[[], object]] = [partial(quantization_config, config, model_config, dtype)]
-    if config.torch_compile and zero_stage(config) == 3:
-        checks.append(refuse_compilation)
+    checks: list[Callable[[], object]] = [partial(quantization_config, config, model_config, dtype), check_compilation]
     if config.use_liger_kernel or config.shares_experts:
         checks.append(check_layers)
     if config.removes_padding:
@@ -96,11 +275,10 @@ def _empty_model(
 ) -> tuple[nn.Module, TrainingArguments]:
     """Return the model on the meta device and the Trainer's arguments; raise where training would."""
     dtype = resolve_dtype(model_config, config, on_gpu=has_gpu(config))
-    with quiet_transformers():
-        args = training_arguments(config, num_steps=num_steps, dtype=dtype, on_gpu=torch.cuda.is_available())
-        model = model_without_weights(config, model_config, dtype)
-        if config.router_aux_loss_coef:
-            RouterBalance(model, config.router_aux_loss_coef)
+    args = training_arguments(config, num_steps=num_steps, dtype=dtype, on_gpu=torch.cuda.is_available())
+    model = model_without_weights(config, model_config, dtype)
+    if config.router_aux_loss_coef:
+        RouterBalance(model, config.router_aux_loss_coef)
     return model, args
 
 

@@ -1,34 +1,50 @@
-"""Execution of a prepared run: load the model, check it, train, and write the result."""
+"""Execution of a prepared run: load the model, train with evaluations and checkpoints, and write the result."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.batch.batch import SkippedSample
 from packtool.batch.dataset import explain_dead_workers
 from packtool.batch.spec import InputSpec
 from packtool.cache.lock import DirectoryLock
-from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
 from packtool.launch.world import all_gather_objects
 from packtool.progress import Progress
-from packtool.train.loop.arguments import training_arguments
-from packtool.train.loop.callbacks import RunCallback
-from packtool.train.loop.checks import check_ranks_agree, estimate_run
-from packtool.train.loop.loader import StepLoader
-from packtool.train.loop.trainer import PackTrainer
+from packtool.train.loop.checks import check_ranks_agree, estimate_run, training_arguments
+from packtool.train.loop.log import Report
+from packtool.train.loop.trainer import PackTrainer, StepLoader
 from packtool.train.loop.watch import StepWatch, StopSignals
-from packtool.train.model.load import build_model, quiet_transformers, resolve_dtype
-from packtool.train.model.precision import count_parameters
-from packtool.train.model.sharding import configure_fsdp, connect_deepspeed_on_cpus, shard_on_cpus
-from packtool.train.prepare.checkpoint import PREFIX
-from packtool.train.prepare.output_dir import make_output_dir
+from packtool.train.model.load import add_unloaded, build_model, quiet_transformers, resolve_dtype
+from packtool.train.model.precision import (
+    count_parameters,
+)
+from packtool.train.model.sharding import (
+    configure_fsdp,
+    connect_deepspeed_on_cpus,
+    shard_on_cpus,
+)
+from packtool.train.prepare.checkpoint import (
+    PREFIX,
+    copy_processor,
+    discard_run_state,
+    remove_oldest,
+    saving,
+    write_run_state,
+)
+from packtool.train.prepare.history import options_kept
+from packtool.train.prepare.output_dir import BEST, LAST, best_of, make_output_dir, point
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import workers_of
@@ -66,35 +82,33 @@ def execute(
         with trainer.watch.signals, explain_dead_workers():
             trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
         seconds = time.perf_counter() - begin
-    steps = trainer.state.global_step
+    steps, config = trainer.state.global_step, run.config
     result = dataclasses.replace(result, **trainer.loader.steps.counted())
-    skipped = [sample for rank in all_gather_objects(trainer.skipped, run.world.size) for _, sample in rank]
-    lines = list(early_end_lines(trainer, callback, result.steps))
-    if spec.media_cache is not None:
-        lines.append(trainer.loader.all_media_reads().sentence(spec.media_cache))
-    for line in (*lines, *skipped_lines(skipped)):
+    for line in early_end_lines(trainer, callback, result.steps):
         progress.note(line)
+    if spec.media_cache is not None:
+        progress.note(trainer.loader.all_media_reads().sentence(spec.media_cache))
+    last = os.path.join(config.output_dir, f"{PREFIX}{steps}")
+    best = trainer.state.best_model_checkpoint if config.seeks_best else None
     result = dataclasses.replace(
         result,
-        num_skipped=len(skipped),
+        num_skipped=_report_skipped(trainer, progress),
         sources=trainer.trained_shares,
-        output_dir=run.config.output_dir,
+        output_dir=config.output_dir,
         steps=steps,
         seconds=seconds,
         target_tokens_per_second=result.target_tokens / seconds,
         first_loss=callback.report.first_loss if callback.report is not None else None,
         last_loss=callback.report.last_loss if callback.report is not None else None,
-        checkpoint=_last_checkpoint(run.config, trainer),
+        checkpoint=best or (None if config.save_strategy in ("no", "best") else last),
         num_trainable_parameters=num_trainable,
         num_parameters=num_parameters,
     )
     if run.world.is_first:
         result.write()
-        write_skipped(run.config.output_dir, skipped)
     # No rank may end before everything is written: a launcher ends the others when the first one ends.
     trainer.accelerator.wait_for_everyone()
-    checkpoint = os.path.join(run.config.output_dir, f"{PREFIX}{steps}")
-    trainer.watch.raise_if_stopped(steps, run.timeline.num_steps, checkpoint)
+    trainer.watch.raise_if_stopped(steps, run.timeline.num_steps, last)
     return result
 
 
@@ -139,15 +153,6 @@ def _make_trainer(
     return trainer, callback
 
 
-def _last_checkpoint(config: TrainConfig, trainer: PackTrainer) -> str | None:
-    """Return the best checkpoint if requested, else the last; None if the run saves none at its end."""
-    if config.seeks_best and trainer.state.best_model_checkpoint is not None:
-        return trainer.state.best_model_checkpoint
-    if config.save_strategy in ("no", "best"):
-        return None
-    return os.path.join(config.output_dir, f"{PREFIX}{trainer.state.global_step}")
-
-
 def early_end_lines(trainer: PackTrainer, callback: RunCallback, planned: int) -> Iterator[str]:
     """Explain why training ended before ``planned`` steps, unless a signal or an error ended it."""
     steps, config, state = trainer.state.global_step, trainer.loader.run.config, trainer.state
@@ -160,24 +165,175 @@ def early_end_lines(trainer: PackTrainer, callback: RunCallback, planned: int) -
         )
 
 
-def skipped_lines(skipped: Sequence[SkippedSample]) -> Iterator[str]:
-    """Summarize the samples that ``--on-bad-media skip`` left out of a run."""
-    if not skipped:
-        return
-    yield f"samples left out because their media could not be loaded: {len(skipped):,} (all in {SKIPPED_NAME})"
+def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
+    """Report the samples that ``--on-bad-media skip`` left out on any rank, and list them in a file.
+
+    Returns:
+        their number; a sample counts once for each epoch.
+    """
+    run, path = trainer.loader.run, os.path.join(trainer.loader.run.config.output_dir, SKIPPED_NAME)
+    skipped = [sample for rank in all_gather_objects(trainer.skipped, run.world.size) for _, sample in rank]
+    if skipped:
+        progress.note(
+            f"samples left out because their media could not be loaded: {len(skipped):,} (all in {SKIPPED_NAME})"
+        )
     for sample in skipped[:_MAX_SHOWN]:
-        yield f"  row {sample.row} of {sample.source}: {sample.message}"
+        progress.note(f"  row {sample.row} of {sample.source}: {sample.message}")
     if len(skipped) > _MAX_SHOWN:
-        yield f"  and {len(skipped) - _MAX_SHOWN:,} more"
+        progress.note(f"  and {len(skipped) - _MAX_SHOWN:,} more")
+    if run.world.is_first and skipped:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(dataclasses.asdict(each), ensure_ascii=False) + "\n" for each in skipped)
+    elif run.world.is_first and os.path.exists(path):
+        os.remove(path)
+    return len(skipped)
 
 
-def write_skipped(output_dir: str, skipped: Sequence[SkippedSample]) -> None:
-    """Write a line for each skipped sample and epoch; no file without skipped samples."""
-    path = os.path.join(output_dir, SKIPPED_NAME)
-    if not skipped:
-        if os.path.exists(path):
-            os.remove(path)
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        for sample in skipped:
-            file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+class RunCallback(TrainerCallback):
+    """Logs, evaluates and completes checkpoints around the Trainer's steps, in one fixed order on every rank.
+
+    Args:
+        lock: of the output directory, on the first rank.
+        unloaded: tensors of the base model and their files, which each saved model takes over unchanged.
+
+    Attributes:
+        report: of the first rank, None on others.
+        ended_early: whether evaluations have stopped improving, so that the run ends with this step.
+    """
+
+    def __init__(
+        self, trainer: PackTrainer, progress: Progress, lock: DirectoryLock | None, unloaded: Mapping[str, str]
+    ) -> None:
+        self.trainer, self.lock, self.unloaded = trainer, lock, unloaded
+        self.run, self.watch, self.steps = trainer.loader.run, trainer.watch, trainer.loader.steps
+        self.report = Report(self.run, progress) if self.run.world.is_first else None
+        self.ended_early = False
+        self._progress = progress
+        self._record = self.run.record()
+        self._num_recorded = 0  # skipped samples of this rank in the ledger
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start the report, and write the run's history."""
+        if self.report is not None:
+            self.report.begin(state.max_steps)
+        if self._record is not None and state.is_world_process_zero:
+            self._record.begin(str(args.output_dir))
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start a step, perhaps the first of a stage."""
+        self.watch.begin_step()
+        if self.report is not None and (line := self.run.timeline.stage_line(state.global_step)) is not None:
+            self._progress.note(line)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check the step's numbers: gradients are complete, weights are still the old ones."""
+        self.watch.before_update(state.global_step, kwargs["model"], args.device)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Evaluate after a step if it is due, decide whether to log, save or stop, and check the directory's lock.
+
+        An evaluation always follows the last step.
+        """
+        config, timeline, step = self.run.config, self.run.timeline, state.global_step
+        state.epoch = timeline.epochs(step)  # which the Trainer does not know
+        is_end, ends_epoch = step >= timeline.num_steps, timeline.locate(step)[1] == 0  # epochs may differ in length
+        control.should_log |= is_end
+        if config.save_strategy == "epoch" and (is_end or ends_epoch):
+            control.should_save = True
+        if self.steps.ended:
+            control.should_log = control.should_training_stop = True
+            control.should_save = args.save_strategy == SaveStrategy.STEPS
+        every = config.eval_steps if config.eval_strategy == "steps" else None
+        is_due = ends_epoch if every is None else step % every == 0
+        is_evaluated = self.run.validation is not None and (is_due or step >= state.max_steps)
+        self.watch.end_step(state, control, is_evaluated=is_evaluated)
+        if self.report is not None:
+            self.report.end_step(should_log=control.should_log)
+        if is_evaluated:
+            self._evaluate(args, state, control)  # the best evaluation so far may request a checkpoint
+        if self.lock is not None:
+            (self.lock.check if control.should_save else self.lock.check_last_renewal)()
+        if control.should_save and state.is_world_process_zero:
+            discard_run_state(_checkpoint(args, state))  # perhaps an earlier run's, which will be overwritten
+
+    def _evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Evaluate, save a checkpoint of the best result if requested, and stop when results no longer improve."""
+        config = self.run.config
+        should_log = control.should_log
+        figures = self.trainer.evaluate_validation()
+        control.should_log = should_log  # which logging an evaluation resets
+        patience, metric, best = config.early_stop_interval, config.best_metric, state.best_metric
+        if not config.seeks_best and patience is None:
+            return
+        if metric not in figures:
+            raise ConfigError(
+                f"--metric-for-best-model {config.metric_for_best_model}: an evaluation has no {metric}",
+                f"It has {', '.join(sorted(figures))}.",
+            )
+        figure = figures[metric]
+        is_better = best is None or (figure > best if config.prefers_greater else figure < best)
+        if is_better and not math.isnan(figure):
+            state.best_metric, state.best_global_step = figure, state.global_step
+            if config.seeks_best:
+                state.best_model_checkpoint = _checkpoint(args, state)
+                control.should_save = True
+        if patience and state.global_step < state.max_steps:
+            # Counted in the log, so that a resumed run continues the count.
+            last_best = state.best_global_step or 0
+            num_since = sum(metric in line and line["step"] > last_best for line in state.log_history)
+            if num_since >= patience:
+                self.ended_early = control.should_training_stop = control.should_log = True
+                control.should_save |= config.save_strategy not in ("no", "best")
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs: dict[str, Any] = kwargs["logs"]
+        if self.report is not None and logs.keys() & {"loss", "eval_loss"}:
+            self.report.write_line(state.global_step, logs, str(args.output_dir), self.trainer.loader.media_reads)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add packtool's files to a checkpoint, and mark it finished once all ranks have written their part."""
+        checkpoint = _checkpoint(args, state)
+        self.steps.save(checkpoint, state.global_step)
+        if self._record is not None:
+            all_skipped: list[tuple[int, int]] = []  # (step, sample), of all ranks since the last checkpoint
+            if self.run.config.on_bad_media == "skip":
+                skipped, self._num_recorded = self.trainer.skipped[self._num_recorded :], len(self.trainer.skipped)
+                mine = [(step, sample.sample) for step, sample in skipped if sample.sample is not None]
+                all_skipped = [each for rank in all_gather_objects(mine, self.run.world.size) for each in rank]
+            if state.is_world_process_zero:
+                with saving(checkpoint):
+                    self._record.save(checkpoint, state.global_step, all_skipped, self.watch.left_out)
+            self.watch.left_out.clear()
+        PartialState().wait_for_everyone()
+        if state.is_world_process_zero:
+            self._finish_checkpoint(checkpoint, str(args.output_dir), state)
+
+    def _finish_checkpoint(self, checkpoint: str, output_dir: str, state: TrainerState) -> None:
+        """Complete a checkpoint that all ranks have written, and remove the oldest ones."""
+        run, step = self.run, state.global_step
+        with saving(checkpoint):
+            add_unloaded(checkpoint, self.unloaded)
+            copy_processor(run.source.files.directory, checkpoint, run.source.files.template_file)
+            epoch, step_in_epoch = run.timeline.locate(step)
+            run_state = dataclasses.replace(
+                run.state, step=step, epoch=epoch, step_in_epoch=step_in_epoch, saved_at=time.time()
+            )
+            write_run_state(checkpoint, run_state, options_kept(run.config))
+        # The Trainer would delete older checkpoints before this one is finished.
+        keeps_best = run.config.load_best_model_at_end
+        best = state.best_model_checkpoint if keeps_best else best_of(output_dir, state.log_history)
+        with saving(os.path.join(output_dir, f".{LAST}.part")):
+            point(output_dir, LAST, checkpoint)
+            if best is not None:
+                point(output_dir, BEST, best)
+        remove_oldest(output_dir, run.config.save_total_limit, last_good=self.watch.last_good, keep=best)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.report is not None:
+            self._progress.finish()
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> str:
+    return os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")

@@ -151,7 +151,12 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
                 kinds.append({"kind": kind, "measured": measured, **figures})
     finally:
         torch.set_num_threads(threads)
-    step_seconds, assumed = _step_seconds(config, preview)
+    tflops, hardware_name = config.tflops, "--tflops"
+    if tflops is None:
+        hardware = read_hardware(config.hardware)
+        tflops, hardware_name = hardware.peak_tflops, hardware.name
+    step_seconds = preview.figures(tflops, config.mfu)["hours"] * 3600 / preview.num_epochs / summary.num_steps
+    assumed = f"{preview.cost_source} on {hardware_name}, --mfu {config.mfu:g}"
     return LoadingTimes(kinds, step_seconds, assumed, cores_of_a_rank())
 
 
@@ -169,7 +174,9 @@ def _measured(
         elapsed = max(time.perf_counter() - begin[0], time.process_time() - begin[1])
         if number == 0:
             continue
-        media, seconds, size, num_samples = media + len(files), seconds + elapsed, size + _size(files), num_samples + 1
+        media, seconds, num_samples = media + len(files), seconds + elapsed, num_samples + 1
+        for path, data in (file for medium in files for file in medium):
+            size += len(data) if data is not None else storage.stat(os.fspath(path or "")).size
         progress.advance(1)
         if seconds > _MAX_SECONDS:
             break
@@ -188,20 +195,3 @@ def _with_only(
         files: list[_Files] = [[*one.frames] or [(one.path, one.data)] for one in sample.videos]
         return dataclasses.replace(sample, images=()), files, load_vision
     return sample, [[(path, data)] for _, path, data in sounds_in_order(sample, spec.media_tokens)], load_sounds
-
-
-def _size(media: list[_Files]) -> int:
-    files = [file for one in media for file in one]
-    return sum(len(data) if data is not None else storage.stat(os.fspath(path or "")).size for path, data in files)
-
-
-def _step_seconds(config: PlanConfig, preview: Preview) -> tuple[float, str]:
-    """Return the expected seconds of a step, and their source."""
-    if config.tflops is not None:
-        tflops, hardware_name = config.tflops, "--tflops"
-    else:
-        hardware = read_hardware(config.hardware)
-        tflops, hardware_name = hardware.peak_tflops, hardware.name
-    hours = preview.figures(tflops, config.mfu)["hours"]
-    seconds = hours * 3600 / preview.num_epochs / preview.plan.summary.num_steps
-    return seconds, f"{preview.cost_source} on {hardware_name}, --mfu {config.mfu:g}"

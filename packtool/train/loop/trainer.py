@@ -3,45 +3,192 @@
 The Trainer gives every step the same number of micro-batches, except the last of an epoch, and resumes by counting
 them. Here the plan defines a step. One "batch" of the Trainer's dataloader is therefore a ``TrainingStep``, the whole
 run is one of its "epochs", and gradient accumulation happens in ``training_step``. The Trainer keeps devices, wrapping,
-optimizer, clipping, learning-rate schedule, logging and checkpoints.
+optimizer, clipping, learning-rate schedule, logging and checkpoints. ``StepLoader`` is its dataloader.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, tee
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.distributed.checkpoint import save_optimizer_distributed
+from transformers.distributed.utils import gather_full_state_dict
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.training_args import OptimizerNames
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeBatch
+from packtool.batch.dataset import MicroBatches, load_micro_batches
+from packtool.batch.media_cache import MediaReads
+from packtool.batch.micro_batch import MicroBatch, Tower
+from packtool.batch.shard import SequenceSplit
+from packtool.batch.spec import InputSpec
 from packtool.cache.evaluation_file import plain_json
+from packtool.config.train import TrainConfig
+from packtool.launch.world import World, all_gather_objects
 from packtool.planning.mixture import share_figures
 from packtool.train.evaluate.per_sample import evaluate
-from packtool.train.loop.arguments import refused_by_transformers
-from packtool.train.loop.loader import StepLoader, TrainingStep
-from packtool.train.loop.meter import Meter
+from packtool.train.loop.checks import refused_by_transformers
+from packtool.train.loop.log import Meter
 from packtool.train.loop.watch import StepWatch
-from packtool.train.model.loss import LossFunction, StepMean
+from packtool.train.model.loss import LossFunction, RouterBalance, StepMean
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_masters, save_masters
-from packtool.train.model.router import RouterBalance
-from packtool.train.model.sharding import gather_weights, load_optimizer, save_optimizer
-from packtool.train.model.towers import base_model, split_by_rate
+from packtool.train.model.sharding import OPTIMIZER_FOLDER, load_optimizer
+from packtool.train.model.trainable import base_model, split_by_rate
 from packtool.train.prepare.checkpoint import PREFIX, loading, saving
-from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.figures import RankStep, StepFigures
+from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import workers_of
+
+_LOG = logging.getLogger("packtool.train.batches")
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step of one rank.
+
+    Args:
+        figures: over all ranks and micro-batches.
+        num_micro_batches: of this rank, the same on every rank.
+        micro_batches: loaded as they are needed, so that one at a time is in memory.
+    """
+
+    figures: StepFigures
+    num_micro_batches: int
+    micro_batches: Iterator[Batch]
+
+
+def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
+    """Return the towers that run in every micro-batch because they are trained; others run only where needed."""
+    named = any(
+        (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
+    )
+    trains = named or config.adapters or not {"vision tower", "aligner"} <= config.frozen_parts
+    return spec.towers if trains else frozenset()
+
+
+class StepLoader:
+    """Loads the training steps of one rank from ``run.start`` on; serves as the Trainer's dataloader.
+
+    Its length is that of the whole run, from which the Trainer computes epochs.
+
+    Attributes:
+        steps: the planned steps of this rank.
+        media_reads: reads of the media cache so far, by this rank.
+    """
+
+    def __init__(self, run: Run, spec: InputSpec) -> None:
+        self.run, self.spec = run, spec
+        self.steps = run.steps(RankExchange(run.world))
+        self.media_reads = MediaReads()
+        self._current: Sequence[MicroBatch] = ()
+
+    def __len__(self) -> int:
+        return self.run.timeline.num_steps
+
+    def __iter__(self) -> Iterator[TrainingStep]:
+        run, config, world = self.run, self.run.config, self.run.world
+        dataset = MicroBatches(
+            run.source.read,
+            self.spec,
+            packing=config.removes_padding,
+            skip_bad_media=config.on_bad_media == "skip",
+            splits={
+                size: SequenceSplit(axes.ring_size, axes.ulysses_size, world.rank % size)
+                for size, axes in run.axes_by_size.items()
+                if size > 1
+            },
+            always=always_run(self.spec, config),
+            min_shared=run.source.min_shared,
+            multiple_of=run.length_multiple,
+        )
+        # The workers that load ahead and the current step both iterate over the planned steps.
+        ahead, steps = tee(self.steps.drawn())
+        batches = load_micro_batches(
+            dataset,
+            (micro_batch for step in ahead for micro_batch in step.micro_batches),
+            num_workers=config.dataloader_num_workers or 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+        for number, step in zip(range(run.start, run.timeline.num_steps), steps, strict=False):
+            figures = step.begin()
+            self._current = step.micro_batches
+            yield TrainingStep(figures, len(step.micro_batches), self._step_batches(batches, step, number))
+            if self.steps.ended:
+                return
+
+    def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
+        """Yield the batches of a step (0-based ``number``), and log each for ``--debug``."""
+        for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
+            self.media_reads += batch.media_reads
+            if _LOG.isEnabledFor(logging.DEBUG):
+                tensors = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
+                facts = [self.run.source.words(planned)]
+                facts += [
+                    f"{name} {tuple(value.shape)}" for name, value in tensors.items() if isinstance(value, Tensor)
+                ]
+                if (lengths := getattr(batch, "lengths", None)) is not None:
+                    facts.append("lengths " + "+".join(map(str, lengths)))
+                facts.append(f"{batch.num_target_tokens} targets")
+                if batch.skipped:
+                    facts.append(f"{len(batch.skipped)} samples skipped")
+                where = self.run.world.data.rank, number + 1, index, len(step.micro_batches)
+                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", *where, "; ".join(filter(None, facts)))
+            yield batch
+
+    def all_media_reads(self) -> MediaReads:
+        """Return ``media_reads`` summed over all ranks; every rank must call this."""
+        return sum(all_gather_objects(self.media_reads, self.run.world.size), MediaReads())
+
+    def names(self) -> Callable[[int], list[str]]:
+        """Return a function from the number of a micro-batch in the current step to its samples' names.
+
+        The function stays valid after later steps have begun.
+        """
+        current = self._current
+        return lambda number: self.run.source.names(current[number])
+
+
+class RankExchange:
+    """Exchanges numbers between data-parallel ranks on the host, as ``NumberExchange`` requires."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def sums(self, counts: Sequence[int]) -> list[int]:
+        """Return each number summed over the data-parallel ranks."""
+        if self._world.size == 1:
+            return list(counts)
+        sums = torch.tensor(counts, dtype=torch.int64)
+        dist.all_reduce(sums, group=self._group)
+        # Ranks that share sequences have read the same.
+        return (sums // self._world.sequence_parallel_size).tolist()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all data-parallel ranks, by rank."""
+        if self._world.size == 1:
+            return [value]
+        return all_gather_objects(value, self._world.size, self._group)[:: self._world.sequence_parallel_size]
+
+    @cached_property
+    def _group(self) -> Any:
+        """A group for the host, created on all ranks at first use; None for the default group."""
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 class EmbeddingNoise:
@@ -178,7 +325,7 @@ class PackTrainer(Trainer):
         self.noise = EmbeddingNoise(model, alpha) if alpha else None
         self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
         self.skipped: list[tuple[int, SkippedSample]] = []
-        self._meter = Meter(by_channel=loader.run.source.logs_channels)
+        self.meter = Meter(by_channel=loader.run.source.logs_channels)
         self._copies = DeviceCopies(args.device)
 
     def get_train_dataloader(self) -> Any:
@@ -189,7 +336,7 @@ class PackTrainer(Trainer):
         self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
     ) -> tuple[list[TrainingStep], None]:
         """Return the next step; its number of target tokens is planned, so ranks exchange nothing."""
-        return list(islice(self._meter.timed(epoch_iterator), num_batches)), None
+        return list(islice(self.meter.timed(epoch_iterator), num_batches)), None
 
     def training_step(  # type: ignore[override]  # get_batch_samples returns complete steps
         self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
@@ -201,7 +348,7 @@ class PackTrainer(Trainer):
         """
         mean = StepMean(inputs.figures.units, self.args.world_size)
         total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
-        for number, host_batch in enumerate(self._meter.timed(inputs.micro_batches), start=1):
+        for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches), start=1):
             is_last = number == inputs.num_micro_batches
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             batch = self._copies.to_device(host_batch)
@@ -216,11 +363,18 @@ class PackTrainer(Trainer):
             skipped += batch.skipped
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         if self.balance is not None:
-            self._meter.add_balance(self.balance.take())
+            self.meter.add_balance(self.balance.take())
         figures = inputs.figures
         if self.config.on_bad_media == "skip":
-            figures = self._without_skipped(figures, mean, skipped)
-        self._meter.add_step(figures)
+            # Samples that no rank could load count for nothing; the gradients become those of the mean without them.
+            counts = torch.tensor([len(skipped), sum(s.num_target_tokens for s in skipped)], device=self.args.device)
+            if self.args.world_size > 1:
+                dist.all_reduce(counts)
+            num_samples, num_targets = counts.tolist()
+            num_missing = num_samples if self.config.loss_reduction == "sample" else num_targets
+            units = mean.remove_units(num_missing, self.model.parameters())  # type: ignore[union-attr]
+            figures = dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
+        self.meter.add_step(figures)
         return mean.sum_over_ranks(total)
 
     def _train_micro_batch(self, model: nn.Module, batch: Batch, mean: StepMean) -> Tensor:
@@ -233,7 +387,7 @@ class PackTrainer(Trainer):
             self.noise.batch = batch
         with self.compute_loss_context_manager():
             losses = self.loss_function(model, batch)
-            self._meter.add_losses(losses, batch)
+            self.meter.add_losses(losses, batch)
             loss = mean.contribution(losses.weighted_sum())
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -247,16 +401,6 @@ class PackTrainer(Trainer):
         loss = loss.detach()
         self.watch.record_loss(loss)
         return loss
-
-    def _without_skipped(self, figures: StepFigures, mean: StepMean, skipped: Sequence[SkippedSample]) -> StepFigures:
-        """Return a step's figures without the samples that no rank could load, and rescale its gradients likewise."""
-        counts = torch.tensor([len(skipped), sum(s.num_target_tokens for s in skipped)], device=self.args.device)
-        if self.args.world_size > 1:
-            torch.distributed.all_reduce(counts)
-        num_samples, num_targets = counts.tolist()
-        num_missing = num_samples if self.config.loss_reduction == "sample" else num_targets
-        units = mean.remove_units(num_missing, self.model.parameters())  # type: ignore[union-attr]
-        return dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
@@ -284,12 +428,12 @@ class PackTrainer(Trainer):
             samples=run.validation.samples,
             parallel=self.parallel,
         ).metrics()
-        self._meter.exclude(time.perf_counter() - begin)
+        self.meter.exclude(time.perf_counter() - begin)
         self.log(dict(logs))
         return logs
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._meter.begin_log()
+        self.meter.begin_log()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -298,19 +442,19 @@ class PackTrainer(Trainer):
             # The Trainer's last line: averages of what training_step returned, which are no means.
             return
         if "loss" in logs:
-            logs.update(self._meter.logged(logs["loss"], self.accelerator, copying=self._copies.wait_seconds()))
+            logs.update(self.meter.logged(logs["loss"], self.accelerator, copying=self._copies.wait_seconds()))
             # The Trainer subtracts the sum from itself, which leaves NaN where it is NaN.
             self._tr_loss.zero_()
         super().log(logs, start_time)
         if "loss" in logs:
-            self._meter.end_log()
+            self.meter.end_log()
         # trainer_state.json contains these lines, and JSON has no NaN or Infinity.
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])
 
     @property
     def trained_shares(self) -> dict[str, dict[str, float]]:
         """Figures of each mixture source, of the steps that this process trained."""
-        return share_figures(self._meter.sources)
+        return share_figures(self.meter.sources)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0: the Trainer's estimate would need a batch of its own form."""
@@ -334,7 +478,7 @@ class PackTrainer(Trainer):
         """Save the model: an adapter as it is, full weights in the precision of the base model."""
         model: Any = self.model
         if self.config.shares_experts:
-            state_dict = gather_weights(model)
+            state_dict = gather_full_state_dict(model)  # all ranks call it; empty on all but the first
             if not self.args.should_save:
                 return
         if isinstance(model, PeftModel) or not self.args.should_save:
@@ -353,8 +497,9 @@ class PackTrainer(Trainer):
         """Save optimizer and schedule, and the digits that the saved model lacks; FSDP and DeepSpeed save their own."""
         assert self.model is not None
         if self.config.shares_experts:
-            save_optimizer(self.model, self._bare_optimizer, output_dir)
-            weights = gather_weights(self.model)
+            folder = os.path.join(output_dir, OPTIMIZER_FOLDER)  # every rank writes its part of the states
+            save_optimizer_distributed(self.model, self._bare_optimizer, folder)
+            weights = gather_full_state_dict(self.model)
             if self.args.should_save:
                 save_masters(self.model, self.saved, output_dir, weights)
                 scheduler: Any = self.lr_scheduler
@@ -399,20 +544,16 @@ class PackTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")
-        with saving(checkpoint, num_bytes=self._checkpoint_bytes()):
+        num_bytes = None  # estimated: saved weights, master weights, optimizer states; unknown if sharded
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled or self.config.shares_experts):
+            trained: Any = self.model
+            is_adapter = isinstance(trained, PeftModel)
+            weights = [weight for weight in trained.parameters() if weight.requires_grad or not is_adapter]
+            values = [value for state in self._bare_optimizer.state.values() for value in state.values()]
+            num_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
+            if not is_adapter:
+                num_bytes += sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
+            if is_adapter or self.saved.dtype.itemsize < 4:
+                num_bytes += sum(weight.nbytes for weight in weights)
+        with saving(checkpoint, num_bytes=num_bytes):
             super()._save_checkpoint(model, trial)
-
-    def _checkpoint_bytes(self) -> int | None:
-        """Estimate the bytes of a checkpoint: saved weights, master weights, optimizer states; None if sharded."""
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.config.shares_experts:
-            return None
-        assert self.model is not None
-        is_adapter = isinstance(self.model, PeftModel)
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad or not is_adapter]
-        values = [value for state in self._bare_optimizer.state.values() for value in state.values()]
-        num_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
-        if not is_adapter:
-            num_bytes += sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
-        if is_adapter or self.saved.dtype.itemsize < 4:
-            num_bytes += sum(weight.nbytes for weight in weights)
-        return num_bytes

@@ -216,15 +216,15 @@ class StepWatch:
         """Name the samples of micro-batches with a bad loss on any rank; of all micro-batches if no loss is bad."""
         bad = [number for number, loss in enumerate(losses) if not bool(torch.isfinite(loss))]
         for micro_batches in (bad, range(len(losses))):
-            lines = [self._sample_line(number, names(number)) for number in micro_batches]
+            lines = []
+            for number in micro_batches:
+                samples = names(number)
+                more = [f"and {len(samples) - _MAX_SAMPLES} more"] if len(samples) > _MAX_SAMPLES else []
+                shown = "; ".join([*samples[:_MAX_SAMPLES], *more])
+                lines.append(f"  rank {self.world.rank}, micro-batch {number}: {shown}")
             if gathered := [line for rank in all_gather_objects(lines, self.world.size) for line in rank]:
                 return gathered
         return []
-
-    def _sample_line(self, micro_batch: int, names: Sequence[str]) -> str:
-        num_more = len(names) - _MAX_SAMPLES
-        more = f"; and {num_more} more" if num_more > 0 else ""
-        return f"  rank {self.world.rank}, micro-batch {micro_batch}: {'; '.join(names[:_MAX_SAMPLES])}{more}"
 
 
 def has_bad_number(losses: Sequence[Tensor], norm: Tensor | float, device: torch.device) -> Tensor:

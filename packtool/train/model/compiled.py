@@ -23,7 +23,7 @@ from torch._dynamo import list_backends
 
 from packtool.attention.kernel import hide_boundaries
 from packtool.errors import ConfigError, UnsupportedModelError, did_you_mean
-from packtool.train.model.towers import base_model
+from packtool.train.model.trainable import base_model
 
 _MAX_COMPILATIONS = 128
 """Compilations of one function: layer classes, times lengths, times two for inputs with and without a gradient."""

@@ -25,11 +25,12 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DataError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan
+from packtool.planning.pack_plan import PackPlan
 from packtool.planning.towers import MediaShares
 from packtool.progress import Progress
 from packtool.simulate.hardware import read_hardware
 from packtool.simulate.machine import Constants
-from packtool.train.model.load import model_without_weights, quiet_transformers, resolve_dtype
+from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import RankTokens, max_rank_tokens, seen_media, share_media
@@ -156,9 +157,8 @@ class Fit:
         self.budget = config.fit * Constants().usable_memory
         self.proposals: list[Proposal] = []
         self.num_settings = self.num_tried = 0
-        self._first_plans: dict[int, EpochPlan] = {}
+        self._packs: dict[int, PackPlan] = {}  # by packing length
         self._plan = cache(self._make_plan)
-        self._shares = cache(self._make_shares)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
         self._media = seen_media(self.reader.index, self.files.config)
@@ -194,6 +194,12 @@ class Fit:
             ConfigError: if training accepts none of them.
         """
         recomputing = self.config.gradient_checkpointing
+        # The simplest sharding first, then those that need less memory; DeepSpeed only if it is installed.
+        shardings: list[dict[str, Any]] = [{}]
+        if self.config.world_size > 1 and not self.config.fsdp and self.config.deepspeed is None:
+            shardings += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
+            if importlib.util.find_spec("deepspeed") is not None:
+                shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
         runs = [
             dataclasses.replace(
                 self.base,
@@ -203,7 +209,7 @@ class Fit:
                 **sharding,
             )
             for size in self._sequence_parallel_sizes()
-            for sharding in self._shardings()
+            for sharding in shardings
             for recomputes in ((False, True) if recomputing is None else (recomputing,))
             for packing_length in self._packing_lengths(size or 1)
         ]
@@ -216,8 +222,20 @@ class Fit:
         """Return the settings with their expected time."""
         index, size = self.reader.index, run.sequence_parallel_ranks
         assert run.packing_length is not None
-        plan = self._plan(run.packing_length, self.config.world_size // size)
-        shares = self._shares(run.packing_length, size)
+        plan, shares = self._plan(run.packing_length, size)
+        sizes = parameter_sizes(self._model(run.deepspeed is not None))
+        dtype = resolve_dtype(self._model_config, run, on_gpu=True)
+        trained = [(count, size) for count, size, is_trained in sizes if is_trained]
+        # FSDP reduces gradients in float32, DeepSpeed in the computation's precision, torch's DDP as they are kept.
+        reduced = 4 if run.fsdp else dtype.itemsize if run.deepspeed else None
+        time = ExpectedTime(
+            model=self.files.config,
+            hardware=self.hardware,
+            world_size=self.config.world_size,
+            weight_bytes=sum(count for count, _, _ in sizes) * dtype.itemsize,
+            gradient_bytes=sum(count * (reduced or size) for count, size in trained),
+            trained_bytes=sum(count for count, _ in trained) * dtype.itemsize,
+        )
         return Proposal(
             run=run,
             micro_batches=max_rank_tokens(run, plan, self.inputs, shares),
@@ -225,7 +243,7 @@ class Fit:
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=plan.packs.num_tokens,
-            seconds=float(self._time(run).steps(run, plan, index, shares).sum()),
+            seconds=float(time.steps(run, plan, index, shares).sum()),
         )
 
     def memory(self, proposal: Proposal) -> MemoryEstimate:
@@ -262,57 +280,30 @@ class Fit:
             trace=tracer,
         )
 
-    def _time(self, run: TrainConfig) -> ExpectedTime:
-        """Return the model of a run on its devices, for estimates of time."""
-        sizes = parameter_sizes(self._model(run.deepspeed is not None))
-        dtype = resolve_dtype(self._model_config, run, on_gpu=True)
-        trained = [(count, size) for count, size, is_trained in sizes if is_trained]
-        # FSDP reduces gradients in float32, DeepSpeed in the computation's precision, torch's DDP as they are kept.
-        reduced = 4 if run.fsdp else dtype.itemsize if run.deepspeed else None
-        return ExpectedTime(
-            model=self.files.config,
-            hardware=self.hardware,
-            world_size=self.config.world_size,
-            weight_bytes=sum(count for count, _, _ in sizes) * dtype.itemsize,
-            gradient_bytes=sum(count * (reduced or size) for count, size in trained),
-            trained_bytes=sum(count for count, _ in trained) * dtype.itemsize,
-        )
+    def _make_plan(self, packing_length: int, size: int) -> tuple[EpochPlan, MediaShares]:
+        """Return the first epoch as training plans it with ``size`` ranks per pack, and its media on each of them.
 
-    def _make_plan(self, packing_length: int, num_ranks: int) -> EpochPlan:
-        """Return the first epoch as training plans it; packs are the same for all numbers of ranks."""
+        Packs are the same for all numbers of ranks.
+        """
         options = dataclasses.replace(self.inputs.options, packing_length=packing_length)
-        inputs = dataclasses.replace(self.inputs, options=options)
+        inputs, num_ranks = dataclasses.replace(self.inputs, options=options), self.config.world_size // size
         shape = num_ranks, self.base.gradient_accumulation_steps, self.base.per_device_train_batch_size
-        if packing_length in self._first_plans:
-            return inputs.assign(self._first_plans[packing_length].packs, shape)
-        self._first_plans[packing_length] = inputs.plan_of(0, shape)
-        return self._first_plans[packing_length]
-
-    def _make_shares(self, packing_length: int, size: int) -> MediaShares:
-        plan = self._plan(packing_length, self.config.world_size // size)
-        return share_media(self._media, self.files.config, plan, size)
+        if packing_length in self._packs:
+            plan = inputs.assign(self._packs[packing_length], shape)
+        else:
+            plan = inputs.plan_of(0, shape)
+            self._packs[packing_length] = plan.packs
+        return plan, share_media(self._media, self.files.config, plan, size)
 
     def _make_model(self, has_deepspeed: bool) -> nn.Module:
         """Return the model with its weights as a run keeps them, which depends on whether DeepSpeed keeps its own."""
         run = dataclasses.replace(self.base, deepspeed="zero2" if has_deepspeed else None)
-        with quiet_transformers():
-            return model_without_weights(run, self._model_config, resolve_dtype(self._model_config, run, on_gpu=True))
+        return model_without_weights(run, self._model_config, resolve_dtype(self._model_config, run, on_gpu=True))
 
     def _make_axes(self, size: int) -> Axes:
         run = dataclasses.replace(self.base, sequence_parallel_size=size)
         world, lengths = World(0, self.config.world_size, size), self.reader.index.length
         return axes_of(run, world, self.files, lengths, trained=True)
-
-    def _shardings(self) -> list[dict[str, Any]]:
-        """Return the simplest sharding first, then those that need less memory; DeepSpeed only if it is installed."""
-        if self.config.fsdp or self.config.deepspeed is not None:
-            return [{}]
-        shardings: list[dict[str, Any]] = [{}]
-        if self.config.world_size > 1:
-            shardings += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
-            if importlib.util.find_spec("deepspeed") is not None:
-                shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
-        return shardings
 
     def _sequence_parallel_sizes(self) -> list[int | None]:
         """Return the user's size, or None and all powers of two that the model and a machine allow."""

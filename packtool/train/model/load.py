@@ -1,23 +1,36 @@
-"""Models ready to be trained: loaded, their attention routed, their parts frozen or adapted."""
+"""Models read from checkpoints, with their attention routed; and tensors that transformers does not read.
+
+``config.json`` may declare layers, such as those for multi-token prediction (MTP), that inference servers read but the
+transformers class skips (``_keys_to_ignore_on_load_unexpected``), so ``save_pretrained`` would write a model without
+them. Every saved model gets these tensors from the base model, unchanged.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import re
+import dataclasses
+import json
+import math
+import os
 import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import ERROR, getLogger
 from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils import logging
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from packtool.attention.features import run_towers_once
 from packtool.attention.parallel.mesh import SequenceParallel
@@ -27,32 +40,44 @@ from packtool.batch.spec import InputSpec, auto_class, weights_in_one_piece
 from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.config.model import QuantizationOptions
 from packtool.config.train import TrainConfig
-from packtool.encode.families import Towers
 from packtool.encode.model_files import absolute_model
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import Progress
-from packtool.train.model.adapters import add_adapters, attach_adapter, load_adapter_weights
 from packtool.train.model.compiled import compile_layers
 from packtool.train.model.precision import (
     SavedPrecision,
     checkpoint_dtype,
-    full_size,
     keep_backward_pass,
-    keeps_masters,
     load_masters,
     loaded_dtype,
     precision_lines,
     quantization_config,
     quantization_line,
-    raise_to_masters,
 )
 from packtool.train.model.sharding import expert_sharding, experts_transposed_correctly
-from packtool.train.model.towers import towers_of
-from packtool.train.model.unloaded import unloaded_line, unloaded_tensors
+from packtool.train.model.trainable import attach_adapter, load_adapter_weights, make_trainable
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.trained import TrainedModel
 
 _MAX_SHOWN_NAMES = 4
+_MAX_SHOWN_TENSORS = 3
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' progress bars; also warnings that only peft or torch themselves could resolve."""
+    bars: Any = logging
+    # torch's advice on how to gather divided experts faster.
+    getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
+    was_enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            yield
+    finally:
+        if was_enabled:
+            bars.enable_progress_bar()
 
 
 def resolve_dtype(
@@ -167,75 +192,19 @@ def route_attention(
         set_attention(model, attn_impl, parallel)
 
 
-def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Freeze parameters, add adapters with ``--train-type lora``, and keep trained weights in float32 if requested."""
-    towers = towers_of(model, model.config.model_type)
-    recomputes = bool(run.gradient_checkpointing)
-    in_vision = recomputes if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
-    if recomputes or in_vision:
-        enable_checkpointing(model)
-    if recomputes != in_vision:
-        for name, module in model.named_modules():
-            is_vision = towers.part_of(name) != "language model"
-            if is_vision != in_vision and hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = False
-    if run.train_type == "lora":
-        adapted = add_adapters(model, towers, run)
-        # peft does this for adapters only, not for biases and modules that are trained in full.
-        if run.deepspeed is None:
-            raise_to_masters(adapted)
-        return adapted
-    _freeze(model, towers, run)
-    if keeps_masters(run):
-        raise_to_masters(model)
-    return model
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Recompute activations; the reentrant form would need gradients on inputs, which frozen embeddings lack."""
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
-    """Set ``requires_grad`` of every parameter: by part and name, unless ``--trainable-parameters`` names it."""
-    named, frozen = list(model.named_parameters()), run.frozen_parts
-    _check_names([name for name, _ in named], run)
-    budget = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
-    for name, parameter in named:
-        budget -= full_size(parameter)
-        in_ratio = run.freeze_parameters_ratio > 0 and budget >= 0
-        is_frozen = towers.part_of(name) in frozen or in_ratio or run.is_frozen(name)
-        parameter.requires_grad_((run.is_unfrozen(name) or not is_frozen) and not towers.is_unused(name))
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise ConfigError(
-            f"nothing is left to train: {', '.join(sorted(frozen)) or 'all parameters'} are frozen, and the model has "
-            "no other part",
-            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false, or name --trainable-parameters.",
-        )
-
-
-def _check_names(names: list[str], run: TrainConfig) -> None:
-    problems = []
-    for option, prefixes, regex in (
-        ("freeze-parameters", run.freeze_parameters, run.freeze_parameters_regex),
-        ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
-    ):
-        problems += [
-            f"--{option} {prefix}: no parameter's name begins so"
-            for prefix in prefixes
-            if not any(name.startswith(prefix) for name in names)
-        ]
-        if regex is not None and not any(re.search(regex, name) for name in names):
-            problems.append(f"--{option}-regex {regex}: it is found in no parameter's name")
-    if problems:
-        raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
-
-
+@quiet_transformers()
 def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
     """Return the model made trainable, on the meta device: takes a second instead of minutes, and no memory."""
     with weights_in_one_piece(), torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, dtype=loaded_dtype(dtype, model_config, config))
         return make_trainable(model, config)
+
+
+def input_spec(run: Run) -> InputSpec:
+    """Return the model's properties that collation needs."""
+    spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
+    spec = spec.keeping_media(run.config, run.state.cache)
+    return dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
 
 
 def build_model(
@@ -287,18 +256,117 @@ def build_model(
     return trained, saved, unloaded
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hide transformers' progress bars; also warnings that only peft or torch themselves could resolve."""
-    bars: Any = logging
-    # torch's advice on how to gather divided experts faster.
-    getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
-    was_enabled = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            yield
-    finally:
-        if was_enabled:
-            bars.enable_progress_bar()
+def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
+    """Return the tensors of a checkpoint that ``from_pretrained`` does not load, with the file of each.
+
+    Args:
+        model: of the checkpoint's class, on any device, without adapters or wrappers.
+        directory: of the checkpoint.
+    """
+    names = _names_in_model(model, directory)
+    return {name: path for name, path in tensor_files(directory).items() if names[name] is None}
+
+
+def restore_long_tensors(model: PreTrainedModel, directory: str) -> None:
+    """Restore weights that a 16-bit checkpoint stores in float32 and that loading has rounded."""
+    weights, files = model.state_dict(), tensor_files(directory)
+    names = _names_in_model(model, directory, converts=False)
+    for path in sorted({path for path in files.values() if path.endswith(".safetensors")}):
+        with safe_open(path, "pt") as file:
+            for name, tensor in _header(path).items():
+                in_model = names.get(name)
+                if tensor["dtype"] == "F32" and in_model and weights[in_model].dtype in (torch.bfloat16, torch.float16):
+                    model.get_parameter_or_buffer(in_model).data = file.get_tensor(name)
+
+
+def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = True) -> dict[str, str | None]:
+    """Return the weight that each tensor of a checkpoint becomes, or a part of; None for tensors that are not loaded.
+
+    Args:
+        converts: include weights that are converted from tensors, and not only renamed.
+    """
+    weights = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter) and converts]
+
+    def name_in_model(name: str) -> str | None:
+        # In the order of from_pretrained: by the class's rules, then by the prefix alone.
+        rules: tuple[tuple[list[WeightRenaming], list[WeightConverter]], ...] = ((renamings, converters), ([], []))
+        renamed = (rename_source_key(name, *each, model.base_model_prefix, weights)[0] for each in rules)
+        return next((each for each in renamed if each in weights), None)
+
+    return {name: name_in_model(name) for name in tensor_files(directory)}
+
+
+def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
+    """Name the tensors that saved models keep from their base model, if there are any."""
+    if unloaded:
+        names = ", ".join(sorted(unloaded)[:_MAX_SHOWN_TENSORS]) + (
+            ", ..." if len(unloaded) > _MAX_SHOWN_TENSORS else ""
+        )
+        yield f"saved models keep {len(unloaded):,} tensors of {base} that transformers does not load: {names}"
+
+
+def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
+    """Add tensors to a saved model as further shards, and rewrite its index.
+
+    Tensors that the model already has stay unchanged. Reads at most one shard of the base model at a time.
+
+    Args:
+        output: directory of the saved model; unchanged if it has no safetensors.
+        unloaded: names of tensors, and the file of each.
+    """
+    saved = tensor_files(output)
+    names_by_file = defaultdict[str, list[str]](list)
+    for name, path in unloaded.items():
+        if name not in saved:
+            names_by_file[path].append(name)
+    if not saved or not names_by_file:
+        return
+    shards = sorted(set(saved.values()))
+    num_shards = len(shards) + len(names_by_file)
+    paths = [os.path.join(output, f"model-{n:05d}-of-{num_shards:05d}.safetensors") for n in range(1, num_shards + 1)]
+    for shard, path in zip(shards, paths, strict=False):
+        os.replace(shard, path)
+    for (source, names), path in zip(names_by_file.items(), paths[len(shards) :], strict=True):
+        if source.endswith(".safetensors"):
+            with safe_open(source, "pt") as file:
+                copied = {name: file.get_tensor(name) for name in names}
+        else:
+            state = load_state_dict(source)
+            copied = {name: state[name].contiguous() for name in names}
+        save_file(copied, path, {"format": "pt"})
+    headers = {os.path.basename(path): _header(path) for path in paths}
+    tensors = [tensor for header in headers.values() for tensor in header.values()]
+    metadata = {
+        "total_parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
+        "total_size": sum(end - begin for begin, end in (tensor["data_offsets"] for tensor in tensors)),
+    }
+    weight_map = {name: shard for shard, header in headers.items() for name in header}
+    with open(os.path.join(output, SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as index_file:
+        json.dump({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, index_file, indent=2)
+        index_file.write("\n")
+
+
+def tensor_files(directory: str) -> dict[str, str]:
+    """Return the file of each tensor of a model by the tensor's name; empty if transformers would find none."""
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        path = os.path.join(directory, single)
+        if os.path.isfile(path):
+            names = _header(path) if single == SAFE_WEIGHTS_NAME else load_state_dict(path, map_location="meta")
+            return dict.fromkeys(names, path)
+        path = os.path.join(directory, index)
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                files: dict[str, str] = json.load(file)["weight_map"]
+            return {name: os.path.join(directory, shard) for name, shard in files.items()}
+    return {}
+
+
+def _header(path: str) -> dict[str, Any]:
+    """Return type, shape and offsets of each tensor in a safetensors file, by name."""
+    with open(path, "rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header

@@ -27,7 +27,6 @@ from packtool.encode.families import MediaLimits, family_of, is_multimodal
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World, processes_of_machine
-from packtool.planning.epoch import EpochPlan
 from packtool.progress import Progress
 from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.simulate.machine import Constants
@@ -96,8 +95,8 @@ class MemoryEstimate:
 
     def sentence_on(self, hardware: Hardware) -> str:
         """Compare the estimate with the memory of the machine that is planned for, in one sentence."""
-        room = hardware.memory_gb * 1e9 / _GIB
-        verdict = f"has {room:.1f} GiB" if self.total <= room else f"has only {room:.1f} GiB: this will not fit"
+        memory = hardware.memory_gb * 1e9 / _GIB
+        verdict = f"has {memory:.1f} GiB" if self.total <= memory else f"has only {memory:.1f} GiB: this will not fit"
         return f"planned for {hardware.name}, which {verdict}; what is installed there was not looked at"
 
 
@@ -218,18 +217,18 @@ def traced_bytes(
         return None  # a model that reads values during its forward, or does not take the batch's inputs
 
 
+@quiet_transformers()
 def traced_pass_bytes(
     config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
 ) -> int:
     """Trace the peak bytes of a pass of one rank; takes seconds."""
-    with quiet_transformers():
-        model = model_without_weights(config, copy.deepcopy(model_config), dtype)
-        shards = bool(config.fsdp or config.deepspeed or config.shares_experts)
-        if shards:
-            model.to(dtype)  # sharding computes in this precision, whatever it keeps
-        autocast = dtype if dtype.itemsize == 2 and not shards else None
-        spec = InputSpec(config.model, model_config, MediaLimits())
-        return trace_pass(model, spec, tokens, axes, autocast=autocast).peak
+    model = model_without_weights(config, copy.deepcopy(model_config), dtype)
+    shards = bool(config.fsdp or config.deepspeed or config.shares_experts)
+    if shards:
+        model.to(dtype)  # sharding computes in this precision, whatever it keeps
+    autocast = dtype if dtype.itemsize == 2 and not shards else None
+    spec = InputSpec(config.model, model_config, MediaLimits())
+    return trace_pass(model, spec, tokens, axes, autocast=autocast).peak
 
 
 class CachedTracer:
@@ -282,34 +281,31 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
         (stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size): next(stage.stretches()).plan
         for stage in preview.timeline.stages
     }
-    estimates = [_planned_memory(config, preview, plan, length, size) for (length, size), plan in plans.items()]
-    return max(estimates, key=lambda estimate: estimate.total or 0)
-
-
-def _planned_memory(
-    config: PlanConfig, preview: Preview, plan: EpochPlan, packing_length: int, size: int
-) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains packs of ``packing_length`` tokens, each on ``size`` processes."""
     assert config.model is not None, "checked by the caller"
-    run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
-    run, files = with_shares(with_recomputing(run), size), preview.inputs.files
+    files = preview.inputs.files
     assert files is not None, "--model names them"
     try:
         model = model_config(files.directory)
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Name a model that transformers has.") from error
-    dtype = resolve_dtype(model, run, on_gpu=True)
-    axes = axes_of(run, World(0, config.world_size, size), files, preview.inputs.lengths, trained=True)
-    micro_batches = max_rank_tokens(run, plan, preview.inputs)
-    with quiet_transformers():
-        empty = model_without_weights(run, model, dtype)
-    return estimate_memory(
-        run, empty, model, dtype=dtype, world_size=config.world_size, micro_batches=micro_batches, axes=axes
-    )
+    estimates = []
+    for (packing_length, size), plan in plans.items():
+        run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
+        run = with_shares(with_recomputing(run), size)
+        dtype = resolve_dtype(model, run, on_gpu=True)
+        axes = axes_of(run, World(0, config.world_size, size), files, preview.inputs.lengths, trained=True)
+        micro_batches = max_rank_tokens(run, plan, preview.inputs)
+        empty, world_size = model_without_weights(run, model, dtype), config.world_size
+        estimates.append(
+            estimate_memory(
+                run, empty, model, dtype=dtype, world_size=world_size, micro_batches=micro_batches, axes=axes
+            )
+        )
+    return max(estimates, key=lambda estimate: estimate.total or 0)
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
-    """Return the run with a number in place of ``auto``.
+    """Return the run with a number in place of ``--bucket-size auto``.
 
     Raises:
         ConfigError: if the memory is used up before the first token, or pictures would determine the number.
@@ -328,22 +324,21 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
         memory = read_hardware(config.hardware).memory_gb * 1e9 * Constants().usable_memory
     else:
         memory = device_bytes(on_gpu=on_gpu) * Constants().usable_memory
-    with quiet_transformers():
-        empty = model_without_weights(config, model, dtype)
+    empty = model_without_weights(config, model, dtype)
     few = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
     # Processes share the long samples.
     lengths = np.array([config.max_length or _LONG])
     axes = axes_of(config, world, ModelFiles.load(config.model), lengths, trained=True)
     estimate = estimate_memory(few, empty, model, dtype=dtype, world_size=world.size, axes=axes)
     fixed = (estimate.total - (estimate.activations or 0.0)) * _GIB
-    room = memory - fixed
+    available = memory - fixed
     per_token = bytes_per_token(config, model, dtype, axes)
     unit = _BUCKET_MULTIPLE
-    size = int(_FEW_TOKENS + (room - (estimate.activations or 0.0) * _GIB) / per_token)
+    size = int(_FEW_TOKENS + (available - (estimate.activations or 0.0) * _GIB) / per_token)
     size = max(size, unit) // unit * unit
-    while size > unit and (over := _traced(config, model, dtype, size, axes) - room) > 0:
-        size = max(size - unit - int(over / per_token) // unit * unit, unit)
-    if _traced(config, model, dtype, unit, axes) > room:
+    while size > unit and (excess := _traced(config, model, dtype, size, axes) - available) > 0:
+        size = max(size - unit - int(excess / per_token) // unit * unit, unit)
+    if _traced(config, model, dtype, unit, axes) > available:
         raise ConfigError(
             f"--bucket-size auto: weights, gradients and optimizer need {fixed / _GIB:.1f} of {memory / _GIB:.1f} GiB",
             "Shard them with --fsdp full_shard, train adapters with --train-type lora, or give a number of tokens.",

@@ -15,10 +15,16 @@ from packtool.config.commands import MergeConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
-from packtool.train.model.adapters import attach_adapter
-from packtool.train.model.load import load_model, quiet_transformers
+from packtool.train.model.load import (
+    add_unloaded,
+    load_model,
+    quiet_transformers,
+    restore_long_tensors,
+    unloaded_line,
+    unloaded_tensors,
+)
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype
-from packtool.train.model.unloaded import add_unloaded, restore_long_tensors, unloaded_line, unloaded_tensors
+from packtool.train.model.trainable import attach_adapter
 from packtool.train.prepare.checkpoint import copy_processor, saving
 from packtool.train.prepare.trained import TrainedModel, instead_of_adapter
 
@@ -67,7 +73,14 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         restore_long_tensors(model, directory)
         saved, unloaded = SavedPrecision.of(settings, model), unloaded_tensors(model, directory)
         adapted: Any = attach_adapter(model, trained.adapter)
-        num_merged = _merge_in_float32(adapted)
+        layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in layers:  # one after the other, so that only one is in float32
+            base: Any = layer.get_base_layer()
+            dtypes = {name: parameter.dtype for name, parameter in base.named_parameters()}
+            base.float()
+            layer.merge()
+            for name, parameter in base.named_parameters():
+                parameter.data = parameter.data.to(dtypes[name])
         merged = adapted.unload()
         for name, parameter in merged.named_parameters():
             if config.torch_dtype != "auto" or name not in saved.long:
@@ -82,17 +95,4 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
             os.replace(part, output)
         for line in unloaded_line(unloaded, trained.base):
             progress.note(line)
-    return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
-
-
-def _merge_in_float32(model: Any) -> int:
-    """Merge one layer after the other, so that only one is in float32; return the number of layers."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
-        base: Any = layer.get_base_layer()
-        kept = {name: parameter.dtype for name, parameter in base.named_parameters()}
-        base.float()
-        layer.merge()
-        for name, parameter in base.named_parameters():
-            parameter.data = parameter.data.to(kept[name])
-    return len(layers)
+    return MergeResult(output, trained.base, trained.adapter, len(layers), str(dtype).removeprefix("torch."))

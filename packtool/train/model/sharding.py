@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.core_model_loading import Transpose
-from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
+from transformers.distributed.checkpoint import load_optimizer_distributed
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.utils import gather_full_state_dict
 
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
@@ -122,12 +121,6 @@ def _layer_pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return all full weights, of any shape, on the first rank's host; nothing on the others. All ranks call this."""
-    weights: dict[str, Tensor] = gather_full_state_dict(model)
-    return weights
-
-
 def copy_weight(parameter: Tensor, weight: Tensor) -> None:
     """Copy a full weight, of any shape, into a parameter, which may be sharded."""
     if isinstance(parameter, DTensor):
@@ -135,11 +128,6 @@ def copy_weight(parameter: Tensor, weight: Tensor) -> None:
         replicated = distribute_tensor(weight.to(parameter.device), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         weight = replicated.redistribute(placements=parameter.placements)
     parameter.copy_(weight)
-
-
-def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str) -> None:
-    """Write this rank's part of the optimizer's states; every rank calls this."""
-    save_optimizer_distributed(model, optimizer, os.path.join(checkpoint, OPTIMIZER_FOLDER))
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str) -> None:

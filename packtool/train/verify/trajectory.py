@@ -32,7 +32,7 @@ from packtool.errors import ConfigError
 from packtool.planning.options import PlanOptions
 from packtool.progress import Progress
 from packtool.train.model.loss import sum_of_losses
-from packtool.train.model.towers import without_dropout
+from packtool.train.model.trainable import without_dropout
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.timeline import Timeline
 from packtool.train.verify.checks import Check, tolerances, without_boundaries, worst_of

@@ -26,8 +26,9 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.evaluate import per_sample as module
 from packtool.train.evaluate.per_sample import Evaluation, evaluate
-from packtool.train.model.load import load_model, make_trainable
+from packtool.train.model.load import load_model
 from packtool.train.model.loss import HeadLoss, head_of
+from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.evaluation import plan_of_samples
 from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.run import train

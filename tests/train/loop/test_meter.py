@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from packtool.batch.batch import Batch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_padded, collate_tree
 from packtool.encode.encoded import EncodedSample
-from packtool.train.loop import meter
-from packtool.train.loop.meter import Meter
+from packtool.train.loop import log
+from packtool.train.loop.log import Meter
 from packtool.train.model.loss import LossFunction, TargetLosses, target_losses
 from packtool.train.prepare.figures import StepFigures
 from tests.batch.reduced import reduced_model, reduced_spec, samples_alike
@@ -40,7 +40,7 @@ class Clock:
 def test_waits_of_a_line_and_the_rest_are_its_time(lines: list[list[float]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr(meter, "time", clock)
+        patch.setattr(log, "time", clock)
         measured = Meter(by_channel=False)
         written = 0.0
         for load, compute, unlogged, evaluate, reach, make, write in lines:
@@ -74,7 +74,7 @@ def test_waits_of_a_line_and_the_rest_are_its_time(lines: list[list[float]]) -> 
 
 def test_copies_are_a_share_of_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(meter, "time", clock)
+    monkeypatch.setattr(log, "time", clock)
     measured = Meter(by_channel=False)
     measured.add_step(StepFigures())
     clock.now += 8.0

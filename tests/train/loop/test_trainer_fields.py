@@ -16,7 +16,7 @@ from packtool.config.peers import reason_against
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
-from packtool.train.loop.arguments import checked_fields, training_arguments
+from packtool.train.loop.checks import checked_fields, training_arguments
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, read_metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packtool.train.loop.callbacks import Outliers, is_far_above, outlier_warning
+from packtool.train.loop.log import Outliers, is_far_above, outlier_warning
 
 
 def test_six_robust_deviations_are_far() -> None:

@@ -14,9 +14,9 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.encode.families import MediaLimits
-from packtool.train.model.load import enable_checkpointing
 from packtool.train.model.loss import HeadLoss
 from packtool.train.model.trace import PassBytes, route_through_traced, run_pass, trace_pass, traced_batch
+from packtool.train.model.trainable import enable_checkpointing
 from packtool.train.prepare.figures import RankTokens
 from tests.train.real_models import ADAPTED
 

@@ -12,9 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.model.adapters import add_adapters, attach_adapter, load_adapter_weights
 from packtool.train.model.load import auto_class
-from packtool.train.model.towers import towers_of
+from packtool.train.model.trainable import add_adapters, attach_adapter, load_adapter_weights, towers_of
 from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import reduced_model
 

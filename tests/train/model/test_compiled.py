@@ -22,8 +22,9 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.train.model.compiled import check_backend, compile_layers
-from packtool.train.model.load import auto_class, enable_checkpointing
+from packtool.train.model.load import auto_class
 from packtool.train.model.loss import LossFunction
+from packtool.train.model.trainable import enable_checkpointing
 from tests.batch.reduced import make_sample, reduced_config
 from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 

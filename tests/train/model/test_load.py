@@ -18,14 +18,9 @@ from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.train import TrainConfig
 from packtool.encode.families import FAMILIES, MediaLimits, Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
-from packtool.train.model.adapters import adapted_modules
-from packtool.train.model.load import (
-    load_model,
-    make_trainable,
-    resolve_dtype,
-)
+from packtool.train.model.load import load_model, resolve_dtype
 from packtool.train.model.precision import checkpoint_dtype, count_parameters, loaded_dtype
-from packtool.train.model.towers import towers_of
+from packtool.train.model.trainable import adapted_modules, make_trainable, towers_of
 from tests.batch.reduced import VISION_MODELS, reduced_config, reduced_model
 
 

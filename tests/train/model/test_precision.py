@@ -19,9 +19,9 @@ from packtool.attention.register import set_attention
 from packtool.batch.collate import collate_packs
 from packtool.config.train import TrainConfig
 from packtool.progress import SilentProgress
-from packtool.train.model.load import make_trainable
 from packtool.train.model.loss import HeadLoss
 from packtool.train.model.precision import MASTER_NAME, KahanAdamW
+from packtool.train.model.trainable import make_trainable
 from packtool.train.run import train
 from tests.batch.reduced import VISION_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, make_tiny_text_world

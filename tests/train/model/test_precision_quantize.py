@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.model.load import load_model, make_trainable
+from packtool.train.model.load import load_model
 from packtool.train.model.precision import quantization_config, quantized_layers, saved_bytes
+from packtool.train.model.trainable import make_trainable
 from tests.batch.reduced import reduced_model
 
 has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None

@@ -14,8 +14,9 @@ from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.model.load import enable_checkpointing, route_attention
-from packtool.train.model.router import RouterBalance, load_balance
+from packtool.train.model.load import route_attention
+from packtool.train.model.loss import RouterBalance, load_balance
+from packtool.train.model.trainable import enable_checkpointing
 from tests.batch.reduced import make_sample, reduced_config, reduced_model, reduced_spec
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -24,8 +24,8 @@ from transformers.models.auto.modeling_auto import (
 
 from packtool.config.commands import MergeConfig
 from packtool.progress import SilentProgress
+from packtool.train.model.load import add_unloaded, tensor_files, unloaded_tensors
 from packtool.train.model.merge import merge_adapter
-from packtool.train.model.unloaded import add_unloaded, tensor_files, unloaded_tensors
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
 from tests.train.test_run import Recording

@@ -20,7 +20,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.loop.callbacks import RunCallback
+from packtool.train.loop.execute import RunCallback
 from packtool.train.prepare.output_dir import METRICS_NAME, locked_output_dir, newest_checkpoint
 from packtool.train.run import train
 from tests.forked import started

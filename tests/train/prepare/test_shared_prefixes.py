@@ -28,8 +28,9 @@ from packtool.launch.world import World
 from packtool.report.inspect import pack_figures, pack_lines
 from packtool.report.plan import plan_lines
 from packtool.report.plan_page import page_content
-from packtool.train.model.load import load_model, make_trainable
+from packtool.train.model.load import load_model
 from packtool.train.model.loss import target_losses
+from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview
 from packtool.train.prepare.run import Run

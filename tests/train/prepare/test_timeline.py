@@ -16,8 +16,7 @@ from packtool.launch.world import World
 from packtool.planning.cost import CostModel
 from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions, SkrullOptions
-from packtool.train.loop.callbacks import ends_epoch
-from packtool.train.loop.loader import StepLoader
+from packtool.train.loop.trainer import StepLoader
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.output_dir import ResumePoint
@@ -217,11 +216,11 @@ def test_figures_count_the_padding_of_what_is_sharded() -> None:
 def test_epochs_end_where_they_do_also_behind_a_rest() -> None:
     """Evaluation and checkpoints by epochs follow it: after a rest of other size the ends are no multiples."""
     whole = make_timeline()
-    assert [step for step in range(1, whole.num_steps + 1) if ends_epoch(whole, step)] == [
+    assert [step for step in range(1, whole.num_steps + 1) if whole.locate(step)[1] == 0] == [
         number * whole.steps_per_epoch for number in (1, 2, 3)
     ]
     resumed = make_timeline(later=[(3, 2)])
     first = resumed.stretch(3).stop
     assert first % resumed.steps_per_epoch
-    ends = [step for step in range(4, resumed.num_steps + 1) if ends_epoch(resumed, step)]
+    ends = [step for step in range(4, resumed.num_steps + 1) if resumed.locate(step)[1] == 0]
     assert ends == [first + number * resumed.steps_per_epoch for number in range(3)]

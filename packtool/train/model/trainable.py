@@ -1,12 +1,15 @@
-"""LoRA adapters: the modules that get them, their initial weights, and continuing from trained ones."""
+"""Trained weights of a model: its frozen and trained parts, LoRA adapters, and learning rates of parts."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import (
     LoraConfig,
     PeftConfig,
@@ -24,8 +27,9 @@ from transformers import PreTrainedModel
 
 from packtool.config.model import has_name
 from packtool.config.train import TrainConfig
-from packtool.encode.families import Towers
-from packtool.errors import ConfigError, MismatchError
+from packtool.encode.families import Towers, family_of
+from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
+from packtool.train.model.precision import full_size, keeps_masters, raise_to_masters
 from packtool.train.prepare.trained import ADAPTER_FILE, instead_of_adapter, is_adapter
 
 # Initializations that change the model's own weights, and therefore need them.
@@ -42,6 +46,119 @@ _OPTIONS = {
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }
+# What peft puts before the names of a model's own parameters.
+_ADAPTED = "base_model.model."
+
+
+def base_model(model: Any) -> Any:
+    """Return the transformers model inside an adapter, or the model itself if it has none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation mode; restore each module's mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
+def towers_of(model: nn.Module, model_type: str) -> Towers:
+    """Return the names of a model's parts, and of modules that its settings leave out of its forward.
+
+    A text model is all language model.
+
+    Raises:
+        UnsupportedModelError: if a part is not where this version of transformers is expected to have it.
+    """
+    towers = family_of({"model_type": model_type}).towers
+    names = {name for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
+    for prefix in (*towers.vision, *towers.aligner):
+        if prefix not in names:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no module {prefix}: --freeze-vit and --freeze-aligner would miss it",
+                "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
+            )
+    unused = list(towers.unused)
+    # MiniCPM's merger, where the settings keep four times as many tokens.
+    if getattr(model.config, "downsample_mode", None) == "4x":
+        unused += [name for name, _ in model.named_modules() if name.endswith(".vit_merger")]
+    # Vision layers after the one whose output becomes the features, as in LLaVA.
+    layers = getattr(model.config, "vision_feature_layer", None)
+    if layers is not None and towers.vision:
+        feature_layers = [layers] if isinstance(layers, int) else layers
+        for name, module in model.get_submodule(towers.vision[0]).named_modules(prefix=towers.vision[0]):
+            if name.endswith(".post_layernorm"):
+                unused.append(name)
+            elif isinstance(module, nn.ModuleList):
+                # Outputs are counted from the embeddings, which are number 0.
+                num_used = max(layer if layer >= 0 else len(module) + 1 + layer for layer in feature_layers)
+                unused += [f"{name}.{number}" for number in range(num_used, len(module))]
+    return dataclasses.replace(towers, unused=tuple(unused))
+
+
+def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
+    """Freeze parameters, add adapters with ``--train-type lora``, and keep trained weights in float32 if requested."""
+    towers = towers_of(model, model.config.model_type)
+    recomputes = bool(run.gradient_checkpointing)
+    in_vision = recomputes if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
+    if recomputes or in_vision:
+        enable_checkpointing(model)
+    if recomputes != in_vision:
+        for name, module in model.named_modules():
+            is_vision = towers.part_of(name) != "language model"
+            if is_vision != in_vision and hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
+    if run.train_type == "lora":
+        adapted = add_adapters(model, towers, run)
+        # peft does this for adapters only, not for biases and modules that are trained in full.
+        if run.deepspeed is None:
+            raise_to_masters(adapted)
+        return adapted
+    _freeze(model, towers, run)
+    if keeps_masters(run):
+        raise_to_masters(model)
+    return model
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations; the reentrant form would need gradients on inputs, which frozen embeddings lack."""
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
+    """Set ``requires_grad`` of every parameter: by part and name, unless ``--trainable-parameters`` names it."""
+    named, frozen = list(model.named_parameters()), run.frozen_parts
+    names, problems = [name for name, _ in named], []
+    for option, prefixes, regex in (
+        ("freeze-parameters", run.freeze_parameters, run.freeze_parameters_regex),
+        ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
+    ):
+        problems += [
+            f"--{option} {prefix}: no parameter's name begins so"
+            for prefix in prefixes
+            if not any(name.startswith(prefix) for name in names)
+        ]
+        if regex is not None and not any(re.search(regex, name) for name in names):
+            problems.append(f"--{option}-regex {regex}: it is found in no parameter's name")
+    if problems:
+        raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
+    budget = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
+    for name, parameter in named:
+        budget -= full_size(parameter)
+        in_ratio = run.freeze_parameters_ratio > 0 and budget >= 0
+        is_frozen = towers.part_of(name) in frozen or in_ratio or run.is_frozen(name)
+        parameter.requires_grad_((run.is_unfrozen(name) or not is_frozen) and not towers.is_unused(name))
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError(
+            f"nothing is left to train: {', '.join(sorted(frozen)) or 'all parameters'} are frozen, and the model has "
+            "no other part",
+            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false, or name --trainable-parameters.",
+        )
 
 
 def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> PeftModel:
@@ -242,3 +359,26 @@ def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") 
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     names = sorted({name for name, _ in saved.items() ^ shapes.items()})
     return f"{len(names)} of its weights do not fit, such as {names[0]}" if names else None
+
+
+def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
+    """Split an optimizer's parameter groups by ``--vit-lr`` and ``--aligner-lr``, where these are set.
+
+    Args:
+        trained: whose parameters the optimizer has; perhaps sharded.
+        model: bare or adapted.
+    """
+    rates = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
+    if set(rates.values()) == {None}:
+        return
+    base = base_model(model)
+    towers = towers_of(base, base.config.model_type)
+    names = {id(parameter): name.removeprefix(_ADAPTED) for name, parameter in trained.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        by_rate: dict[float | None, list[Any]] = {}
+        for parameter in group["params"]:
+            by_rate.setdefault(rates.get(towers.part_of(names[id(parameter)])), []).append(parameter)
+        for rate, parameters in by_rate.items():
+            groups.append({**group, "params": parameters} | ({} if rate is None else {"lr": rate}))
+    optimizer.param_groups[:] = groups

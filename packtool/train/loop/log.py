@@ -1,0 +1,416 @@
+"""Log lines: measurements of the steps between two lines, what the terminal shows of them, and ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shlex
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from packtool.batch.batch import Batch, TreeBatch
+from packtool.batch.media_cache import MediaReads
+from packtool.cache.evaluation_file import plain_json
+from packtool.config.settings import load_json
+from packtool.launch.world import all_gather_objects
+from packtool.planning.mixture import Counts, added
+from packtool.progress import Progress
+from packtool.simulate.hardware import peak_tflops
+from packtool.train.model.loss import TargetLosses
+from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.output_dir import METRICS_NAME
+from packtool.train.prepare.run import Run
+from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
+
+T = TypeVar("T")
+
+_ALL_CHANNELS = "all of them"
+_NUM_SUMS = 4  # per channel, from ``add_losses``
+_GIB = 2**30
+_VAL_LOSS = "val loss"
+_CHANNEL_LOSSES = "loss by channel"
+_MAX_CHANNELS = 8  # whose losses are shown
+_WAITS = ("data_wait", "copy_wait", "log_wait")
+
+
+class Meter:
+    """Accumulates this rank's measurements without waiting for its device; ranks exchange them for a log line only.
+
+    Args:
+        by_channel: report losses and accuracies of each channel.
+
+    Attributes:
+        sources: counts of each mixture source over all steps so far.
+    """
+
+    def __init__(self, *, by_channel: bool) -> None:
+        self._by_channel = by_channel
+        self.sources: Counts = {}
+        self._reset()
+        self._since = self._log_began = time.perf_counter()
+
+    def _reset(self) -> None:
+        self._figures = StepFigures()
+        self._num_steps = 0
+        self._data_wait = self._log_wait = 0.0
+        self._num_computed, self._num_padding = 0, 0
+        self._sums: list[tuple[tuple[str | None, ...], Tensor]] = []
+        self._balances: list[Tensor] = []
+
+    def timed(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, and count the time spent waiting for them."""
+        iterator = iter(items)
+        while True:
+            begin = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._data_wait += time.perf_counter() - begin
+            yield item
+
+    def begin_log(self) -> None:
+        """Note that a log line may follow, for which the host waits for the device."""
+        self._log_began = time.perf_counter()
+
+    def end_log(self) -> None:
+        """Note that the line is written; the next one reports how long that took."""
+        self._log_wait += time.perf_counter() - self._since
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count time that was spent on something else."""
+        self._since += seconds
+
+    def add_step(self, figures: StepFigures) -> None:
+        """Add the figures of a complete step."""
+        self._figures += figures
+        self.sources = added([self.sources, figures.sources])
+        self._num_steps += 1
+
+    def add_balance(self, balance: Tensor) -> None:
+        """Add this rank's part of a step's load-balancing loss, 0-d."""
+        self._balances.append(balance)
+
+    @torch.no_grad()
+    def add_losses(self, losses: TargetLosses, batch: Batch) -> None:
+        """Add the targets of a micro-batch, summed by document (of a tree: by channel) or over all of them.
+
+        The four sums are losses, targets, correct predictions, and the deviations of loss weights from 1.
+        """
+        self._num_computed += batch.input_ids.numel()
+        self._num_padding += batch.num_padding
+        values = losses.losses.detach()
+        num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
+        deviations = torch.zeros_like(values) if losses.weights is None else losses.weights - num_samples
+        rows = torch.stack((values, torch.ones_like(values), losses.correct.to(values.dtype), deviations.abs()))
+        if isinstance(batch, TreeBatch):
+            # A target of a shared prefix counts for each sample that has it, in the sample's channel.
+            sums = (rows[:, None] * batch.target_counts).sum(dim=2)
+        elif self._by_channel:
+            sums = rows.new_zeros(len(rows), len(batch.channels))
+            sums.index_add_(1, batch.documents_of(losses.positions), rows)
+        else:
+            sums = rows
+        if self._by_channel:
+            self._sums.append((batch.channels, sums))
+        else:
+            self._sums.append(((_ALL_CHANNELS,), sums.sum(dim=1, keepdim=True)))
+
+    def logged(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
+        """Return the log line of all steps since the last one; every rank must call this at the same step.
+
+        Args:
+            loss: the Trainer's mean over steps of what ``training_step`` returned.
+            copying: seconds that the device has waited for copies; None where nothing is copied.
+
+        Returns:
+            ``loss`` (mean over target tokens), ``objective`` if loss weights make the minimized loss differ from it,
+            and the other figures.
+        """
+        figures, now = self._figures, time.perf_counter()
+        seconds, self._since = now - self._since, now
+        elapsed = max(seconds, 1e-9)
+        mean = loss * self._num_steps / figures.units if figures.units else math.nan
+        means = self._target_means(accelerator.num_processes)
+        line = {"loss": means.pop("loss"), "objective": mean} if "loss" in means else {"loss": mean}
+        line |= figures.logged() | means
+        line |= {
+            "seconds": seconds,
+            "target_tokens_per_second": figures.target_tokens / elapsed,
+            "tokens_per_second": figures.tokens / elapsed,
+            "data_wait": self._data_wait / elapsed,
+            "log_wait": (self._log_wait + now - self._log_began) / elapsed,
+            "memory_gib": memory_gib(accelerator.device),
+        }
+        if copying is not None:
+            line["copy_wait"] = copying / elapsed
+        if self._balances:
+            mine = float(torch.stack(self._balances).sum()) / self._num_steps
+            line["router_balance"] = sum(all_gather_objects(mine, accelerator.num_processes))
+        if self._num_padding:
+            line["padding"] = self._num_padding / self._num_computed
+        peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
+        if peak is not None and figures.flops:
+            possible = seconds * peak * 1e12 * accelerator.num_processes
+            line |= {"mfu": figures.flops / possible, "hfu": figures.hardware_flops / possible}
+        self._reset()
+        return line
+
+    def _target_means(self, num_processes: int) -> dict[str, float]:
+        """Return means over the targets of all ranks: accuracies, channel losses, and the loss if weights vary."""
+        mine: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * _NUM_SUMS)
+        for channels, sums in self._sums:
+            for channel, column in zip(channels, sums.T.tolist(), strict=True):
+                name = "none" if channel is None else channel
+                mine[name] = [a + b for a, b in zip(mine[name], column, strict=True)]
+        ranks = all_gather_objects(dict(mine), num_processes)
+        by_name = {
+            name: list(map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True)))
+            for name in sorted({name for rank in ranks for name in rank})
+        }
+        loss, count, correct, deviation = map(sum, zip([0.0] * _NUM_SUMS, *by_name.values(), strict=True))
+        line = {"token_accuracy": correct / count} if count else {}
+        if count and deviation:
+            line["loss"] = loss / count
+        if self._by_channel:
+            for name, (loss, count, correct, _) in by_name.items():
+                if count:
+                    line |= {f"loss_{name}": loss / count, f"token_accuracy_{name}": correct / count}
+        return line
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return this process's peak memory so far: of its GPU, or of the machine for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+
+
+def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
+    """Describe each figure of the log lines and its unit, once, before the first step.
+
+    Args:
+        gpu: name of this rank's GPU, None without one.
+    """
+    waited_for = "data / the log" if gpu is None else "data / copies to the GPU / the log"
+    meanings = {} if run.config.streaming else {"epoch": "passes over the data so far"}
+    meanings |= {
+        "loss": "mean over target tokens, in nats",
+        "grad norm": "length of the gradient of all trained weights, before it is clipped",
+        "lr": "learning rate",
+        "targets/s": "target tokens a second, all processes together",
+        "fill": "tokens of samples, of all that are computed",
+        "waiting": f"shares of the time that steps waited for {waited_for}",
+        "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
+    }
+    if run.source.logs_channels:
+        meanings[_CHANNEL_LOSSES] = "the loss of each channel; in a mixture, of each source"
+    if run.config.media_cache is not None:
+        meanings["kept"] = "pictures and videos that were in the media cache, of all that this process loaded"
+    if run.config.router_aux_loss_coef:
+        meanings["balance"] = "load-balancing loss of the experts, before --router-aux-loss-coef; even routers have k"
+    if run.config.torch_compile:
+        meanings["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
+    if gpu is not None and (peak := peak_tflops(gpu)) is not None:
+        meanings["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
+        meanings["HFU"] = "the same with activations and logits that are computed again"
+    if run.validation is not None:
+        meanings[_VAL_LOSS] = "the loss of the val split, a line of its own"
+    yield "log lines, each of the steps since the one before (metrics.jsonl has more):"
+    width = max(map(len, meanings))
+    yield from (f"  {name:{width}}  {meaning}" for name, meaning in meanings.items())
+
+
+OBJECTIVE_LINE = (
+    "  objective  what training minimizes: losses times their weights, over the number of target tokens, or with "
+    "--loss-reduction sample the mean over samples"
+)
+
+
+def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, float | int | str]:
+    """Return the figures of a log line that the terminal shows, by the names of ``heading_lines``.
+
+    Args:
+        logs: a line of ``metrics.jsonl``, from training or an evaluation.
+        has_epochs: False for a stream, whose number of rows is unknown.
+    """
+    shown: dict[str, float | int | str] = {"epoch": f"{logs['epoch']:.2f}"} if has_epochs else {}
+    if "loss" not in logs:
+        return shown | {_VAL_LOSS: round(logs["eval_loss"], 4)}
+    # There is no mean without targets: --on-bad-media skip may leave out all samples of a step.
+    shown["loss"] = round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"
+    if "objective" in logs:
+        shown["objective"] = round(float(logs["objective"]), 4)
+    if (norm := logs.get("grad_norm")) is not None:
+        shown["grad norm"] = float(f"{norm:.3g}")
+    shown |= {
+        "lr": float(f"{logs['learning_rate']:.3g}"),
+        "targets/s": round(logs["target_tokens_per_second"]),
+        "fill": f"{logs['fill']:.1%}",
+        "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
+        "memory": f"{logs['memory_gib']:.1f} GiB",
+    }
+    losses = {name.removeprefix("loss_"): value for name, value in logs.items() if name.startswith("loss_")}
+    if losses:
+        texts = [f"{name} {value:.4g}" for name, value in list(losses.items())[:_MAX_CHANNELS]]
+        num_more = len(losses) - len(texts)
+        shown[_CHANNEL_LOSSES] = ", ".join(texts) + (f", {num_more} more in metrics.jsonl" if num_more else "")
+    if "media_cache_hits" in logs:
+        shown["kept"] = f"{logs['media_cache_hits']:.0%}"
+    if "router_balance" in logs:
+        shown["balance"] = round(logs["router_balance"], 4)
+    if "padding" in logs:
+        shown["padding"] = f"{logs['padding']:.1%}"
+    if "mfu" in logs:
+        shown |= {"MFU": f"{logs['mfu']:.0%}", "HFU": f"{logs['hfu']:.0%}"}
+    return shown
+
+
+WINDOW = 200
+"""Log lines that a new one is compared with."""
+_MIN_LINES = 20
+_SIGMAS = 6.0
+_SIGMA_OF_MAD = 1.4826  # standard deviation of a normal distribution whose median absolute deviation is 1
+_MAX_SIMILAR, _SIMILAR_SHARE = 2, 0.7
+
+
+def is_far_above(value: float, before: Sequence[float], min_sigma: float) -> bool:
+    """Return whether a number is far above the previous ones, and at most two of these are nearly as large.
+
+    Far means six robust standard deviations above the median (Leys et al. 2013, "Detecting outliers: Do not use
+    standard deviation around the mean, use absolute deviation around the median", take three). With three similar
+    numbers it is no outlier: a source may be harder than the others, or the run has reached another level. Fewer than
+    20 previous numbers are too few to tell.
+
+    Args:
+        value: of a log line.
+        before: values of the previous lines.
+        min_sigma: lower bound of the standard deviation.
+    """
+    if len(before) < _MIN_LINES:
+        return False
+    middle = median(before)
+    sigma = max(_SIGMA_OF_MAD * median(abs(other - middle) for other in before), min_sigma)
+    similar = middle + _SIMILAR_SHARE * (value - middle)
+    return value - middle > _SIGMAS * sigma and sum(other >= similar for other in before) <= _MAX_SIMILAR
+
+
+class Outliers:
+    """Finds log lines whose loss or gradient norm is far above those of the previous lines."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+
+    def of(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Return the medians of the figures that are far above them in a line, and remember the line.
+
+        Gradient norms vary by factors, so their logarithms are compared. A loss must be at least 12 % above the median,
+        and a norm nearly twice the median.
+        """
+        medians = {}
+        loss, norm = logs.get("loss"), logs.get("grad_norm")
+        if loss is not None and math.isfinite(loss):
+            if is_far_above(loss, self._losses, 0.02 * abs(median(self._losses or [0.0]))):
+                medians["loss"] = median(self._losses)
+            self._losses.append(loss)
+        if norm is not None and math.isfinite(norm) and norm > 0:
+            if is_far_above(math.log(norm), self._norms, 0.1):
+                medians["grad_norm"] = math.exp(median(self._norms))
+            self._norms.append(math.log(norm))
+        return medians
+
+
+def outlier_warning(step: int, medians: Mapping[str, float], logs: Mapping[str, Any], output_dir: str | None) -> str:
+    """Return the warning for a log line with outliers; ``output_dir`` is None for a stream."""
+    figures = " and ".join(
+        f"{name.replace('_', ' ')} {float(logs[name]):.4g} (the last lines: {middle:.4g})"
+        for name, middle in medians.items()
+    )
+    hint = "" if output_dir is None else f": packtool inspect {output_dir} --step {step} shows what it held"
+    return f"step {step:,} is far above those before: {figures}{hint}"
+
+
+class Report:
+    """Appends log lines to ``metrics.jsonl`` and shows them; exists on the first rank only.
+
+    Attributes:
+        first_loss, last_loss: of the first and the last log line with targets.
+    """
+
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self.run, self.progress = run, progress
+        self.path = os.path.join(run.config.output_dir, METRICS_NAME)
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self._waiting = WaitingNote(workers_of(run), cores_of_a_rank())
+        self._reads = MediaReads()
+        self._num_unreported = 0  # steps since the last line
+        self._explains_objective = True
+        self._outliers = Outliers()
+
+    def begin(self, num_steps: int) -> None:
+        """Describe the figures, start the progress, and drop lines of steps that are trained again."""
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        for line in heading_lines(self.run, gpu):
+            self.progress.note(line)
+        self.progress.start("train", num_steps)
+        if self.run.start:
+            self.progress.advance(self.run.start)
+        if os.path.exists(self.path):
+            with open(self.path, encoding="utf-8") as file:
+                kept = [line for line in file if line.endswith("\n") and load_json(line)["step"] <= self.run.start]
+            with open(self.path, "w", encoding="utf-8") as file:
+                file.writelines(kept)
+            for line in kept[-WINDOW:]:
+                self._outliers.of(load_json(line))
+
+    def end_step(self, *, should_log: bool) -> None:
+        """Count a step; one without a log line has no figures to show."""
+        self._num_unreported += 1
+        if not should_log:
+            self.progress.advance(self._num_unreported)
+            self._num_unreported = 0
+
+    def write_line(self, step: int, logs: Mapping[str, Any], output_dir: str, reads: MediaReads) -> None:
+        """Write and show a log line of training or of an evaluation.
+
+        Args:
+            reads: of the media cache so far, by this rank.
+        """
+        line = {"step": step, **logs}
+        if "loss" in logs:
+            before, self._reads = self._reads, reads
+            if self._reads.problem is not None and before.problem is None:
+                self.progress.note(f"--media-cache: training goes on, and no more is kept: {self._reads.problem}")
+            new = MediaReads(self._reads.hits - before.hits, self._reads.misses - before.misses)
+            if new.hits + new.misses:
+                line["media_cache_hits"] = new.share
+        if medians := self._outliers.of(logs):
+            line["unusual"] = list(medians)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(plain_json(line)) + "\n")
+        if "objective" in logs and self._explains_objective:
+            self.progress.note(OBJECTIVE_LINE)
+            self._explains_objective = False
+        streams = self.run.config.streaming
+        self.progress.line(self._num_unreported, **shown_figures(line, has_epochs=not streams))
+        self._num_unreported = 0
+        if "loss" not in logs:
+            return
+        if logs["target_tokens"]:
+            self.last_loss = float(logs["loss"])
+            self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
+        if medians:
+            self.progress.note(outlier_warning(step, medians, logs, None if streams else shlex.quote(output_dir)))
+        if (warning := self._waiting.after(logs["data_wait"], logs["seconds"])) is not None:
+            self.progress.note(warning)
