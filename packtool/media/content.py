@@ -12,11 +12,13 @@ import io
 import os
 import stat
 import time
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from packtool import storage
 from packtool.errors import PacktoolError
-from packtool.media.opening import MediaProblem, check_allowed, open_medium
+from packtool.media.opening import check_allowed, open_medium
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 
@@ -38,12 +40,7 @@ def content_name(path: str | None, data: bytes | None) -> str:
     """
     if data is not None:
         return _name(len(data), [data[start:stop] for start, stop in _pieces(len(data))])
-    try:
-        if path is not None and (version := _version(path)) is not None:
-            return _name_of_file(path, version)
-    except (OSError, PacktoolError, ValueError):
-        pass
-    return f"at {path}"
+    return _of_version(_name_of_file, path) or f"at {path}"
 
 
 def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) -> str | None:
@@ -54,12 +51,7 @@ def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) ->
     """
     if data is not None:
         return hashlib.sha256(data).hexdigest()
-    try:
-        if path is not None and (version := _version(path)) is not None:
-            return _digest_of_file(path, version, policy)
-    except (OSError, PacktoolError, ValueError, MediaProblem):
-        pass  # loading it reports the problem
-    return None
+    return _of_version(_digest_of_file, path, policy)
 
 
 def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, is_image: bool) -> str | None:
@@ -81,7 +73,7 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
                 tag = getattr(getattr(file, "raw", None), "tag", "")
                 return f"{path} {file.seek(0, io.SEEK_END)} {tag}" if tag else None
         state = _stat(path)
-    except (OSError, PacktoolError, ValueError, MediaProblem):
+    except (OSError, PacktoolError, ValueError):
         return None  # as above
     if state is None or state.st_size > policy.max_file_bytes(is_image):
         return None
@@ -95,10 +87,15 @@ _Version = tuple[int, ...]
 """Size, device, inode and times of a file: at least one changes with its content."""
 
 
-def _version(path: str) -> _Version | None:
-    if (state := _stat(path)) is None:
-        return None
-    return state.st_size, state.st_dev, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
+def _of_version(identify: Callable[..., str], path: str | None, *arguments: Any) -> str | None:
+    """Return ``identify(path, version, ...)`` of a local file; None if it is remote or unreadable."""
+    try:
+        if path is not None and (state := _stat(path)) is not None:
+            version = state.st_size, state.st_dev, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
+            return identify(path, version, *arguments)
+    except (OSError, PacktoolError, ValueError):  # MediaProblem among them; loading it reports the problem
+        pass
+    return None
 
 
 def _stat(path: str) -> os.stat_result | None:

@@ -332,7 +332,10 @@ class _KeyframeDecoder:
 
     def _decoded(self, packets: Iterable[Any], first_time: int, first: int) -> Iterator[tuple[int, Any]]:
         """Yield (number, frame) of packets from a keyframe on, whose frame is number ``first`` at ``first_time``."""
-        number, prefix = first, _length_prefix(self._stream)
+        codec, extra = self._stream.codec_context.codec.canonical_name, self._stream.codec_context.extradata or b""
+        has_prefix = codec == "h264" and len(extra) > 4 and extra[0] == 1
+        # Bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if there is none.
+        number, prefix = first, (extra[4] & 3) + 1 if has_prefix else 0
         awaited: list[tuple[int, bool]] = []  # (time, is skipped)
         for position, packet in enumerate(packets):
             # Reordering may put the needed frame a few packets away from its position, but not further.
@@ -447,13 +450,6 @@ def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | Non
             yield number, frame
         if number >= numbers[-1]:
             return
-
-
-def _length_prefix(stream: Any) -> int:
-    """Return the bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if none."""
-    extra = stream.codec_context.extradata or b""
-    is_known = stream.codec_context.codec.canonical_name == "h264" and len(extra) > 4 and extra[0] == 1
-    return (extra[4] & 3) + 1 if is_known else 0
 
 
 def _is_leaf(packet: Any, prefix: int) -> bool:
