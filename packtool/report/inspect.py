@@ -37,7 +37,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.progress import Progress
 from packtool.terminal import escape_line, escape_text
-from packtool.train.prepare.check import repair_command
+from packtool.train.prepare.caches import repair_command
 
 PICTURE = "\ufffc"
 """Stands for each image in a sample's text."""

@@ -26,9 +26,9 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.report.tables import train_lines
 from packtool.report.trained import step_figures
+from packtool.train.prepare.caches import portable_recipe
 from packtool.train.prepare.figures import RankStep
 from packtool.train.prepare.history import read_ledger
-from packtool.train.prepare.mixtures import portable_recipe
 from packtool.train.prepare.preview import resumed_figures
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline

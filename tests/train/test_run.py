@@ -24,7 +24,7 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.report.inspect import sample_view
 from packtool.report.tables import train_lines
-from packtool.train.prepare.check import packs_of
+from packtool.train.prepare.caches import packs_of
 from packtool.train.prepare.history import replay_segment, segments_of
 from packtool.train.prepare.output_dir import RESULT_NAME
 from packtool.train.prepare.trained import TrainedModel

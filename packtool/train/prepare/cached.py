@@ -21,6 +21,7 @@ from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import share_figures
 from packtool.planning.pack_plan import select_packs
+from packtool.train.prepare.caches import counts_in, source_lines
 from packtool.train.prepare.costs import RunCosts, sample_costs
 from packtool.train.prepare.figures import (
     RankStep,
@@ -31,7 +32,6 @@ from packtool.train.prepare.figures import (
     max_rank_tokens,
 )
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.mixtures import counts_in, mixture_lines
 from packtool.train.prepare.result import schedule_lines
 from packtool.train.prepare.shared_prefixes import first_pair
 from packtool.train.prepare.timeline import Timeline, TrainedStage
@@ -109,8 +109,10 @@ class CachedSource(Steps):
         yield from schedule_lines(config, timeline, self.world.size)
         if inputs.stages:
             yield from timeline.lines()
-        elif inputs.mixture is not None:
-            yield from mixture_lines(inputs.mixture, timeline.first)
+        elif (mixture := inputs.mixture) is not None:
+            drawn = "drawn anew in every epoch" if mixture.resample else "drawn once (--resample false)"
+            yield f"mixture: {mixture.num_drawn:,} samples an epoch of {len(mixture.names)} sources, {drawn}:"
+            yield from source_lines(share_figures(counts_in(timeline.first, mixture)))
         if inputs.shared is not None:
             unshared = inputs.unshared_summary(timeline.stages[0].sections[0].assignment)
             cost = RunCosts.of(config, self.files.config).model

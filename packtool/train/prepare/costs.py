@@ -178,10 +178,40 @@ class ExpectedTime:
 
     def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
         """Seconds of each step of an epoch, (S,); ``shares`` has the rank that processes each medium."""
-        steps = plan.steps
-        cells = self._cells(config, plan, index, shares)
-        ranks = steps.rank_sums(cells)
-        _, last, exposed = self.collectives(config)
+        packs, steps = plan.packs, plan.steps
+        sequence_parallel_size = config.sequence_parallel_ranks
+        cost, sizes = RunCosts.of(config, self.model).hardware, ModelSizes.or_8b(self.model)
+        machine = Machine(
+            sizes=sizes,
+            hardware=self.hardware,
+            world_size=self.world_size,
+            recompute=bool(config.gradient_checkpointing),
+            way=config.sequence_parallel_type,
+        )
+        # The costs of this run include its recomputing and its frozen weights.
+        own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
+        again = machine.step_time(sequence_parallel_size)
+        times = dataclasses.replace(
+            own.step_time(sequence_parallel_size), exchanges=again.exchanges, launch_seconds=again.launch_seconds
+        )
+        own_flops = sample_costs(cost, index, index.target_tokens)
+        work, attention_work = times.work(index.length, own_flops, sequence_parallel_size)
+
+        def cells(per_sample: Seconds) -> Seconds:
+            return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
+
+        flops = cells(work)
+        tower_flops = towers = cells(tower_work(cost, index).flops.astype(np.float64))
+        if sequence_parallel_size > 1:
+            towers = shares.max_per_rank(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
+        speed = times.flops_per_second
+        attention = cells(attention_work) / sequence_parallel_size / speed
+        busy = (
+            (flops - tower_flops) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
+        ) / speed
+        busy += times.waited(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
+        beside_each, last, exposed = self.collectives(config)
+        ranks = steps.rank_sums(np.maximum(busy, max(times.launch_seconds, beside_each)))
         hidden = _BACKWARD * ranks.min(axis=1) / np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)
         return np.asarray(ranks.max(axis=1) + np.maximum(last - hidden, 0.0) + exposed)
 
@@ -209,39 +239,3 @@ class ExpectedTime:
         """Seconds of a collective over all ranks, layer by layer."""
         num_layers = ModelSizes.or_8b(self.model).num_layers
         return num_layers * self.hardware.collective_seconds(num_bytes / num_layers, self.world_size)
-
-    def _cells(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
-        """Seconds of each micro-batch on each data-parallel rank, (C,)."""
-        sequence_parallel_size = config.sequence_parallel_ranks
-        cost, sizes = RunCosts.of(config, self.model).hardware, ModelSizes.or_8b(self.model)
-        machine = Machine(
-            sizes=sizes,
-            hardware=self.hardware,
-            world_size=self.world_size,
-            recompute=bool(config.gradient_checkpointing),
-            way=config.sequence_parallel_type,
-        )
-        # The costs of this run include its recomputing and its frozen weights.
-        own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
-        again = machine.step_time(sequence_parallel_size)
-        times = dataclasses.replace(
-            own.step_time(sequence_parallel_size), exchanges=again.exchanges, launch_seconds=again.launch_seconds
-        )
-        own_flops = sample_costs(cost, index, index.target_tokens)
-        work, attention_work = times.work(index.length, own_flops, sequence_parallel_size)
-        packs, steps = plan.packs, plan.steps
-
-        def cells(per_sample: Seconds) -> Seconds:
-            return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
-
-        flops = cells(work)
-        tower_flops = towers = cells(tower_work(cost, index).flops.astype(np.float64))
-        if sequence_parallel_size > 1:
-            towers = shares.max_per_rank(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
-        speed = times.flops_per_second
-        attention = cells(attention_work) / sequence_parallel_size / speed
-        busy = (
-            (flops - tower_flops) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
-        ) / speed
-        busy += times.waited(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
-        return np.maximum(busy, max(times.launch_seconds, self.collectives(config)[0]))

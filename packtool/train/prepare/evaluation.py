@@ -19,7 +19,7 @@ from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
 from packtool.planning.cost import ALL_WEIGHTS
 from packtool.planning.dynamic import EvaluationPlan, aligned_lengths, plan_evaluation
-from packtool.train.prepare.check import check_model
+from packtool.train.prepare.caches import check_model
 from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.sequence_parallel import axes_of

@@ -55,29 +55,23 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
     if not all(os.path.exists(os.path.join(cache, MANIFEST_NAME)) for cache in caches):
         check(config)
     for each, cache in zip(exports, caches, strict=True):
-        _make_cache(dataclasses.replace(each, output_dir=cache), progress)
+        os.makedirs(root, exist_ok=True)
+        with locked(cache + ".lock"):
+            summary = export(dataclasses.replace(each, output_dir=cache), progress)
+        for note in drop_notes(summary.dropped, summary.num_rows):
+            progress.note(note)
+        by_count = sorted(summary.dropped.items(), key=lambda item: -item[1])
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in by_count)
+        dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
+        status = "found" if summary.already_finished else "made"
+        progress.note(
+            f"cache {status}: {cache} ({summary.num_samples:,} samples of {summary.num_rows:,} rows, {dropped})"
+        )
     kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
     plain: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
     }
     return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=tuple(caches))
-
-
-def _make_cache(export_config: ExportConfig, progress: Progress) -> None:
-    """Make the cache of these rows if it does not exist."""
-    directory = export_config.output_dir
-    os.makedirs(os.path.dirname(directory), exist_ok=True)
-    with locked(directory + ".lock"):
-        summary = export(export_config, progress)
-    for note in drop_notes(summary.dropped, summary.num_rows):
-        progress.note(note)
-    by_count = sorted(summary.dropped.items(), key=lambda item: -item[1])
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in by_count)
-    dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
-    status = "found" if summary.already_finished else "made"
-    progress.note(
-        f"cache {status}: {directory} ({summary.num_samples:,} samples of {summary.num_rows:,} rows, {dropped})"
-    )
 
 
 def rows_fingerprint(

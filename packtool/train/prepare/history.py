@@ -40,8 +40,8 @@ from packtool.config.train import TrainConfig
 from packtool.constants import VERSION
 from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
+from packtool.train.prepare.caches import portable_recipe
 from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
-from packtool.train.prepare.mixtures import portable_recipe
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import HISTORY, METRICS_NAME
 from packtool.train.prepare.result import non_default_options
@@ -49,7 +49,7 @@ from packtool.train.prepare.timeline import Timeline
 
 _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
-_TOTALS = ("num_samples", "tokens", "target_tokens")
+_TOTALS = ("directory", "fingerprint", "num", "num_samples", "tokens", "target_tokens")
 _Arrays = dict[str, npt.NDArray[Any]]
 # How a run resumes does not change its steps.
 _NOT_KEPT = ("resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run")
@@ -163,11 +163,17 @@ def ledger_name(step: int) -> str:
 def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
     """Write a ledger into a checkpoint, or another directory."""
     arrays: _Arrays = {}
+    totals: list[dict[str, Any]] = []
+    for number, source in enumerate((*ledger.sources, *ledger.retired)):
+        arrays |= _planes(f"{number}.before", source.before) | _planes(f"{number}.epoch", source.epoch)
+        arrays[f"{number}.skipped"] = source.skipped
+        totals.append({name: getattr(source, name) for name in _TOTALS})
+    num_sources = len(ledger.sources)
     header = {
         "step": ledger.step,
         "epoch": ledger.epoch,
-        "sources": [_put(arrays, number, source) for number, source in enumerate(ledger.sources)],
-        "retired": [_put(arrays, len(ledger.sources) + n, source) for n, source in enumerate(ledger.retired)],
+        "sources": totals[:num_sources],
+        "retired": totals[num_sources:],
         "change": None,
     }
     if ledger.stage is not None:
@@ -191,8 +197,14 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             header = load_json(arrays["told"].tobytes())
-            listed = [*header["sources"], *header["retired"]]
-            sources = tuple(_take(arrays, number, source) for number, source in enumerate(listed))
+            sources = []
+            for number, fields in enumerate([*header["sources"], *header["retired"]]):
+                size = fields.pop("num")
+                before, epoch = (
+                    RowCounts(size, _read_planes(arrays, f"{number}.{name}")) for name in ("before", "epoch")
+                )
+                skipped = arrays[f"{number}.skipped"]
+                sources.append(SourceLedger(before=before, epoch=epoch, skipped=skipped, **fields))
             num = len(header["sources"])
             change = None
             if header["change"] is not None:
@@ -208,27 +220,10 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
     return Ledger(
         step=header["step"],
         epoch=header["epoch"],
-        sources=sources[:num],
-        retired=sources[num:],
+        sources=tuple(sources[:num]),
+        retired=tuple(sources[num:]),
         change=change,
         stage=None if header.get("stage") is None else tuple(header["stage"]),
-    )
-
-
-def _put(arrays: _Arrays, number: int, source: SourceLedger) -> dict[str, Any]:
-    arrays |= _planes(f"{number}.before", source.before) | _planes(f"{number}.epoch", source.epoch)
-    arrays[f"{number}.skipped"] = source.skipped
-    totals = {name: getattr(source, name) for name in _TOTALS}
-    return {"directory": source.directory, "fingerprint": source.fingerprint, "num": source.num, **totals}
-
-
-def _take(arrays: Any, number: int, fields: dict[str, Any]) -> SourceLedger:
-    num = fields.pop("num")
-    return SourceLedger(
-        before=RowCounts(num, _read_planes(arrays, f"{number}.before")),
-        epoch=RowCounts(num, _read_planes(arrays, f"{number}.epoch")),
-        skipped=arrays[f"{number}.skipped"],
-        **fields,
     )
 
 

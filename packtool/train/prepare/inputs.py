@@ -29,7 +29,7 @@ from packtool.planning.pack_plan import Int64Array, PackPlan
 from packtool.planning.prefix_trees import select_samples
 from packtool.planning.summary import PlanSummary
 from packtool.planning.towers import TowerWork
-from packtool.train.prepare.check import packs_of
+from packtool.train.prepare.caches import packs_of
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, load_shared_prefixes, parts_of
 

@@ -27,11 +27,17 @@ from packtool.planning.cost import MODEL_PRESETS
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.simulate.hardware import read_hardware
 from packtool.simulate.run import read_lengths
-from packtool.train.prepare.check import check_plan, check_sources, export_command, open_caches, with_template_of
+from packtool.train.prepare.caches import (
+    check_plan,
+    check_sources,
+    export_command,
+    named_sources,
+    open_caches,
+    with_template_of,
+)
 from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.evaluation import with_evaluation
 from packtool.train.prepare.inputs import Inputs, TargetChoices
-from packtool.train.prepare.mixtures import named_sources
 
 _WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
 """Order of the loss scales by their number of targets."""

@@ -27,6 +27,7 @@ from packtool.cache.reader import exported_model
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, StorageError
 from packtool.launch.world import World
+from packtool.train.prepare.caches import named_sources
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     RunState,
@@ -35,7 +36,6 @@ from packtool.train.prepare.checkpoint import (
     finished_checkpoints,
     read_run_state,
 )
-from packtool.train.prepare.mixtures import named_sources
 
 LAST, BEST = "last", "best"
 HISTORY = "history"

@@ -22,7 +22,7 @@ from packtool.planning.summary import (
     learning_rate_advice,
     own_steps_line,
 )
-from packtool.train.prepare.mixtures import named_sources
+from packtool.train.prepare.caches import named_sources
 from packtool.train.prepare.output_dir import RESULT_NAME
 from packtool.train.prepare.timeline import Timeline
 

@@ -61,14 +61,12 @@ class MatchedCounts:
     Args:
         before, epoch: by cache, counts (N,) of its samples before this epoch and in it.
         num_new: by cache, samples without a match.
-        is_again: by cache, whether any sample has a match.
         is_gone: of each removed cache, bool (M,), samples without a match.
     """
 
     before: dict[int, Int64Array]
     epoch: dict[int, Int64Array]
     num_new: dict[int, int]
-    is_again: dict[int, bool]
     is_gone: list[npt.NDArray[np.bool_]]
 
 
@@ -100,7 +98,7 @@ def _match_counts(
         sizes = np.diff(reader.offsets).tolist()
         zeros = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
         gone = [np.ones(source.num, np.bool_) for source in pool]
-        return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, dict.fromkeys(new, False), gone)
+        return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, gone)
     before, epoch = (joined_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
     # Of caches removed earlier, samples that were matched then have no counts here any more.
     is_considered = before + epoch > 0
@@ -114,7 +112,7 @@ def _match_counts(
     by_content = _match_contents(pool, missing, before + epoch, reader, matches)
     if by_content is None:
         _check_rows_unchanged(pool, old_origins, new_origins)
-    counts = MatchedCounts({}, {}, {}, {}, [])
+    counts = MatchedCounts({}, {}, {}, [])
     is_gone = np.zeros(len(before), np.bool_)
     is_gone[missing] = True
     for cache, each in matches.items():
@@ -123,7 +121,7 @@ def _match_counts(
         counts.before[cache][samples], counts.epoch[cache][samples] = before[same], epoch[same]
         is_new = each.is_new.copy()
         is_new[samples] = False
-        counts.num_new[cache], counts.is_again[cache] = int(is_new.sum()), not is_new.all()
+        counts.num_new[cache] = int(is_new.sum())
         is_gone[same] = False
     counts.is_gone.extend(np.split(is_gone, np.cumsum([source.num for source in pool])[:-1]))
     return counts
@@ -320,7 +318,8 @@ def with_changed_data(
         status: SourceStatus = "back" if before is None else "as before"
         num_new = 0
         if before is None and source.fingerprint not in removed_before:
-            status, num_new = "exported again" if matched.is_again[cache] else "new", matched.num_new[cache]
+            num_new = matched.num_new[cache]
+            status = "exported again" if num_new < source.num else "new"
         trained_rows = source.epoch.num_rows
         changes.append(SourceChange(source.directory, status, source.num, trained_rows, num_left[cache], num_new))
     for source, is_gone in zip(leaving, matched.is_gone, strict=False):

@@ -24,7 +24,7 @@ from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.prefix_trees import NOTHING, PartsIn, Prefixes, PrefixTrees, plan_trees, rebuild_trees
 from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing
-from packtool.train.prepare.check import export_command
+from packtool.train.prepare.caches import export_command
 from packtool.train.prepare.costs import tower_work
 
 MIN_SAVING = 0.05

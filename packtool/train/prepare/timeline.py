@@ -28,8 +28,8 @@ from packtool.planning.epoch import EpochPlan
 from packtool.planning.ledger import DataChange, joined_counts
 from packtool.planning.mixture import Mixture, by_name, counts_of_samples, counts_of_steps, share_figures
 from packtool.planning.pack_plan import Int64Array
+from packtool.train.prepare.caches import source_lines
 from packtool.train.prepare.inputs import BatchShape, Inputs
-from packtool.train.prepare.mixtures import source_lines
 
 
 @dataclass(frozen=True)

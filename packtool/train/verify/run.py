@@ -32,7 +32,7 @@ from packtool.planning.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
 from packtool.train.model.load import load_model, quiet_transformers, resolve_dtype
 from packtool.train.model.trainable import without_dropout
-from packtool.train.prepare.check import open_caches
+from packtool.train.prepare.caches import open_caches
 from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.verify.checks import (

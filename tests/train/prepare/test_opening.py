@@ -12,7 +12,7 @@ from packtool.cache.reader import CacheReader
 from packtool.config.mixture import Recipe, SourceRecipe
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.prepare.check import check_sources
+from packtool.train.prepare.caches import check_sources
 from packtool.train.prepare.opening import choices_of_targets, planned_targets
 from tests.train.tiny import TinyWorld, export_rows
 

@@ -19,9 +19,9 @@ from packtool.errors import ConfigError
 from packtool.planning.ledger import Ledger, joined_counts
 from packtool.planning.mixture import counts_of_samples
 from packtool.planning.options import PlanOptions
+from packtool.train.prepare.caches import _with_amounts
 from packtool.train.prepare.history import begin_ledger, ledger_after
 from packtool.train.prepare.inputs import BatchShape, Inputs
-from packtool.train.prepare.mixtures import _with_amounts
 from packtool.train.prepare.resume import with_changed_data
 from packtool.train.prepare.timeline import Timeline, TrainedStage
 

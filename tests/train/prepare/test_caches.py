@@ -19,7 +19,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
-from packtool.train.prepare.check import check_limits, export_command, open_caches
+from packtool.train.prepare.caches import check_limits, export_command, open_caches
 from tests.train.tiny import TinyWorld, export_rows
 
 
