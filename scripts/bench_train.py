@@ -62,7 +62,7 @@ from packtool.config.train import TrainConfig
 from packtool.demo.dataset import make_rows
 from packtool.demo.model import make_model as make_demo_model
 from packtool.launch.world import World
-from packtool.media.content import SETTLED_SECONDS
+from packtool.media.files import SETTLED_SECONDS
 from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.train.model.loss import HeadLoss, target_losses

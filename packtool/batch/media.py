@@ -30,7 +30,7 @@ from packtool.encode.families.qwen_vl import Bounds, image_bounds, video_bounds
 from packtool.encode.media_spans import sounds_in_order
 from packtool.errors import ConfigError, MediaError
 from packtool.media.audio import load_audio
-from packtool.media.content import content_state
+from packtool.media.files import content_state
 from packtool.media.measure import EXPORT_AGAIN, blank_image, load_image
 from packtool.media.video import load_video
 from packtool.rows.sample import MediaKind

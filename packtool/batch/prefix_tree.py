@@ -31,7 +31,7 @@ from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, files_of
 from packtool.encode.media_spans import media_spans
-from packtool.media.content import content_digest, content_name
+from packtool.media.files import content_digest, content_name
 from packtool.rows.media_policy import MediaPolicy
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio

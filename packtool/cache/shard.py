@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, files_of
-from packtool.media.opening import MediaProblem, open_medium
+from packtool.media.files import MediaProblem, open_medium
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import Dropped, MediaRef
 from packtool.storage import AtomicFile, FileState

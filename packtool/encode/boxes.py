@@ -21,7 +21,7 @@ from packtool.encode.families import FAMILIES, ImageLimits, family_of
 from packtool.encode.families.record import QWEN_TOKENS, BoxForm, BoxTokens, Medium
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
-from packtool.media.opening import MediaProblem
+from packtool.media.files import MediaProblem
 from packtool.rows.forms.columns import RowProblem, finite
 from packtool.rows.forms.objects import JSON_KEY, ROUNDING, corners_of
 from packtool.rows.sample import Dropped, MediaKind, MediaRef, Objects, Region, Sample, Turn

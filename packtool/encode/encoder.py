@@ -34,7 +34,7 @@ from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import ControlVocabulary, Piece, PieceTokenizer, Shield
 from packtool.errors import ConfigError, StorageError
-from packtool.media.opening import MediaProblem, check_allowed
+from packtool.media.files import MediaProblem, check_allowed
 from packtool.rows.forms import to_sample
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.forms.media import lone_mark_detail

@@ -3,7 +3,7 @@
 Prefixes end where samples may begin to differ: after each medium, with the token that closes it, where each turn of
 the assistant begins and ends, and after a long system prompt with its tools. Two samples have the same hash where they
 have the same tokens and media so far; media are the same if they hold the same, wherever they lie
-(``media.content``), and were measured alike.
+(``media.files``), and were measured alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packtool.constants import IGNORE_INDEX, MIN_PROMPT
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo, IntArray, files_of, patch_squares
 from packtool.encode.families.record import Medium
 from packtool.encode.media_spans import MediaTokens, MediumSpan, media_spans
-from packtool.media.content import content_name
+from packtool.media.files import content_name
 
 _BYTES = 8
 # Older caches hashed the channel first; rows without one, which began so, still share prefixes with new ones.

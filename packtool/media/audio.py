@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.media.container import check_end, first_stream, index_of, is_indexed, num_hidden, open_container
+from packtool.media.files import MediaProblem, label
 from packtool.media.measure import ANY, changed_since_export, media_error
-from packtool.media.opening import MediaProblem, label
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import av
 
 from packtool import storage
-from packtool.media.opening import MediaProblem, label, open_medium
+from packtool.media.files import MediaProblem, label, open_medium
 from packtool.rows.sample import MediaRef
 
 _TOLERANCE_SECONDS = 0.25

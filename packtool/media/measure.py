@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from packtool import storage
 from packtool.errors import MediaError
-from packtool.media.opening import MediaProblem, label, open_medium
+from packtool.media.files import MediaProblem, label, open_medium
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 

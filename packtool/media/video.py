@@ -34,8 +34,8 @@ import numpy.typing as npt
 from av.video.reformatter import VideoReformatter
 
 from packtool.media.container import check_end, first_stream, index_of, is_indexed, num_hidden, open_container
+from packtool.media.files import MediaProblem, label
 from packtool.media.measure import ANY, changed_since_export, load_image, measure_image, media_error
-from packtool.media.opening import MediaProblem, label
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 

@@ -34,8 +34,8 @@ from packtool.config.commands import InspectConfig
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import ConfigError, MediaError, PacktoolError
+from packtool.media.files import MediaProblem, open_medium
 from packtool.media.measure import load_image
-from packtool.media.opening import MediaProblem, open_medium
 from packtool.media.suffix import is_media, suffix_of
 from packtool.media.video import load_video
 from packtool.planning.prefix_trees import find_branches

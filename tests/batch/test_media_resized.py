@@ -22,7 +22,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, MediaError
 from packtool.media import content
-from packtool.media.content import content_state
+from packtool.media.files import content_state
 from packtool.rows.media_policy import MediaPolicy
 from tests.batch.reduced import LIKE_VISION_MODELS, VISION_MODELS, make_picture, make_sample, reduced_spec
 from tests.train.tiny_media import export_kinds, make_media_world

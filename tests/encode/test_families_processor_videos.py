@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata
 
 from packtool.encode.encoder import Encoder
 from packtool.encode.families.processor import ProcessorVideos, has_videos
-from packtool.media.opening import MediaProblem
+from packtool.media.files import MediaProblem
 from packtool.media.video import VideoSize
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for

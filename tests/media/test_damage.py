@@ -19,8 +19,8 @@ from PIL import Image
 from packtool.errors import MediaError
 from packtool.media import audio
 from packtool.media.audio import load_audio, measure_audio
+from packtool.media.files import MediaProblem
 from packtool.media.measure import load_image, measure_image
-from packtool.media.opening import MediaProblem
 from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import MediaRef
 from tests.media.clips import write_clip, write_sound

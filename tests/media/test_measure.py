@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from packtool.media.files import MediaProblem
 from packtool.media.measure import load_image, measure_image
-from packtool.media.opening import MediaProblem
 from packtool.rows.sample import MediaRef
 
 

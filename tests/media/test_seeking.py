@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from packtool.errors import MediaError
 from packtool.media import video as videos
 from packtool.media.container import open_container
-from packtool.media.opening import MediaProblem
+from packtool.media.files import MediaProblem
 from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import MediaRef
 

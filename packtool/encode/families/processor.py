@@ -41,7 +41,7 @@ from packtool.encode.families.record import (
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
-from packtool.media.opening import MediaProblem, label
+from packtool.media.files import MediaProblem, label
 from packtool.rows.sample import MediaKind, MediaRef
 
 

@@ -37,7 +37,7 @@ from packtool.encode.families.record import (
 )
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
-from packtool.media.opening import MediaProblem, label
+from packtool.media.files import MediaProblem, label
 from packtool.rows.sample import MediaKind, MediaRef
 
 _MAX_ASPECT = 200

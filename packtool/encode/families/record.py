@@ -15,7 +15,7 @@ from packtool.config.data import MediaOptions
 from packtool.config.model import ModelPart
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.model_files import ModelFiles
-from packtool.media.opening import MediaProblem
+from packtool.media.files import MediaProblem
 from packtool.rows.sample import MediaKind, MediaRef
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio

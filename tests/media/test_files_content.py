@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool.config.data import AccessOptions
-from packtool.media.content import content_digest, content_name
+from packtool.media.files import content_digest, content_name
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 
 ANY = policy_for_cache(AccessOptions())

@@ -21,8 +21,8 @@ from PIL import Image
 from packtool import storage
 from packtool.config.data import AccessOptions, MediaAccess
 from packtool.errors import MediaError, StorageError
+from packtool.media.files import MediaProblem
 from packtool.media.measure import load_image, measure_image
-from packtool.media.opening import MediaProblem
 from packtool.rows.forms import RowProblem
 from packtool.rows.forms.media import media_ref
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
