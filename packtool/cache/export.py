@@ -1,29 +1,36 @@
-"""The export: encode rows into a token cache."""
+"""The export: encode rows into a token cache, or recreate the damaged files of a finished one with ``--repair``."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import count
 
 import numpy as np
+import pyarrow as pa
 
 from packtool import storage
 from packtool.cache import output_dir
-from packtool.cache.index import read_index
+from packtool.cache.index import prefix_batch, read_index, with_fields
 from packtool.cache.local import check_all
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import ExportSummary, InputCounts, Manifest, SampleCounts, SourceInfo
-from packtool.cache.repair import repair
-from packtool.cache.task import MIN_SHARD_ROWS, Executor, RayExecutor, Task, TaskResult, Work, make_tasks
+from packtool.cache.reader import ShardFile
+from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, arrow_bytes, atomic_file, index_batch, index_part
+from packtool.cache.task import MIN_SHARD_ROWS, TASKS_DIR, Executor, RayExecutor, Task, TaskResult, Work, make_tasks
 from packtool.config.data import ExportConfig
-from packtool.constants import DROPPED_NAME, MANIFEST_NAME
+from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MIN_SHARED, PREFIXES_NAME
+from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder, check_template, first_row_error, remarks_on
 from packtool.encode.families import default_max_length, media_encoding
+from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
+from packtool.encode.prefix_hashes import by_address, by_content, prefix_hashes
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
 from packtool.progress import Progress
 from packtool.rows.open_files import close_readers
@@ -34,6 +41,7 @@ from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of, splits_left_out
 
 _NUM_CHECKED = 8  # sources whose first rows are checked before the work begins
+_CHUNK_BYTES = 4 * 2**20
 _MAX_DESCRIBED = 20  # sources with a line each; of more sources only the progress is shown, in steps of this size
 
 
@@ -242,13 +250,45 @@ class _Export:
         for file in damaged:
             self.progress.note(f"{file} is damaged, and made again")
 
-        def run(tasks: Sequence[Task], scratch: str) -> Mapping[int, TaskResult]:
-            work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, is_locked=lock.is_held)
-            return self._run(tasks, {}, work, lock.check_last_renewal)
-
         if damaged:
-            repair(directory, manifest, damaged, self.tasks, self.encoder().media_tokens, run)
+            self._recreate(directory, lock, manifest, damaged)
         return _finished(directory, manifest)
+
+    def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
+        """Recreate damaged files; raise a MismatchError if one differs, as with another version of a library.
+
+        An export is a function of rows, settings and model: the task that wrote a shard writes the same bytes again,
+        which the manifest's checksum proves. Index and prefixes are rebuilt from the shards.
+        """
+        scratch = storage.join(directory, TASKS_DIR, "repair")
+        storage.remove(scratch)
+        try:
+            for name in (TASKS_DIR, *manifest.splits):
+                storage.make_directory(storage.join(scratch, name))
+            work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, is_locked=lock.is_held)
+            wanted = [
+                task
+                for task in self.tasks
+                if any(f"{split}/{name}" in damaged for split, (_, name) in task.shards.items())
+            ]
+            results = self._run(wanted, {}, work, lock.check_last_renewal) if wanted else {}
+            made = {
+                f"{split}/{part.file}": part.sha256 for each in results.values() for split, part in each.splits.items()
+            }
+            for split, info in manifest.splits.items():
+                for file, sha256 in ((f"{split}/{shard.file}", shard.sha256) for shard in info.shards):
+                    if file in damaged:
+                        if made.get(file) != sha256:
+                            raise _not_the_same(directory, file)
+                        copy, path = storage.join(scratch, file), storage.join(directory, file)
+                        with storage.open_read(copy) as source, atomic_file(path) as target:
+                            shutil.copyfileobj(source, target, _CHUNK_BYTES)
+                if f"{split}/{INDEX_NAME}" in damaged:
+                    _rebuild_index(directory, manifest, split)
+                if f"{split}/{PREFIXES_NAME}" in damaged:
+                    _rebuild_prefixes(directory, manifest, split, self.encoder().media_tokens)
+        finally:
+            storage.remove(storage.join(directory, TASKS_DIR))
 
     def _summary(
         self, manifest: Manifest, results: Sequence[TaskResult], done: Mapping[int, TaskResult], dropped_file: str
@@ -298,3 +338,58 @@ class _Export:
     def _is_mine(self, task_number: int) -> bool:
         config = self.config
         return not config.is_part or task_number % (config.num_tasks or 1) == config.task_index
+
+
+def _not_the_same(directory: str, file: str) -> MismatchError:
+    return MismatchError(
+        f"{storage.join(directory, file)}: what is made of the rows now is not what was there, perhaps since another "
+        "version of a library makes other tokens",
+        "Export into another --output-dir; --overwrite instead of --repair would delete this cache first.",
+    )
+
+
+def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
+    info = manifest.splits[split]
+    codes = {name: code for code, name in enumerate(manifest.channels)}
+    batches = [
+        index_batch(index_part(samples, number, 0, codes))
+        for number, samples in enumerate(_samples_of_shards(directory, manifest, split))
+    ]
+    # Older caches have fewer columns.
+    older = pa.schema([field for field in INDEX if field.name not in ADDED])
+    for schema in (INDEX, older):
+        data = arrow_bytes([batch.select(schema.names) for batch in batches], schema)
+        if info.index_sha256 in ("", hashlib.sha256(data).hexdigest()):
+            storage.publish(storage.join(directory, split, INDEX_NAME), data)
+            return
+    raise _not_the_same(directory, f"{split}/{INDEX_NAME}")
+
+
+def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
+    # Older caches identify media by their addresses, or have fewer fields.
+    for medium_key in (by_content, by_address):
+        batches = [
+            prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key))
+            for samples in _samples_of_shards(directory, manifest, split)
+            if samples
+        ]
+        for fields in (PREFIX, PREFIX_BEFORE):
+            schema = pa.schema([("prefixes", pa.list_(fields))])
+            data = arrow_bytes([with_fields(batch, fields) for batch in batches], schema)
+            if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
+                storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
+                return
+    made_by = manifest.packtool_version
+    raise MismatchError(
+        f"{storage.join(directory, split, PREFIXES_NAME)} cannot be made as it was: packtool {made_by} wrote it, and "
+        "older versions hashed what rows with a channel or a long system prompt begin with in another way; or files of "
+        "media have changed since",
+        "The samples themselves are sound: train with --share-prefix false, which does not read this file; or "
+        "export into another --output-dir. --overwrite instead of --repair would delete this cache first.",
+    )
+
+
+def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:
+    for shard in manifest.splits[split].shards:
+        rows = ShardFile(storage.join(directory, split, shard.file))
+        yield [rows.sample(row) for row in range(len(rows))]

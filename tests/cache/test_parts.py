@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.cache import repair as repair_module
+from packtool.cache import export as export_module
 from packtool.cache import task as task_module
 from packtool.cache.manifest import ExportSummary, InputCounts, Manifest
 from packtool.cache.reader import CacheReader
@@ -36,7 +36,7 @@ THINKING = CHATML.replace("{{ m.content }}", THOUGHT + "{{ m.content }}")
 
 @pytest.fixture(autouse=True)
 def _short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (task_module, repair_module):
+    for module in (task_module, export_module):
         monkeypatch.setattr(module, "MIN_SHARED", 3)
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from packtool import storage
-from packtool.cache import repair as repair_module
+from packtool.cache import export as export_module
 from packtool.cache import task as task_module
 from packtool.cache.index import SplitPrefixes, prefix_batch, with_fields
 from packtool.cache.manifest import ExportSummary
@@ -34,7 +34,7 @@ PLACE = "train/prefixes.arrow"
 
 @pytest.fixture(autouse=True)
 def _short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (task_module, repair_module):
+    for module in (task_module, export_module):
         monkeypatch.setattr(module, "MIN_SHARED", 3)
 
 
@@ -311,7 +311,7 @@ def test_hashes_that_nobody_makes_any_more_are_told_of(
     """As in caches of an older packtool: the samples are sound, and the file says how to do without it."""
     ask()
     (tmp_path / "cache" / PLACE).unlink()
-    monkeypatch.setattr(repair_module, "MIN_SHARED", 1000)
+    monkeypatch.setattr(export_module, "MIN_SHARED", 1000)
     with pytest.raises(MismatchError, match=r"prefixes\.arrow cannot be made as it was: packtool .* wrote it") as error:
         ask(repair=True)
     assert "--share-prefix false" in str(error.value.remedy)
