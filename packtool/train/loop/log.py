@@ -90,15 +90,13 @@ class Meter:
         """Do not count time that was spent on something else."""
         self._since += seconds
 
-    def add_step(self, figures: StepFigures) -> None:
-        """Add the figures of a complete step."""
+    def add_step(self, figures: StepFigures, balance: Tensor | None = None) -> None:
+        """Add the figures of a complete step, and this rank's part of its load-balancing loss, 0-d."""
         self._figures += figures
         self.sources = added([self.sources, figures.sources])
         self._num_steps += 1
-
-    def add_balance(self, balance: Tensor) -> None:
-        """Add this rank's part of a step's load-balancing loss, 0-d."""
-        self._balances.append(balance)
+        if balance is not None:
+            self._balances.append(balance)
 
     @torch.no_grad()
     def add_losses(self, losses: TargetLosses, batch: Batch) -> None:

@@ -362,8 +362,6 @@ class PackTrainer(Trainer):
                 total += self._train_micro_batch(model, batch, mean)
             skipped += batch.skipped
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
-        if self.balance is not None:
-            self.meter.add_balance(self.balance.take())
         figures = inputs.figures
         if self.config.on_bad_media == "skip":
             # Samples that no rank could load count for nothing; the gradients become those of the mean without them.
@@ -374,7 +372,7 @@ class PackTrainer(Trainer):
             num_missing = num_samples if self.config.loss_reduction == "sample" else num_targets
             units = mean.remove_units(num_missing, self.model.parameters())  # type: ignore[union-attr]
             figures = dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
-        self.meter.add_step(figures)
+        self.meter.add_step(figures, None if self.balance is None else self.balance.take())
         return mean.sum_over_ranks(total)
 
     def _train_micro_batch(self, model: nn.Module, batch: Batch, mean: StepMean) -> Tensor:

@@ -164,9 +164,26 @@ class StepWatch:
         (step, losses, names, answer), self._pending = self._pending, None
         stopped_by, is_bad = answer()
         self.stopped_by = self.stopped_by or stopped_by
-        if is_bad:
-            self._handle_bad_step(step, losses, names)
-        return bool(is_bad)
+        if not is_bad:
+            return False
+        self.num_bad += 1
+        warns = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS  # a warning per step would hide everything else
+        lines = self._bad_sample_lines(losses, names) if warns else []
+        message = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
+        if self.on_nan == "stop":
+            raise DivergedError(
+                message,
+                f"Checkpoints are those of step {step:,} and before. Look at these rows; --learning-rate, "
+                "--warmup-ratio and --max-grad-norm help where rows are sound; --on-nan skip leaves such a step out.",
+            )
+        if self.on_nan == "skip":
+            self.left_out.append(step)
+        elif self.last_good is None:
+            self.last_good = step
+        if lines:
+            action = "left out" if self.on_nan == "skip" else "taken all the same"
+            self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
+        return True
 
     def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
         """Settle a step before it is logged, saved or evaluated, and let a run with a stop signal save and end."""
@@ -192,25 +209,6 @@ class StepWatch:
         message = f"stopped by {name} after step {step:,} of {num_steps:,}; {checkpoint} is complete"
         remedy = "The same command with --resume-from-checkpoint true goes on from there."
         raise StoppedError(message, remedy, self.stopped_by)
-
-    def _handle_bad_step(self, step: int, losses: Sequence[Tensor], names: Callable[[int], Sequence[str]]) -> None:
-        self.num_bad += 1
-        warns = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS  # a warning per step would hide everything else
-        lines = self._bad_sample_lines(losses, names) if warns else []
-        message = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
-        if self.on_nan == "stop":
-            raise DivergedError(
-                message,
-                f"Checkpoints are those of step {step:,} and before. Look at these rows; --learning-rate, "
-                "--warmup-ratio and --max-grad-norm help where rows are sound; --on-nan skip leaves such a step out.",
-            )
-        if self.on_nan == "skip":
-            self.left_out.append(step)
-        elif self.last_good is None:
-            self.last_good = step
-        if lines:
-            action = "left out" if self.on_nan == "skip" else "taken all the same"
-            self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
 
     def _bad_sample_lines(self, losses: Sequence[Tensor], names: Callable[[int], Sequence[str]]) -> list[str]:
         """Name the samples of micro-batches with a bad loss on any rank; of all micro-batches if no loss is bad."""

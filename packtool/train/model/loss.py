@@ -163,16 +163,10 @@ class HeadLoss:
             return self._head_forward(hidden)
         positions, labels = self._targets
         rows = hidden.flatten(0, 1)
-        if len(positions):
-            losses, self._correct = self._chunked(rows.index_select(0, positions), labels)
-        else:
+        if not len(positions):
             # Every parameter must take part in every backward pass, or ranks would wait for each other.
-            losses = self._head_forward(rows[:1]).float().sum(-1) * 0.0
             self._correct = labels.new_zeros(0, dtype=torch.bool)
-        return losses[None, :, None].clone()
-
-    def _chunked(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cross-entropies of rows (N, D), float32 (N,), and whether each label is the most likely token."""
+            return (self._head_forward(rows[:1]).float().sum(-1) * 0.0)[None, :, None].clone()
         head: Any = getattr(self._head_forward, "__self__", None)
         vocabulary = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
         size = max(self._chunk_logits // vocabulary, 1)
@@ -184,12 +178,14 @@ class HeadLoss:
                 correct[number] = logits.detach().argmax(-1) == targets
             return F.cross_entropy(logits, targets, reduction="none")
 
-        chunks = list(enumerate(zip(torch.split(hidden, size), torch.split(labels, size), strict=True)))
+        hidden_chunks = torch.split(rows.index_select(0, positions), size)
+        chunks = list(enumerate(zip(hidden_chunks, torch.split(labels, size), strict=True)))
         if len(chunks) == 1 or not torch.is_grad_enabled():
             losses = [chunk_losses(*chunk, number) for number, chunk in chunks]
         else:
             losses = [checkpoint(chunk_losses, *chunk, number, use_reentrant=False) for number, chunk in chunks]
-        return torch.cat(losses), torch.cat([correct[number] for number, _ in chunks])
+        self._correct = torch.cat([correct[number] for number, _ in chunks])
+        return torch.cat(losses)[None, :, None].clone()
 
 
 def head_of(model: nn.Module) -> nn.Module | None:

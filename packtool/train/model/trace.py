@@ -143,7 +143,11 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     if split.size > 1:
         lengths = (count * split.size,)
         counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
-        routes = {kind: _route(*each, split.size) for kind, each in counts.items() if any(each)}
+        others, routes = (0,) * (split.size - 1), {}
+        for kind, (num_computed, num_own) in counts.items():
+            if num_computed or num_own:  # all that it computes is sent to one other rank, and all received from it
+                sent, own = torch.arange(max(num_computed, 1)), torch.arange(num_own)
+                routes[kind] = FeatureRoute(sent, (len(sent), *others), (num_own, *others), own)
         shard = SequenceShard(split, (), lengths, routes)
         return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=lengths)
     common |= {"cu_seqlens": torch.tensor([0, count], dtype=torch.int32), "lengths": (count,)}
@@ -182,12 +186,6 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
         media["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)
         input_ids[tokens.vision : tokens.vision + tokens.audio] = spec.pad_ids["audio"]
     return media
-
-
-def _route(num_computed: int, num_own: int, size: int) -> FeatureRoute:
-    """Return the exchange of features of a rank that sends all it computes to one other, and receives all from it."""
-    others, num_sent = (0,) * (size - 1), max(num_computed, 1)
-    return FeatureRoute(torch.arange(num_sent), (num_sent, *others), (num_own, *others), torch.arange(num_own))
 
 
 def _create_weights(model: nn.Module) -> None:
