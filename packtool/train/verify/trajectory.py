@@ -130,7 +130,12 @@ def compare_trajectories(
         TrainedStep(number, sum(map(len, packs)), num_targets, len(packs), loss, other)
         for number, ((packs, num_targets), loss, other) in enumerate(zip(steps, losses, others, strict=True), start=1)
     )
-    return trained, (_check_losses(trained), _check_weights(model, weights, len(steps)))
+    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(step.unpacked) for step in trained))
+    checks = []
+    for step in trained:
+        where = f"in step {step.step}, loss {step.packed:.7g} packed and {step.unpacked:.7g} unpacked,"
+        checks.append(Check("losses", abs(step.packed - step.unpacked), allowed, where))
+    return trained, (worst_of(checks)[0], _check_weights(model, weights, len(steps)))
 
 
 def _losses(
@@ -154,15 +159,6 @@ def _losses(
             optimizer.zero_grad(set_to_none=True)
             progress.advance(1)
             yield total
-
-
-def _check_losses(trained: Sequence[TrainedStep]) -> Check:
-    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(step.unpacked) for step in trained))
-    checks = []
-    for step in trained:
-        where = f"in step {step.step}, loss {step.packed:.7g} packed and {step.unpacked:.7g} unpacked,"
-        checks.append(Check("losses", abs(step.packed - step.unpacked), allowed, where))
-    return worst_of(checks)[0]
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], num_steps: int) -> Check:
