@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 _CHECKS = {
-    "isolation": "a changed sample moves no other",
-    "prefixes": "a changed prefix does what it does alone",
-    "logits": "logits are those of each sample alone",
-    "loss": "the loss is that of the samples alone",
-    "gradients": "gradients are those of the samples alone",
-    "losses": "losses of all steps are those of unpacked steps",
-    "weights": "weights in the end are those of unpacked steps",
+    "isolation": "changing a sample affects no other sample",
+    "prefixes": "changing a shared prefix has the same effect as alone",
+    "logits": "logits equal those of each sample alone",
+    "loss": "the loss equals that of the samples alone",
+    "gradients": "gradients equal those of the samples alone",
+    "losses": "losses of all steps equal those of unpacked steps",
+    "weights": "final weights equal those of unpacked steps",
 }
 
 
 def verify_figures(report: VerifyReport) -> dict[str, Any]:
-    """The output of ``packtool verify --json``; an error that is not finite is null."""
+    """Return the output of ``packtool verify --json``; errors that are not finite are null."""
     figures = {"tokens" if name == "num_tokens" else name: value for name, value in vars(report).items()}
     checks = [
         {**vars(check), "error": check.error if math.isfinite(check.error) else None, "passed": check.passed}
@@ -40,14 +40,15 @@ def verify_figures(report: VerifyReport) -> dict[str, Any]:
 
 
 def _verdict(report: VerifyReport) -> str:
-    no = "" if report.passed else "NOT "
+    """State the result in a clause."""
+    does = "" if report.passed else " do NOT"
     if report.trajectory:
-        return f"packed steps train {no}what unpacked steps do"
-    return f"packed samples are {no}what they are alone"
+        return f"packed steps{does} train the same as unpacked steps"
+    return f"packed samples{does} give the same outputs as unpacked ones"
 
 
 def _check_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Each check with its largest error and the error that rounding explains."""
+    """Return a row for each check: its name, the largest error, the allowed error, and the result."""
     return [
         (_CHECKS[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
         for check in report.checks
@@ -55,7 +56,7 @@ def _check_rows(report: VerifyReport) -> list[tuple[str, ...]]:
 
 
 def _step_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """A heading and the losses of each step; [] without ``--trajectory``."""
+    """Return a heading and a row for each step; [] without ``--trajectory``."""
     rows: list[tuple[str, ...]] = []
     for step in report.trajectory:
         counts = map("{:,}".format, (step.step, step.num_samples, step.num_targets, step.num_packs))
@@ -66,11 +67,12 @@ def _step_rows(report: VerifyReport) -> list[tuple[str, ...]]:
 
 
 def _shared(report: VerifyReport) -> str:
+    """Return the tokens saved by shared prefixes as text; "" if there are none."""
     return f"{report.num_shared_tokens:,} of them saved by shared prefixes" if report.num_shared_tokens else ""
 
 
 def write_page(report: VerifyReport, path: str, command: str) -> None:
-    """Write the report as a page that loads nothing from elsewhere; ``command``: shown as the one that made it."""
+    """Write the report as a self-contained HTML page that shows ``command`` as the command that made it."""
     failures = [check.sentence() for check in report.checks if not check.passed]
     page = render(
         "verify.html",
@@ -97,19 +99,19 @@ def write_page(report: VerifyReport, path: str, command: str) -> None:
 
 
 def verify_lines(report: VerifyReport) -> list[str]:
-    """The output of ``packtool verify``: the losses of each step, the verdict, and each check with its error."""
+    """Return the output of ``packtool verify``: losses of steps, if any, the result, and a table of checks."""
     shared = f", {_shared(report)}" if report.num_shared_tokens else ""
     facts = (
-        f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; on "
-        f"{report.device} in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"
+        f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; device "
+        f"{report.device}, precision {report.dtype}, attention {report.attention}; {report.seconds:.1f} s"
     )
-    steps = table("AdamW, packed and unpacked:", _step_rows(report), "r") if report.trajectory else []
+    steps = table("losses of training packed and unpacked:", _step_rows(report), "r") if report.trajectory else []
     checks = [("", "largest error", "allowed", ""), *_check_rows(report)]
     return [*steps, f"{report.model}: {_verdict(report)}", *table(facts, checks, "lrrl")]
 
 
 def evaluation_figures(result: EvalResult) -> dict[str, Any]:
-    """The output of ``packtool eval --json``; values that are not finite are null."""
+    """Return the output of ``packtool eval --json``; values that are not finite are null."""
     totals = result.evaluation.channel_totals
     figures = {
         **_total_figures(result.evaluation.total),
@@ -126,7 +128,7 @@ def _total_figures(total: Total) -> dict[str, float]:
 
 
 def evaluation_lines(result: EvalResult) -> list[str]:
-    """The output of ``packtool eval``: totals of all samples, and of each channel if there are channels."""
+    """Return the output of ``packtool eval``: totals of all samples, and of each channel if there are channels."""
     totals = [("all", result.evaluation.total)]
     channels = result.evaluation.channel_totals
     if any(name is not None for name in channels):

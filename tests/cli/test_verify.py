@@ -28,8 +28,8 @@ def words(tiny: TinyWorld, *more: str) -> list[str]:
 def test_the_report(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words(tiny)) == EXIT_OK
     told = capsys.readouterr().out
-    assert "packed samples are what they are alone" in told
-    for word in ("moves no other", "logits", "loss", "gradients", "allowed", "float32", "sdpa", "ok"):
+    assert "packed samples give the same outputs as unpacked ones" in told
+    for word in ("affects no other", "logits", "loss", "gradients", "allowed", "float32", "sdpa", "ok"):
         assert word in told
 
 
@@ -40,12 +40,17 @@ def test_a_page_of_the_report(
     assert run(words(tiny, "--html", page)) == EXIT_OK
     assert f"written: {page}" in capsys.readouterr().out
     text = Path(page).read_text()
-    for word in ("packed samples are what they are alone", "4 of 4", "largest error", "This page was made by"):
+    for word in (
+        "packed samples give the same outputs as unpacked ones",
+        "4 of 4",
+        "largest error",
+        "This page was made by",
+    ):
         assert word in text
     assert text.count(">ok<") == 4
     packtool.verify(model=tiny.model, cached_dataset=tiny.cache, trajectory=2, samples_per_step=4, html=trained)
     text = Path(trained).read_text()
-    assert "packed steps train what unpacked steps do" in text
+    assert "packed steps train the same as unpacked steps" in text
     assert text.count('data-name="loss packed"') == 2
     # A leak is on the page, too.
     attend = KERNELS["sdpa"].attend
@@ -79,7 +84,7 @@ def test_a_leak_is_exit_4_and_is_named(
     assert run(words(tiny, *(["--json"] if as_json else []))) == EXIT_MISMATCH
     told = capsys.readouterr()
     assert "packed samples leak: a change of sample 0 (" in told.err
-    assert "moved sample" in told.err
+    assert "changed the logits of sample" in told.err
     assert "--packing false" in told.err
     if as_json:
         document = json.loads(told.out)
@@ -130,7 +135,7 @@ def test_a_trajectory(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> No
     given += ["--trajectory", "1", "--samples-per-step", "6"]
     assert run(given) == EXIT_OK
     told = capsys.readouterr().out
-    for word in ("loss packed", "loss unpacked", "packed steps train what unpacked steps do", "weights in the end"):
+    for word in ("loss packed", "loss unpacked", "packed steps train the same as unpacked steps", "final weights"):
         assert word in told
     assert run([*given, "--json"]) == EXIT_OK
     document = json.loads(capsys.readouterr().out)

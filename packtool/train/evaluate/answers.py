@@ -19,16 +19,16 @@ from packtool.train.prepare.trained import TrainedModel
 def exact_match(
     model: str, cached_dataset: str, *, packing_length: int, progress: Progress | None = None
 ) -> list[tuple[int, int, bool]]:
-    """Compare every assistant turn of a cache with a model's predictions from the true previous text (teacher forcing).
+    """Compare every assistant turn of a cache with the model's predictions given the true previous text.
 
     Args:
         model: directory of a model, or of an adapter whose base model has not moved.
-        cached_dataset: a cache that was exported for it.
-        packing_length: tokens of a forward pass; a longer sample gets its own pass.
+        cached_dataset: a cache that was exported for this model.
+        packing_length: maximum tokens of a forward pass; a longer sample gets its own pass.
 
     Returns:
-        for every assistant turn, in the cache's order, the position of its sample, its 0-based number among the
-        sample's assistant turns, and whether all of its targets are the most likely tokens given the previous ones.
+        for every assistant turn, in the order of the cache: the position of its sample, its 0-based number in the
+        sample, and whether all of its targets are the model's most likely tokens.
     """
     progress = progress or SilentProgress()
     reader = CacheReader.open([cached_dataset])

@@ -1,15 +1,13 @@
-"""Evaluation of each sample in packed forward passes, with results in the order of the caches.
+"""Loss and accuracy of every sample, computed in packed forward passes and returned in the order of the caches.
 
-    lengths ──► micro-batches under a token cap ──► packed forward ──► rows restored ──► inverse permutation
-                (planning.dynamic)                  (no padding)       (batch.positions)  (of all ranks' results)
+Each micro-batch goes through three shapes (T tokens, S samples, R tokens of the longest sample after its prompt):
 
-packed       loss of each token  (1, T)     only where a label is, in chunks: logits are the largest tensor
-restored     one row a sample    (S, R)     from the token before its first target on: ``restore_padding``
-summed       one number a sample (S,)
+    packed      loss of each target token        (1, T)
+    restored    one row for each sample          (S, R)    by ``restore_padding``, without the prompts
+    summed      one number for each sample       (S,)
 
-Results do not depend on which samples share a pass. Nothing is random, and every rank has equally many forward passes.
-Padding is never created: ``collate_packs`` of aligned samples equals ``remove_padding`` of the padded rows. Prefixes
-that samples share are computed once, and scored for each of the samples.
+Results do not depend on which samples share a forward pass. Nothing is random, and every rank has the same number of
+forward passes. Prefixes that samples share are computed once, and scored for each of the samples.
 """
 
 from __future__ import annotations
@@ -52,36 +50,35 @@ from packtool.rows.sample import RowPart
 from packtool.train.model.loss import LossFunction
 from packtool.train.model.trainable import base_model, without_dropout
 
-_REMEDY = "The same command begins again"
+_REMEDY = "Run the same command again"
 _ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part
-SCORES = ("sum of losses", "target tokens", "correct ones", "first wrong position or -1")
-"""Columns of what ``sample_scores`` returns."""
+SCORES = ("sum of losses", "target tokens", "correct tokens", "first wrong position or -1")
+"""Columns of the result of ``sample_scores``."""
 
-_CELLS_AT_ONCE = 1 << 22
-"""Entries of the restored rows that are summed together, so that one long sample does not make many wide rows."""
+_MAX_CELLS = 1 << 22
+"""Maximum entries of restored rows in memory: one long sample makes all rows of its group as wide as itself."""
 
 Scorer = Callable[[Batch], tuple[Tensor, Tensor]]
-"""Scores the first sequence of a micro-batch: each position's loss in nats, float32 (1, T), and whether its label is
-the most likely token, bool (1, T); 0 and False where there is no label."""
+"""Runs the model on a micro-batch; returns the loss of each position in nats, float32 (1, T), and whether its label is
+the most likely token, bool (1, T). Positions without a label have 0 and False."""
 
 FloatArray = npt.NDArray[np.float64]
 
 RankScores = tuple[npt.NDArray[np.float64], Int64Array, tuple[str, ...]]
-"""A rank's results of n samples, in the order of its micro-batches: scores, float64 (n, 4), from ``sample_scores``;
+"""Results of one rank for n samples, in the order of its micro-batches: scores, float64 (n, 4), from ``sample_scores``;
 origins, int64 (n, 7), with tokens, source number, row, and the four numbers of ``RowPart``; and names of sources."""
 
 
 @dataclass(frozen=True)
 class Total:
-    """Figures of several samples, weighted by target tokens.
+    """Totals and means over several samples; means are over target tokens.
 
     Args:
-        samples: number of samples.
-        target_tokens: number of their target tokens.
-        loss: mean over all target tokens, in nats; nan without target tokens.
+        samples, target_tokens: counts.
+        loss: mean cross-entropy in nats; NaN without target tokens.
         perplexity: exp(loss).
-        token_accuracy: share of the target tokens that are the most likely ones.
-        exact_samples: samples whose targets are all the most likely ones.
+        token_accuracy: fraction of target tokens that are the model's most likely tokens.
+        exact_samples: samples whose target tokens are all the model's most likely tokens.
     """
 
     samples: int
@@ -94,17 +91,17 @@ class Total:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """One entry for each of N samples, in the caches' order; arrays of shape (N,).
+    """Results of N samples in the order of the caches; arrays of shape (N,).
 
     Args:
-        tokens: int64, of the sample.
+        tokens: int64, length of the sample.
         target_tokens: int64, labels after the sample's first token.
         loss_sum: float64, sum of the targets' cross-entropies in nats, without loss scales.
-        num_correct: int64, targets that are the most likely token, given all true tokens before.
-        first_wrong: int64, position in the sample of the first target that is not; -1 if there is none.
+        num_correct: int64, targets that are the most likely token given the true tokens before them.
+        first_wrong: int64, position in the sample of the first target that is not the most likely token, or -1.
         source: int64, position in ``sources``.
-        row: int64, row there.
-        parts: int64 (N, 4), the numbers of its ``RowPart``; 0 for a sample that is a whole row.
+        row: int64, row in the source.
+        parts: int64 (N, 4), the fields of ``RowPart``; zeros for a sample that is a full row.
         channel: int64, position in ``channels``, or -1.
         sources, channels: names.
     """
@@ -126,7 +123,7 @@ class Evaluation:
 
     @property
     def loss(self) -> FloatArray:
-        """Mean over each sample's target tokens, in nats; nan without target tokens."""
+        """Mean loss over each sample's target tokens, in nats; NaN without target tokens."""
         return _ratio(self.loss_sum, self.target_tokens)
 
     @property
@@ -137,7 +134,7 @@ class Evaluation:
 
     @property
     def token_accuracy(self) -> FloatArray:
-        """Share of each sample's target tokens that are the most likely ones; nan without target tokens."""
+        """Fraction of each sample's target tokens that are the most likely token; NaN without target tokens."""
         return _ratio(self.num_correct, self.target_tokens)
 
     @property
@@ -153,7 +150,7 @@ class Evaluation:
         return {name: self._total_of(samples) for name, samples in selected.items() if samples.any()}
 
     def metrics(self, prefix: str = "eval_") -> dict[str, float]:
-        """Return the figures of a log line: of all samples, and each named channel's loss as ``eval_loss/NAME``."""
+        """Return metrics for a log line: totals of all samples, and the loss of each channel as ``eval_loss/NAME``."""
         total = self.total
         names = ("loss", "perplexity", "token_accuracy", "target_tokens", "samples")
         figures: dict[str, float] = {prefix + name: getattr(total, name) for name in names}
@@ -188,26 +185,27 @@ class EvaluationBatch:
 
     Args:
         batch: packed, or padded with a single sample.
-        where: the samples' positions: ``seqlens``, ``cu_seqlens`` and ``prompts`` of ``sample_scores``.
-        labels: of samples that share prefixes, end to end and shifted, int64 (1, T'); None where the batch has them.
-        samples: tokens, source, row and row part of each sample.
+        spans: ``seqlens``, ``cu_seqlens`` and ``prompt_lengths`` for ``sample_scores``.
+        labels: shifted labels of samples that share prefixes, one after the other, int64 (1, T'); None if no prefix is
+            shared, because ``batch`` then has them.
+        origins: tokens, source, row and row part of each sample.
     """
 
     batch: Batch
-    where: tuple[Tensor, Tensor, Tensor]
+    spans: tuple[Tensor, Tensor, Tensor]
     labels: Tensor | None
-    samples: tuple[tuple[int, str, int, RowPart | None], ...]
+    origins: tuple[tuple[int, str, int, RowPart | None], ...]
 
 
 class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
     """A dataset whose item i is micro-batch i of a rank.
 
     Args:
-        micro_batches: positions of the samples of each.
-        alignment: samples are padded to a multiple of it.
-        packed: False for micro-batches of single samples, for models that cannot be packed.
-        split: this rank's part of sequences that several ranks share.
-        shares: compute prefixes that samples have in common once.
+        micro_batches: for each micro-batch, the positions of its samples in ``reader``.
+        alignment: samples are padded to a multiple of this number of tokens.
+        packed: False for micro-batches of a single sample, for models that cannot be packed.
+        split: this rank's part of sequences that are split over several ranks.
+        shares_prefixes: compute prefixes that samples have in common once.
     """
 
     def __init__(
@@ -219,44 +217,44 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         alignment: int = 1,
         packed: bool = True,
         split: SequenceSplit | None = None,
-        shares: bool = False,
+        shares_prefixes: bool = False,
     ) -> None:
-        assert not shares or (packed and split is None and alignment == 1), "trees are of one rank, without padding"
+        assert not shares_prefixes or (packed and split is None and alignment == 1), "trees: one rank, no padding"
         self.reader, self.spec, self.micro_batches, self.alignment = reader, spec, micro_batches, alignment
-        self.packed, self.split, self.shares = packed, split, shares
+        self.packed, self.split, self.shares_prefixes = packed, split, shares_prefixes
 
     def __len__(self) -> int:
         return len(self.micro_batches)
 
     def __getitem__(self, index: int) -> EvaluationBatch | PacktoolError:
-        """Return the micro-batch, or its error: raised in a worker, an error would lose its type and its remedy."""
+        """Return the micro-batch, or its error: an error raised in a worker process loses its type and its remedy."""
         try:
             samples = [self.reader.sample(int(position)) for position in self.micro_batches[index]]
             aligned = [align_sample(sample, self.alignment) for sample in samples]
             if self.split is not None:
                 batch: Batch = collate_shard(aligned, self.spec, self.split)
-            elif self.shares:
+            elif self.shares_prefixes:
                 batch = collate_tree(aligned, self.spec)
             else:
                 batch = (collate_packs if self.packed else collate_padded)(aligned, self.spec)
             batch = with_media_reads(batch, self.spec)
         except PacktoolError as error:
             return error
-        prompts = []
+        prompt_lengths = []
         for sample in samples:
             targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
-            prompts.append(int(targets[0]) + 1 if len(targets) else sample.length)
-        where = (
+            prompt_lengths.append(int(targets[0]) + 1 if len(targets) else sample.length)
+        spans = (
             torch.tensor([sample.length for sample in samples], dtype=torch.int64),
             torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64),
-            torch.tensor(prompts, dtype=torch.int64),
+            torch.tensor(prompt_lengths, dtype=torch.int64),
         )
         labels = None
         if isinstance(batch, TreeBatch):
             shifted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
             labels = torch.from_numpy(shifted).unsqueeze(0)
         origins = tuple((sample.length, sample.source, sample.row, sample.part) for sample in samples)
-        return EvaluationBatch(batch, where, labels, origins)
+        return EvaluationBatch(batch, spans, labels, origins)
 
 
 def evaluate(
@@ -273,32 +271,32 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the first ``len(plan.lengths)`` samples of caches; every rank calls this and gets the same result.
 
-    The model's mode, its attention and all random states are unchanged afterwards.
+    The model's mode, its attention and all random states are the same before and after.
 
     Args:
-        model: on its device; bare, with adapters, or in DistributedDataParallel. Packed attention need not be set.
-        plan: for the data-parallel ranks of ``world``; aligned where some share sequences.
+        model: on its device, possibly with adapters or in DistributedDataParallel; attention may be packed or not.
+        plan: micro-batches of the data-parallel ranks of ``world``.
         world: this rank; with several ranks, the process group must exist.
         num_workers: processes that load media ahead of the model.
-        samples: source of the samples, if other labels than the reader's are wanted.
-        parallel: ranks that share sequences with this one.
+        samples: the samples with other labels than those of ``reader``.
+        parallel: the ranks over which sequences are split.
 
     Raises:
-        MismatchError: if the ranks have planned differently.
+        MismatchError: if the ranks have different plans.
     """
     world, progress = world or World(), progress or SilentProgress()
     assert plan.num_ranks == world.data.size, "planned for another number of ranks"
     # DistributedDataParallel's own forward would wait for the other ranks.
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    packed = is_packed(bare) or can_be_packed(spec.config)
+    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    packed = is_packed(unwrapped) or can_be_packed(spec.config)
     if not packed:
-        progress.note(f"samples of a {spec.config.model_type} model cannot be kept apart: evaluated one by one")
+        progress.note(f"{spec.config.model_type} models do not support packing: samples are evaluated one at a time")
         plan = plan.one_sample_each()
     for rank, fingerprint in enumerate(all_gather_objects(plan.fingerprint, world.size)):
         if fingerprint != plan.fingerprint:
             raise MismatchError(
-                f"rank {rank} would evaluate other samples than rank {world.rank}",
-                "All machines must see the same caches, the same options and the same version of packtool.",
+                f"rank {rank} and rank {world.rank} planned different samples for this evaluation",
+                "Use the same caches, options and packtool version on all machines.",
             )
     dataset = EvaluationMicroBatches(
         samples or reader,
@@ -307,16 +305,16 @@ def evaluate(
         alignment=plan.alignment,
         packed=packed,
         split=parallel.split if parallel is not None else None,
-        shares=plan.trees is not None,
+        shares_prefixes=plan.trees is not None,
     )
-    with evaluating(bare, packed=packed) as scorer:
-        device = next(bare.parameters()).device
-        mine = _score_all(scorer, parallel, device, dataset, progress, num_workers)
-    # Ranks that share sequences have the same results.
-    return _joined(all_gather_objects(mine, world.size)[:: world.sequence_parallel_size], plan, reader)
+    with evaluating(unwrapped, packed=packed) as scorer:
+        device = next(unwrapped.parameters()).device
+        rank_scores = _score_samples(scorer, parallel, device, dataset, progress, num_workers)
+    # Ranks that split the same sequences have the same results.
+    return _join_ranks(all_gather_objects(rank_scores, world.size)[:: world.sequence_parallel_size], plan, reader)
 
 
-def _score_all(
+def _score_samples(
     scorer: Scorer,
     parallel: SequenceParallel | None,
     device: torch.device,
@@ -324,49 +322,52 @@ def _score_all(
     progress: Progress,
     num_workers: int,
 ) -> RankScores:
-    """Score the samples of all micro-batches of this rank."""
+    """Run the model on all micro-batches of this rank and score their samples.
+
+    Args:
+        parallel: the ranks over which sequences are split; they get the same scores.
+    """
     scores = [np.zeros((0, len(SCORES)))]
     origins: list[tuple[int, ...]] = []
-    names: dict[str, int] = {}
-    reads = MediaReads()
+    source_numbers: dict[str, int] = {}
+    media_reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
     with explain_dead_workers(_REMEDY):
         for item in cast(Iterator[EvaluationBatch], loaded):
             batch = item.batch.to(device)
-            reads += batch.media_reads
+            media_reads += batch.media_reads
             labels, (losses, correct) = batch.labels[:1], scorer(batch)
             if parallel is not None:
                 assert isinstance(batch, ShardedBatch), "collated with a split"
-                length = sum(batch.lengths)
-                parts = (parallel.gather(part[0], batch.index, length)[None] for part in (labels, losses, correct))
-                labels, losses, correct = parts
+                num_tokens, local = sum(batch.lengths), (labels, losses, correct)
+                labels, losses, correct = (parallel.gather(row[0], batch.index, num_tokens)[None] for row in local)
             if item.labels is not None:
                 assert isinstance(batch, TreeBatch), "only trees have separate labels"
                 # A target of a prefix need not be one in every sample that begins with it: they may train other turns.
                 labels, index = item.labels.to(device), batch.sample_index()
                 losses, correct = losses[:, index].where(labels != IGNORE_INDEX, 0), correct[:, index]
-            seqlens, cu_seqlens, prompts = (tensor.to(device) for tensor in item.where)
-            scores.append(sample_scores(seqlens, cu_seqlens, prompts, labels, losses, correct).cpu().numpy())
-            origins += [
-                (tokens, names.setdefault(source, len(names)), row, *dataclasses.astuple(part or RowPart()))
-                for tokens, source, row, part in item.samples
-            ]
+            seqlens, cu_seqlens, prompt_lengths = (tensor.to(device) for tensor in item.spans)
+            scores.append(sample_scores(seqlens, cu_seqlens, prompt_lengths, labels, losses, correct).cpu().numpy())
+            for tokens, source, row, part in item.origins:
+                number = source_numbers.setdefault(source, len(source_numbers))
+                origins.append((tokens, number, row, *dataclasses.astuple(part or RowPart())))
             progress.advance(1, samples=len(origins))
     progress.finish()
     if dataset.spec.media_cache is not None:
-        progress.note(reads.sentence(dataset.spec.media_cache))
-    return np.concatenate(scores), np.array(origins, np.int64).reshape(-1, _ORIGIN), tuple(names)
+        progress.note(media_reads.sentence(dataset.spec.media_cache))
+    return np.concatenate(scores), np.array(origins, np.int64).reshape(-1, _ORIGIN), tuple(source_numbers)
 
 
-def _joined(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
-    """Join all ranks' results in the order of the samples."""
+def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
+    """Join the results of all ranks in the order of the samples in the caches."""
     sources = tuple(sorted({name for *_, names in ranks for name in names}))
     numbers = {name: number for number, name in enumerate(sources)}
     in_plan = np.concatenate([plan.order_positions(rank) for rank in range(plan.num_ranks)])
-    rows = np.argsort(in_plan)[plan.batches.inverse]  # of each sample in the results of all ranks
+    rows = np.argsort(in_plan)[plan.batches.inverse]  # of each sample in the joined results of all ranks
     scores = np.concatenate([rank_scores for rank_scores, *_ in ranks])[rows]
     origins = np.concatenate([rank_origins for _, rank_origins, _ in ranks])[rows]
+    # Each rank numbered its own sources; renumber them by their position in ``sources``.
     codes = [np.array([numbers[name] for name in names], np.int64)[each[:, 1]] for _, each, names in ranks]
     target_tokens, num_correct, first_wrong = scores[:, 1:].astype(np.int64).T
     return Evaluation(
@@ -385,14 +386,14 @@ def _joined(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheRead
 
 
 def sample_scores(
-    seqlens: Tensor, cu_seqlens: Tensor, prompts: Tensor, labels: Tensor, losses: Tensor, correct: Tensor
+    seqlens: Tensor, cu_seqlens: Tensor, prompt_lengths: Tensor, labels: Tensor, losses: Tensor, correct: Tensor
 ) -> Tensor:
-    """Sum the scores of a sequence of T tokens by its S samples.
+    """Sum token scores of a packed sequence of T tokens for each of its S samples.
 
     Args:
         seqlens: int64 (S,), tokens of each sample, without padding.
-        cu_seqlens: int64 (S + 1,), where each begins, padding included.
-        prompts: int64 (S,), tokens before the first target; all tokens of a sample without targets.
+        cu_seqlens: int64 (S + 1,), start of each sample, padding included.
+        prompt_lengths: int64 (S,), tokens before the first target; all tokens of a sample without targets.
         labels: int64 (1, T), shifted.
         losses: float32 (1, T).
         correct: bool (1, T).
@@ -400,26 +401,26 @@ def sample_scores(
     Returns:
         float64 (S, 4) with the columns ``SCORES``.
     """
-    widths = seqlens - prompts
-    width = int(widths.max()) if len(widths) else 0
-    num_at_once = max(1, _CELLS_AT_ONCE // max(width, 1))
+    widths = seqlens - prompt_lengths
+    max_width = int(widths.max()) if len(widths) else 0
+    group_size = max(1, _MAX_CELLS // max(max_width, 1))
     scores = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
-    for start in range(0, len(widths), num_at_once):
-        stop = start + num_at_once
-        where = seqlens[start:stop], cu_seqlens[start : stop + 1], width, prompts[start:stop]
-        is_target = restore_padding(labels != IGNORE_INDEX, *where)
-        is_wrong = is_target & ~restore_padding(correct, *where)
+    for start in range(0, len(widths), group_size):
+        stop = start + group_size
+        spans = seqlens[start:stop], cu_seqlens[start : stop + 1], max_width, prompt_lengths[start:stop]
+        is_target = restore_padding(labels != IGNORE_INDEX, *spans)
+        is_wrong = is_target & ~restore_padding(correct, *spans)
         num_targets, num_wrong = is_target.sum(1), is_wrong.sum(1)
-        # The column of the first True; its token comes after the prompt.
-        first_wrong = torch.where(num_wrong > 0, (is_wrong.cumsum(1) == 0).sum(1) + prompts[start:stop], -1)
-        loss_sums = restore_padding(losses, *where).double().sum(1)
+        # The number of columns before the first wrong one; column 0 is the first token after the prompt.
+        first_wrong = torch.where(num_wrong > 0, (is_wrong.cumsum(1) == 0).sum(1) + prompt_lengths[start:stop], -1)
+        loss_sums = restore_padding(losses, *spans).double().sum(1)
         counts = (num_targets, num_targets - num_wrong, first_wrong)
         scores.append(torch.stack([loss_sums, *(count.double() for count in counts)], dim=1))
     return torch.cat(scores)
 
 
 def can_be_packed(config: PreTrainedConfig) -> bool:
-    """Return whether samples of this model can share a forward pass; if not, each is evaluated alone."""
+    """Check whether samples of this model can share a forward pass; if not, each is evaluated alone."""
     try:
         refuse_unsupported(config)
     except UnsupportedModelError:
@@ -428,24 +429,24 @@ def can_be_packed(config: PreTrainedConfig) -> bool:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Return whether a model, bare or adapted, uses packtool's attention already."""
+    """Check whether a model, possibly with adapters, already uses packtool's packed attention."""
     return str(base_model(model).config.get_text_config()._attn_implementation).startswith(ATTENTION_NAME)
 
 
 @contextmanager
 def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
-    """Yield a scorer that runs a model without dropout and gradients; afterwards every module is as before.
+    """Yield a scorer that runs a model without dropout and gradients; the model is restored afterwards.
 
     Args:
-        model: bare, or with adapters.
-        packed: keep packed samples apart; a model that is trained on padded rows has transformers' own attention.
+        model: possibly with adapters.
+        packed: isolate packed samples, by packtool's attention if the model has transformers' own.
     """
-    inner: Any = base_model(model)
-    attention = inner.config.get_text_config()._attn_implementation
-    was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(inner))
-    switch = packed and not is_packed(model)
-    if switch:
-        set_attention(inner)
+    base: Any = base_model(model)
+    attention = base.config.get_text_config()._attn_implementation
+    was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(base))
+    sets_attention = packed and not is_packed(model)
+    if sets_attention:
+        set_attention(base)
     try:
         # Not inference mode: tensors that a model caches in a forward pass must be usable in the next training step.
         with without_dropout(model), torch.no_grad(), LossFunction.temporary(model) as loss_function:
@@ -459,7 +460,7 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
 
             yield score
     finally:
-        if switch:
-            set_text_attention(inner, str(attention))
+        if sets_attention:
+            set_text_attention(base, str(attention))
             if not was_isolated:
-                release_recurrent_layers(inner)
+                release_recurrent_layers(base)

@@ -1,4 +1,4 @@
-"""``packtool eval``: check that caches and model fit, evaluate every sample, and write a file."""
+"""``packtool eval``: checks that caches and model match, evaluates every sample, and writes the results to a file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class EvalResult:
     """Result of an evaluation.
 
     Args:
-        evaluation: figures of every sample.
+        evaluation: results of every sample.
         split: name of the evaluated split.
         tokens: of all samples.
         num_micro_batches: over all ranks.
         num_processes: number of ranks.
         seconds: of the forward passes, without loading the model.
-        output: the written file.
+        output: path of the written file.
     """
 
     evaluation: Evaluation
@@ -46,13 +46,11 @@ class EvalResult:
 def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None = None) -> EvalResult:
     """Evaluate a model on caches; every process of a torchrun job calls this, and the first one writes the file.
 
-    Args:
-        progress: receives the plan and every micro-batch, on the first rank only.
-        world: this process among the others; by default from torchrun's environment.
+    Errors in options, caches and paths are raised before the model is loaded.
 
-    Raises:
-        ConfigError, DataError, MismatchError, StorageError: before the model is loaded, except for a missing picture
-            and for a full disk.
+    Args:
+        progress: used on the first rank only.
+        world: this process among the others; by default from torchrun's environment.
     """
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
@@ -81,7 +79,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
 
 def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
     """Load the model and evaluate it; return the result and the seconds without loading."""
-    # Imported late: the user's mistakes are reported before the seconds that torch and transformers take.
+    # Imported late, so that mistakes in options are reported before the seconds that torch and transformers take.
     with imported_at_once():
         import torch
         from accelerate import PartialState

@@ -1,14 +1,14 @@
-"""Comparisons of packed samples with the same samples alone: four on any pack, and a fifth on a prefix tree.
+"""Checks that packed samples give the same outputs as unpacked ones.
 
-*isolation*: one sample's tokens and media are changed in place; no other sample's logits may change.
-*prefixes*: a prefix that several samples share is changed; their logits must equal those of each sample alone with the
+*isolation*: changes the tokens and media of one sample; no other sample's logits may change.
+*prefixes*: changes a prefix that several samples share; their logits must equal those of each sample alone with the
 same change.
-*logits*, *loss*, *gradients*: those of the pack against those of each sample alone, computed by transformers itself:
-its own attention, its own recurrent layers, no boundaries.
+*logits*, *loss*, *gradients*: compares those of the pack with those of each sample alone, which transformers computes
+with its own attention and recurrent layers.
 
-Isolation is the strictest: the pack keeps its shape, so the other samples are computed in the same order and should not
-differ in the last bit. Packed and alone differ by rounding, more so in 16 bits. Before its first step, a run makes the
-comparisons that cost only a few forward passes.
+Isolation is the strictest check: the pack keeps its shape, so the other samples' logits should not differ in the last
+bit. Packed and unpacked outputs differ by rounding, more so in 16 bits. Training runs the cheap checks before its first
+step.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ _TOLERANCES = {
 _MAX_TOKENS = 4096
 _MAX_CHANGES = 2
 _MIN_GRADIENT = 1e-3
-"""Gradients whose norm is below this share of the largest are compared as if they had that norm."""
+"""Minimum norm that a gradient's error is divided by, as a fraction of the largest gradient norm."""
 
 
 def tolerances(dtype: torch.dtype) -> Mapping[str, float]:
-    """Return the largest errors that rounding explains, for weights or an autocast of this type.
+    """Return the maximum error of each check that rounding explains in a computation of this type.
 
-    ``isolation`` and ``logits`` are relative to the largest logit and ``loss`` to the mean loss (at least 1 each);
-    ``gradients`` is the norm of the difference relative to the norm of the same parameter's gradient.
+    Errors of ``isolation`` and ``logits`` are relative to the largest logit, of ``loss`` to the mean loss (at least 1
+    each), and of ``gradients`` to the norm of the parameter's gradient.
     """
     return _TOLERANCES.get(dtype, _TOLERANCES[torch.float32])
 
 
 class PackUnderTest:
-    """Samples in one packed sequence and each alone, on the model's device.
+    """Samples as one pack and as one batch for each sample, on the model's device.
 
     Args:
-        model: bare or in an adapter.
+        model: possibly with adapters.
         samples: at least two.
         dtype: of the model's computation.
-        parallel: ranks that share the sequence and all call the same methods; each computes every sample alone.
-        some_local: place two of three samples on one rank alone, as Skrull does.
-        min_shared: minimum tokens of a shared prefix that is computed once; None shares nothing.
+        parallel: the ranks over which the pack is split; all of them call the same methods.
+        some_local: compute two of three samples on a single rank, as Skrull does.
+        min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PackUnderTest:
         elif parallel is None:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:
-            # Two neighbours are local to one rank: they could leak, too.
+            # Two neighbors are computed on the same rank: they could leak, too.
             size = parallel.split.size
             self.placement = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
             self.batch = collate_shard(self.samples, spec, parallel.split, self.placement).to(device)
@@ -125,15 +125,15 @@ class PackUnderTest:
 
     @property
     def num_shared_tokens(self) -> int:
-        """Tokens that are saved by sharing prefixes."""
+        """Tokens saved by sharing prefixes."""
         return sum(self.lengths) - sum(node.length for node in self.nodes)
 
     def first(self, max_samples: int) -> PackUnderTest:
-        """Return a pack of the first samples; of a tree, samples with a shared prefix come first."""
+        """Return a pack of at most ``max_samples`` samples, preferring those with a shared prefix."""
         if len(self.samples) <= max_samples:
             return self
-        sharing = {number for node in self.nodes if node.is_shared for number in node.samples}
-        numbers = sorted(range(len(self.samples)), key=lambda number: bool(sharing) and number not in sharing)
+        shared = {number for node in self.nodes if node.is_shared for number in node.samples}
+        numbers = sorted(range(len(self.samples)), key=lambda number: bool(shared) and number not in shared)
         return PackUnderTest(
             self.model,
             [self.samples[number] for number in numbers[:max_samples]],
@@ -145,41 +145,41 @@ class PackUnderTest:
         )
 
     def name(self, number: int) -> str:
-        """Return the sample's name in messages."""
+        """Return the name of a sample in messages."""
         sample = self.samples[number]
         return f"sample {number} ({sample.source}, row {sample.row})"
 
     def node_name(self, node: Node) -> str:
-        """Return the name of a node in messages: of a sample, or of a shared prefix."""
+        """Return the name of a sample or of a shared prefix in messages."""
         if not node.is_shared:
             return self.name(node.samples[0])
-        return f"what {len(node.samples)} samples begin with, {self.name(node.samples[0])} among them,"
+        return f"the prefix that {len(node.samples)} samples share, such as {self.name(node.samples[0])},"
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
-        """Return each sample's logits at its checked positions, float32 (P, vocabulary), on every rank."""
+        """Return each sample's logits at its checked positions, float32 (P, vocabulary) on the CPU, on every rank."""
         checked, rows = [_positions(length) for length in self.lengths], []
         nodes = list(zip(self.starts, self.nodes, strict=True))
         for number, positions in enumerate(checked):
             own = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
-            rows.append(torch.cat(own)[positions])  # in the whole sequence
+            rows.append(torch.cat(own)[positions])  # positions in the packed sequence
         num_positions = [len(positions) for positions in checked]
         if self.parallel is None:
             return list(torch.split(_logits(self.model, batch, torch.cat(rows)), num_positions))
-        # Each rank computes the logits of its own tokens; all ranks get all of them.
+        # Each rank computes the logits of its local tokens; the sum over ranks has all of them.
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
-        mine = [(number, slots[row]) for number, row in enumerate(torch.cat(rows).tolist()) if row in slots]
-        # All ranks run the model, even without a checked position of their own.
-        logits = _logits(self.model, batch, torch.tensor([slot for _, slot in mine] or [0]))
+        local = [(number, slots[row]) for number, row in enumerate(torch.cat(rows).tolist()) if row in slots]
+        # Ranks without a checked position run the model, too: its forward pass communicates.
+        logits = _logits(self.model, batch, torch.tensor([slot for _, slot in local] or [0]))
         all_logits = logits.new_zeros((sum(num_positions), logits.shape[1]))
-        if mine:
-            all_logits[torch.tensor([number for number, _ in mine])] = logits
+        if local:
+            all_logits[torch.tensor([number for number, _ in local])] = logits
         return list(torch.split(self.parallel.sum(all_logits.to(batch.input_ids.device)).cpu(), num_positions))
 
     def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
-        """Return logits of one sample at its checked positions, (positions, vocabulary), computed alone.
+        """Return logits of an unpacked sample at its checked positions, float32 (P, vocabulary) on the CPU.
 
         Args:
-            changed: a node of the sample, which is changed as in ``with_change``.
+            changed: a node of the sample to change first, in the same way as ``with_change``.
         """
         batch = self.alone[number]
         if changed is not None:
@@ -192,7 +192,7 @@ class PackUnderTest:
         return _logits(self.model, batch, _positions(self.lengths[number]))
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return a batch's part of the pack's mean loss, 0-d; of a sequence that ranks share, this rank's part."""
+        """Return the sum of a batch's losses (on this rank) divided by the targets of the whole pack, 0-d."""
         return sum_of_losses(self.model, batch) / self.num_targets
 
     def packed_loss(self) -> float:
@@ -201,7 +201,7 @@ class PackUnderTest:
         return float(loss if self.parallel is None else self.parallel.sum(loss))
 
     def subtract_packed_gradients(self) -> None:
-        """Subtract the gradients of the pack's loss from the model's gradients, which are the same on all ranks."""
+        """Subtract the gradients of the pack's loss from the model's gradients, which must be equal on all ranks."""
         if self.parallel is None:
             torch.autograd.backward(-self.loss(self.batch))
             return
@@ -216,14 +216,14 @@ class PackUnderTest:
                 parameter.grad = total
 
     def with_change(self, changed: Node) -> PackedBatch | ShardedBatch:
-        """Return the pack with other tokens and media in one node, and everything else unchanged."""
+        """Return the pack with changed tokens and media in one node, and everything else unchanged."""
         number = self.nodes.index(changed)
         start = self.starts[number]
-        others = torch.full((sum(self.batch.lengths),), _UNCHANGED)
-        others[start : start + changed.length] = self._other_tokens(changed)
+        tokens = torch.full((sum(self.batch.lengths),), _UNCHANGED)
+        tokens[start : start + changed.length] = self._other_tokens(changed)
         ids = self.batch.input_ids.clone()
-        local = others.to(ids.device)[self.batch.index]
-        ids[0] = torch.where(local == _UNCHANGED, ids[0], local)
+        local_tokens = tokens.to(ids.device)[self.batch.index]
+        ids[0] = torch.where(local_tokens == _UNCHANGED, ids[0], local_tokens)
         parts: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
             parts = with_own_media(parts, self.placement, self.spec, self.parallel.split)
@@ -232,8 +232,8 @@ class PackUnderTest:
         return dataclasses.replace(self.batch, input_ids=ids, media=self._flipped(self.batch.media, parts, number))
 
     def _other_tokens(self, node: Node) -> Tensor:
-        """Return the changed tokens of a node, int64 (L,): each becomes the next larger text token of the pack."""
-        # Special tokens that the configuration names, such as placeholders of media.
+        """Return changed tokens for a node, int64 (L,): each text token becomes the next larger one in the pack."""
+        # Special tokens, such as placeholders of media, are kept.
         settings = self.spec.config.to_dict().items()
         special = [token for name, token in settings if name.endswith(("_token_id", "_token_index"))]
         kept = torch.tensor(sorted({token for token in special if isinstance(token, int)}))
@@ -247,14 +247,18 @@ class PackUnderTest:
         return own
 
     def _flipped(self, media: Mapping[str, Tensor], parts: Sequence[EncodedSample], number: int) -> dict[str, Tensor]:
-        """Return the towers' inputs with the media of one of several consecutive parts negated."""
+        """Return the inputs of the towers with the media of ``parts[number]`` negated.
+
+        Args:
+            parts: samples, or pieces of samples, in the order of their media in the inputs.
+        """
         flipped = {}
         for name, tensor in media.items():
             shapes = [_shape(part, name, self.spec) for part in parts]
             known = [shape for shape in shapes if shape]
-            # Samples lie one after the other along the first axis, or as patches in one long row.
-            has_rows = not known or sum(shape[0] for shape in known) == len(tensor) or len(known[0]) == 1
-            axis = 0 if has_rows else tensor.ndim - 1
+            # Parts are concatenated along the first axis, or along the last one as patches in one long row.
+            is_first = not known or sum(shape[0] for shape in known) == len(tensor) or len(known[0]) == 1
+            axis = 0 if is_first else tensor.ndim - 1
             counts = [shape[axis] if shape else 0 for shape in shapes]
             start = sum(counts[:number])
             signs = torch.ones(tensor.shape[axis], device=tensor.device)
@@ -265,12 +269,12 @@ class PackUnderTest:
 
 
 def without_boundaries(batch: PackedBatch) -> Batch:
-    """Return a batch of one sample as transformers expects it, without the boundaries of packing."""
+    """Return a batch of one sample without the sample boundaries that only packed attention accepts."""
     return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
 
 
 def _positions(length: int) -> Tensor:
-    """Return the checked positions of a sample, int64 (P,): its first, where leaks are largest, and some to its end."""
+    """Return the checked positions of a sample, int64 (P,): its first ones, where leaks are largest, and later ones."""
     if length <= CHECKED_POSITIONS:
         return torch.arange(length)
     half = CHECKED_POSITIONS // 2
@@ -278,7 +282,7 @@ def _positions(length: int) -> Tensor:
 
 
 def _logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
-    """Return logits at some positions, float32 (P, vocabulary), on the host."""
+    """Run the model; return logits at some positions, float32 (P, vocabulary) on the CPU."""
     inputs = batch.model_inputs()
     positions = positions.to(batch.input_ids.device)
     if takes_logits_to_keep(model):
@@ -289,7 +293,7 @@ def _logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
 
 
 def _shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]:
-    """Return the shape, or its first axis, of a sample's part of a tower input; empty for inputs such as grids."""
+    """Return the shape (or its first axis) of a sample's part of a tower input; () for other inputs such as grids."""
     if name == "pixel_values" and spec.family.processor_inputs:
         processed = load_processed([sample], spec)  # only the processor knows how many tiles a picture has
         return tuple(processed[name].shape) if processed else ()
@@ -304,14 +308,14 @@ def _shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
+    """Result of one check.
 
     Args:
-        name: ``isolation``, ``prefixes``, ``logits``, ``loss`` or ``gradients``; of a trajectory ``losses`` or
-            ``weights``.
+        name: ``isolation``, ``prefixes``, ``logits``, ``loss`` or ``gradients``; ``losses`` or ``weights`` of a
+            trajectory.
         error: the largest error.
         allowed: the largest error that rounding explains.
-        where: place of the largest error, in words.
+        where: description of the sample, node or parameter with the largest error, for messages.
     """
 
     name: str
@@ -330,52 +334,53 @@ class Check:
         return math.inf if math.isnan(self.error) else self.error / self.allowed
 
     def sentence(self) -> str:
-        """Describe a failed check."""
-        size = f"{self.error:.2g}, and rounding explains {self.allowed:.2g}"
+        """Describe the failed check in a sentence."""
+        size = f"{self.error:.2g}, and rounding explains at most {self.allowed:.2g}"
         if self.name == "isolation":
             return f"packed samples leak: {self.where} by {size}"
         if self.name == "prefixes":
-            return f"a shared prefix does not do what it does alone: {self.where} the difference is {size}"
+            return f"a shared prefix has another effect packed than alone: {self.where} the difference is {size}"
         if self.name in ("losses", "weights"):
-            return f"packed steps do not train what unpacked ones do: {self.where} the difference is {size}"
-        thing = "the loss of a pack is" if self.name == "loss" else f"the {self.name} of a pack are"
-        return f"{thing} not that of its samples alone: {self.where} the difference is {size}"
+            return f"packed training differs from unpacked training: {self.where} the difference is {size}"
+        verb = "differs" if self.name == "loss" else "differ"
+        return f"the {self.name} of a pack {verb} from its samples alone: {self.where} the difference is {size}"
 
 
 @torch.no_grad()
 def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
-    """Change one sample after the other, in a tree one node after the other, and compare the logits of all others.
+    """Change one sample (or one node of a tree) at a time, and compare the logits of all other samples.
 
     Args:
-        max_changes: changes, spread over the pack; always includes the first sample, which can leak into all others.
+        max_changes: maximum number of changes, spread over the pack; the first sample, which can leak into all others,
+            is always changed.
 
     Raises:
-        MismatchError: if no change affects even its own sample, so that nothing can be verified.
+        MismatchError: if no change affects even the logits of its own sample, so that nothing can be checked.
     """
     before = pack.packed_logits(pack.batch)
-    allowed = pack.tolerances["isolation"] * _unit(before)
-    checks, has_effect = [Check("isolation", 0.0, allowed, "no change moved another sample")], False
-    # A node that all samples share changes all of them.
+    allowed = pack.tolerances["isolation"] * _largest_logit(before)
+    checks, has_effect = [Check("isolation", 0.0, allowed, "no change affected another sample")], False
+    # A node that all samples share would change all of them.
     nodes = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]
     for changed in _spread(nodes, max_changes):
         after = pack.packed_logits(pack.with_change(changed))
         for number, error in enumerate(map(_difference, after, before)):
             if number in changed.samples:
-                has_effect |= not error <= allowed  # NaN is an effect
+                has_effect |= not error <= allowed  # also true for NaN
             else:
-                where = f"a change of {pack.node_name(changed)} moved {pack.name(number)}"
+                where = f"a change of {pack.node_name(changed)} changed the logits of {pack.name(number)}"
                 checks.append(Check("isolation", error, allowed, where))
     if nodes and not has_effect:
         raise MismatchError(
-            "changing a sample's tokens does not change what the model says of it: nothing can be verified",
-            "Check that --model is a trained model, and not one of zeros.",
+            "changing a sample's tokens does not change its logits, so nothing can be verified",
+            "Check that --model is a trained model whose weights are not all zero.",
         )
     return worst_of(checks)[0]
 
 
 def check_prefixes(pack: PackUnderTest, max_changes: int = 4) -> Check:
-    """Change one shared prefix after the other, and compare its samples with the same samples alone."""
-    checks = [Check("prefixes", 0.0, pack.tolerances["logits"], "no prefix did anything else")]
+    """Change one shared prefix at a time, and compare the logits of its samples packed and alone."""
+    checks = [Check("prefixes", 0.0, pack.tolerances["logits"], "no prefix had another effect")]
     for changed in _spread([node for node in pack.nodes if node.is_shared], max_changes):
         checks += _compare_logits("prefixes", pack, changed)
     return worst_of(checks)[0]
@@ -388,12 +393,16 @@ def check_logits(pack: PackUnderTest) -> Check:
 
 @torch.no_grad()
 def _compare_logits(name: str, pack: PackUnderTest, changed: Node | None = None) -> list[Check]:
-    """Compare the logits of samples in the pack and alone: of all, or of those of a node after a change of it."""
+    """Compare logits of packed samples with those of each sample alone.
+
+    Args:
+        changed: change this node first, and compare only its samples; None compares all samples without a change.
+    """
     packed = pack.packed_logits(pack.batch if changed is None else pack.with_change(changed))
     numbers = range(len(pack.samples)) if changed is None else changed.samples
     with own_attention(base_model(pack.model)):
         alone = {number: pack.logits_alone(number, changed) for number in numbers}
-    allowed = pack.tolerances["logits"] * _unit(list(alone.values()))
+    allowed = pack.tolerances["logits"] * _largest_logit(list(alone.values()))
     change = "" if changed is None else f"after a change of {pack.node_name(changed)} "
     return [
         Check(name, _difference(packed[number], logits), allowed, f"{change}in {pack.name(number)}")
@@ -403,7 +412,7 @@ def _compare_logits(name: str, pack: PackUnderTest, changed: Node | None = None)
 
 @torch.no_grad()
 def check_loss(pack: PackUnderTest) -> Check:
-    """Compare the pack's mean loss over its targets with the same mean over the samples alone."""
+    """Compare the mean loss over the pack's targets with the same mean computed from each sample alone."""
     packed = pack.packed_loss()
     with own_attention(base_model(pack.model)):
         alone = sum(float(pack.loss(batch)) for batch in pack.alone)
@@ -412,12 +421,13 @@ def check_loss(pack: PackUnderTest) -> Check:
 
 
 def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
-    """Compare the gradient of the pack's loss with the sum over its samples alone; needs memory for one more model.
+    """Compare the gradients of the pack's loss with the sum of the gradients of each sample alone.
 
-    The gradients of the samples are added up and those of the pack subtracted; the rest is the error.
+    Adds the gradients of the samples, subtracts those of the pack, and takes the rest as the error. Needs memory for
+    one more copy of the weights, and overwrites the model's gradients.
 
     Args:
-        max_samples: samples to pack, the first ones; in 16 bits the rounding of many sums would hide a leak.
+        max_samples: maximum number of samples in the pack: in 16 bits, rounding of many sums would hide a leak.
     """
     pack = pack.first(max_samples)
     pack.model.zero_grad(set_to_none=True)
@@ -437,56 +447,57 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
 
 
 def worst_of(checks: Sequence[Check]) -> list[Check]:
-    """Return the worst check of each name, in the order in which the names first appear."""
+    """Return the check with the largest excess for each name, in the order in which the names first appear."""
     names = dict.fromkeys(check.name for check in checks)
     return [max((check for check in checks if check.name == name), key=lambda check: check.excess) for name in names]
 
 
 def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
-    """Raise a MismatchError that names every failed check with its sample or parameter and its error.
+    """Raise a MismatchError that describes every failed check.
 
     Args:
-        shares: the samples share a prefix.
+        shares: some samples share a prefix.
     """
     if failures := [check.sentence() for check in checks if not check.passed]:
-        instead = "--share-prefix false or " if shares else ""
+        alternative = "--share-prefix false or " if shares else ""
         raise MismatchError(
             "\n".join(failures),
-            f"Train with {instead}--packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the "
+            f"Try --attn-impl sdpa, or train with {alternative}--packing false. If sdpa fails, too, please report the "
             "model's name.",
         )
 
 
 def _spread(nodes: Sequence[Node], max_nodes: int) -> list[Node]:
-    """Return at most ``max_nodes`` nodes, with the first and the last among them."""
-    chosen = np.linspace(0, len(nodes) - 1, min(max_nodes, len(nodes))).round().astype(int)
-    return [nodes[number] for number in chosen.tolist()]
+    """Return at most ``max_nodes`` evenly spaced nodes, including the first and the last."""
+    numbers = np.linspace(0, len(nodes) - 1, min(max_nodes, len(nodes))).round().astype(int)
+    return [nodes[number] for number in numbers.tolist()]
 
 
-def _unit(logits: Sequence[Tensor]) -> float:
+def _largest_logit(logits: Sequence[Tensor]) -> float:
     """Return the largest absolute logit, at least 1."""
     return max([1.0, *(float(tensor.abs().max()) for tensor in logits if tensor.numel())])
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference; 0 for empty tensors."""
     return float((a - b).abs().max()) if a.numel() else 0.0
 
 
 def verify_before_training(
     run: Run, model: nn.Module, spec: InputSpec, parallel: SequenceParallel | None, progress: Progress
 ) -> None:
-    """Check a few samples of the first pack before the first step; raise a MismatchError if a check fails.
+    """Run the cheap checks on a few samples before the first step; raise a MismatchError if one fails.
 
     Args:
-        model: to be trained, not yet wrapped for several processes.
-        parallel: ranks that share sequences with this one; None without sequence parallelism.
+        model: the model to train, not yet wrapped for several processes.
+        parallel: the ranks over which sequences are split; None without sequence parallelism.
     """
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
     shards = config.shares_experts or zero_stage(config) == 3
     if shards or (on_gpu and (config.fsdp or config.deepspeed)):
-        progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
+        progress.note("packing is not verified, because the weights are sharded; run packtool verify on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     samples = run.source.first_samples(MAX_CHECKED_SAMPLES)
@@ -508,26 +519,22 @@ def verify_cheaply(
     parallel: SequenceParallel | None = None,
     min_shared: int | None = None,
 ) -> list[Check]:
-    """Run the checks that need only a few forward passes and no gradients.
+    """Run the checks ``isolation``, ``loss`` and (if prefixes are shared) ``prefixes``, without gradients.
 
-    Changes two samples and one shared prefix, and compares the loss. The model's mode and random numbers are unchanged.
+    Changes two samples and one shared prefix. The model's mode and random numbers are the same before and after.
 
     Args:
-        model: routed through packed attention; bare or in an adapter, not yet wrapped for several processes.
+        model: with packed attention, not yet wrapped for several processes.
         samples: at least two, better short ones.
-        dtype: of the computation, if autocast makes it differ from the weights'.
-        parallel: ranks that share sequences, which all call this with the same samples; some samples are sharded,
-            others local to one rank.
-        min_shared: minimum tokens of a shared prefix that is computed once; None shares nothing.
-
-    Returns:
-        the checks ``isolation``, ``loss`` and, of a tree, ``prefixes``.
+        dtype: of the computation under autocast; by default that of the weights.
+        parallel: the ranks over which sequences are split; all of them call this with the same samples.
+        min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
     weights = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    # Frozen and trained weights may differ.
+    # Frozen and trained weights may differ in their type.
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    casts = dtype is not None and dtypes != {dtype}
-    autocast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
+    needs_autocast = dtype is not None and dtypes != {dtype}
+    autocast = torch.autocast(weights.device.type, dtype) if needs_autocast else contextlib.nullcontext()
     with without_dropout(model), torch.no_grad(), autocast:
         pack = PackUnderTest(
             model, samples, spec, dtype or weights.dtype, parallel, some_local=True, min_shared=min_shared
@@ -539,7 +546,7 @@ def verify_cheaply(
 
 
 def shortest_samples(samples: Sequence[EncodedSample], max_tokens: int = _MAX_TOKENS) -> list[EncodedSample]:
-    """Return the shortest samples with at most ``max_tokens`` together, in their order; at least two."""
+    """Return as many of the shortest samples as fit into ``max_tokens``, at least two, in their original order."""
     kept, num_tokens = set[int](), 0
     for number in sorted(range(len(samples)), key=lambda number: samples[number].length):
         num_tokens += samples[number].length

@@ -1,4 +1,4 @@
-"""``packtool verify``: compare packs of the user's data with their samples alone, in the user's model."""
+"""``packtool verify``: checks that the user's model gives the same outputs for packed and unpacked samples."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ from packtool.train.verify.trajectory import TrainedStep, compare_trajectories, 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The comparisons and their results.
+    """Results of ``packtool verify``.
 
     Args:
         model: directory.
         device, dtype: of the computation.
-        attention: name of the kernel.
-        num_packs, num_samples, num_tokens: of the comparison; shared prefixes count for each sample.
-        num_shared_tokens: of these, tokens that shared prefixes saved.
-        checks: the worst of each kind.
-        seconds: of everything.
-        trajectory: with ``--trajectory``, the losses of each step.
+        attention: name of the attention kernel.
+        num_packs, num_samples, num_tokens: compared; tokens of a shared prefix count for each of its samples.
+        num_shared_tokens: tokens of ``num_tokens`` that shared prefixes saved.
+        checks: the worst result of each check.
+        seconds: of the whole command.
+        trajectory: losses of each step, with ``--trajectory``.
     """
 
     model: str
@@ -87,19 +87,16 @@ class VerifyReport:
 
 
 def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:
-    """Compare packs with their samples; where processes share sequences, every one of them calls this.
+    """Compare packed with unpacked samples; failed checks are reported, not raised.
+
+    With sequence parallelism, all processes that split a sequence call this.
 
     Args:
         world: this process among the others; by default from torchrun's environment.
 
-    Returns:
-        the report, whether or not the checks passed.
-
     Raises:
-        ConfigError: for an unavailable kernel, or a packing length into which no two samples fit.
-        DataError: if no sample fits, or a picture cannot be read.
-        MismatchError: if the caches do not belong to the model, or inputs could leak.
-        UnsupportedModelError: if the model cannot be packed.
+        MismatchError: if the caches were exported for another model, or the inputs of the model allow leaks.
+        UnsupportedModelError: if the model does not support packing.
     """
     begin, progress = time.perf_counter(), progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
@@ -133,7 +130,7 @@ def _verify_packs(
     files: ModelFiles,
     world: World,
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
-    """Return the compared packs, and the report's fields that depend on the comparison."""
+    """Run all checks on some packs; return the samples of each pack, and fields of ``VerifyReport``."""
     capacity = _capacity(config, reader)
     shared, warning = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
     if warning is not None:
@@ -159,6 +156,7 @@ def _verify_packs(
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
         set_attention(model, config.attn_impl, parallel)
         make_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
+        # With sequence parallelism, every second pack has samples that are computed on a single rank.
         tests = [make_test(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
         functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
         calls = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
@@ -181,7 +179,7 @@ def _verify_packs(
 def _verify_trajectory(
     config: VerifyConfig, reader: CacheReader, spec: InputSpec, device: torch.device, progress: Progress
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
-    """Return the packs of all steps, and the report's fields that depend on the comparison."""
+    """Train packed and unpacked steps; return the samples of each pack, and fields of ``VerifyReport``."""
     steps = plan_steps(config, _capacity(config, reader), reader)
 
     def load() -> PreTrainedModel:
@@ -203,24 +201,28 @@ def _verify_trajectory(
 
 
 def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
+    """Return the maximum tokens of a pack."""
     return config.packing_length or max(manifest.max_length for manifest in reader.manifests)
 
 
 def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees | None = None) -> list[list[int]]:
-    """Return packs of at least two samples as training would plan them: positions in the cache.
+    """Choose ``--num-packs`` packs of at least two samples; return the positions of their samples in the caches.
 
-    Packs with shared prefixes come first, and among these, or else among all, one with media.
+    Packs with shared prefixes come first. The first pack has media if any pack (with shared prefixes) has.
+
+    Args:
+        trees: samples with common prefixes, if they are computed once.
 
     Raises:
-        ConfigError: if no two samples share a pack.
-        DataError: if no sample fits into one.
+        ConfigError: if no pack has two samples.
+        DataError: if every sample is longer than a pack.
     """
     capacity, index = _capacity(config, reader), reader.index
     fitting = np.flatnonzero(index.length <= capacity)
     if not len(fitting):
         raise DataError(
-            f"none of the {len(reader):,} samples fits into {capacity:,} tokens",
-            f"Raise --packing-length; the shortest sample has {int(index.length.min(initial=0)):,}.",
+            f"none of the {len(reader):,} samples fits into a pack of {capacity:,} tokens",
+            f"Raise --packing-length; the shortest sample has {int(index.length.min(initial=0)):,} tokens.",
         )
     if trees is not None:
         plan = pack_trees(trees, index.length, capacity, seed=config.seed)
@@ -231,7 +233,7 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
     if not len(several):
         raise ConfigError(
             f"--packing-length {capacity}: no two samples share a pack, so there is nothing to compare",
-            "Raise it: the two shortest samples should fit.",
+            "Raise it so that the two shortest samples fit into a pack.",
         )
     shared = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
     has_media, shares = plan.sums_per_pack(index.media_tokens[plan.samples])[several] > 0, shared[several] > 0

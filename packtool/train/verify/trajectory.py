@@ -1,11 +1,10 @@
-"""A few steps trained twice: packed with ``--samples-per-step``, and unpacked, each sample alone.
+"""A few optimizer steps trained twice: with packed samples, and with each sample alone.
 
-Both start with the same weights, in float32 and without dropout, and take the same steps of AdamW. Packed steps are
-those that ``packtool train`` plans. Unpacked steps use transformers' own attention, one sample after the other, with
-gradients added up: what a trainer without packing does with a batch of these samples.
+Both trainings start with the same weights and use AdamW in float32 without dropout. Packed steps are those that
+``packtool train`` plans with ``--samples-per-step``. Unpacked steps run one sample at a time with transformers' own
+attention and accumulate gradients, like a trainer without packing.
 
-Cost: two trainings, each with weights, gradients and two moments in float32, 16 bytes per weight; the weights of the
-first are kept on the host.
+Each training needs 16 bytes per weight; the weights of the first are kept on the CPU.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from packtool.train.verify.checks import Check, tolerances, without_boundaries, 
 _SAMPLES_PER_STEP = 16
 _LEARNING_RATE, _WEIGHT_DECAY, _MAX_GRAD_NORM = 1e-4, 0.1, 1.0
 _EPSILON = 1e-6
-"""AdamW's, larger than gradients that are only rounding: those of keys' biases are 0, and would go either way."""
+"""Epsilon of AdamW, larger than gradients that are only rounding errors, such as those of key biases."""
 _ROUNDING = 1e-2
-"""Share of the distance that AdamW can move a weight which rounding explains; a leak changes it entirely."""
+"""Allowed difference of a weight, as a fraction of the distance that AdamW can move it; a leak uses all of it."""
 
 StepSamples = tuple[Sequence[Sequence[int]], int]
 """The samples of each pack of a step, and the number of target tokens of all of them."""
@@ -53,10 +52,9 @@ class TrainedStep:
     """One optimizer step, trained packed and unpacked.
 
     Args:
-        step: from 1.
-        num_samples, num_targets: of the step.
-        num_packs: into which its samples were packed.
-        packed, unpacked: mean loss over the target tokens, before the step.
+        step: 1-based.
+        num_samples, num_targets, num_packs: counts; targets are target tokens.
+        packed, unpacked: mean loss over the target tokens before the weights are updated.
     """
 
     step: int
@@ -88,7 +86,7 @@ def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -
         raise ConfigError(
             f"--packing-length {packing_length}: no two samples of these steps share a pack, so there is nothing to "
             "compare",
-            "Raise it, or --samples-per-step.",
+            "Raise --packing-length or --samples-per-step.",
         )
     return steps
 
@@ -100,11 +98,11 @@ def compare_trajectories(
     spec: InputSpec,
     progress: Progress,
 ) -> tuple[tuple[TrainedStep, ...], tuple[Check, Check]]:
-    """Train steps packed and unpacked; return their losses, and the checks ``losses`` and ``weights``.
+    """Train the same steps packed and unpacked; return their losses, and the checks ``losses`` and ``weights``.
 
     Args:
-        load: returns the model with packed attention and its initial weights, in float32.
-        read: returns a sample by its number.
+        load: returns a new model with packed attention and the initial weights, in float32.
+        read: returns a sample by its position in the caches.
     """
 
     def packed(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
@@ -144,7 +142,11 @@ def _losses(
     batches_of: Callable[[Sequence[Sequence[int]]], Iterator[Batch]],
     progress: Progress,
 ) -> Iterator[float]:
-    """Train the steps; yield the loss of each before its update."""
+    """Train the steps; yield the mean loss of each step before its update.
+
+    Args:
+        batches_of: returns the micro-batches of a step's packs.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=_EPSILON, weight_decay=_WEIGHT_DECAY)
     with without_dropout(model):

@@ -63,7 +63,7 @@ def scores(scorer: Scorer, spec: InputSpec, samples: list[EncodedSample], alignm
     item = dataset[0]
     assert isinstance(item, EvaluationBatch)
     losses, correct = scorer(item.batch)
-    return sample_scores(*item.where, item.batch.labels, losses, correct).numpy()
+    return sample_scores(*item.spans, item.batch.labels, losses, correct).numpy()
 
 
 @pytest.mark.smoke

@@ -74,7 +74,7 @@ def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert [check.passed for check in compared[1]] == [False, False]
     assert all(check.excess > 50 for check in compared[1])
-    assert "packed steps do not train what unpacked ones do: in step 1, loss" in compared[1][0].sentence()
+    assert "packed training differs from unpacked training: in step 1, loss" in compared[1][0].sentence()
 
 
 def config(tiny: TinyWorld, **settings: Any) -> VerifyConfig:
