@@ -58,7 +58,7 @@ def test_a_page_of_the_report(
     monkeypatch.setattr(KERNELS["sdpa"], "attend", leak)
     assert run(words(tiny, "--html", page, "--json")) == EXIT_MISMATCH
     assert "0 of 4" in Path(page).read_text()
-    assert "packed samples leak: a change of sample 0 (" in Path(page).read_text()
+    assert "packed samples leak: changing sample 0 (" in Path(page).read_text()
 
 
 def test_one_json_document(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,13 +83,13 @@ def test_a_leak_is_exit_4_and_is_named(
     monkeypatch.setattr(KERNELS["sdpa"], "attend", leak)
     assert run(words(tiny, *(["--json"] if as_json else []))) == EXIT_MISMATCH
     told = capsys.readouterr()
-    assert "packed samples leak: a change of sample 0 (" in told.err
-    assert "changed the logits of sample" in told.err
+    assert "packed samples leak: changing sample 0 (" in told.err
+    assert "changes the logits of sample" in told.err
     assert "--packing false" in told.err
     if as_json:
         document = json.loads(told.out)
         assert document["passed"] is False
-        assert document["checks"][0]["where"].startswith("a change of sample 0")
+        assert document["checks"][0]["where"].startswith("changing sample 0")
     else:
         assert "NOT" in told.out
         assert told.out.count("FAILED") == 4

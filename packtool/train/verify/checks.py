@@ -368,7 +368,7 @@ def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
             if number in changed.samples:
                 has_effect |= not error <= allowed  # also true for NaN
             else:
-                where = f"a change of {pack.node_name(changed)} changed the logits of {pack.name(number)}"
+                where = f"changing {pack.node_name(changed)} changes the logits of {pack.name(number)}"
                 checks.append(Check("isolation", error, allowed, where))
     if nodes and not has_effect:
         raise MismatchError(
@@ -403,7 +403,7 @@ def _compare_logits(name: str, pack: PackUnderTest, changed: Node | None = None)
     with own_attention(base_model(pack.model)):
         alone = {number: pack.logits_alone(number, changed) for number in numbers}
     allowed = pack.tolerances["logits"] * _largest_logit(list(alone.values()))
-    change = "" if changed is None else f"after a change of {pack.node_name(changed)} "
+    change = "" if changed is None else f"after changing {pack.node_name(changed)} "
     return [
         Check(name, _difference(packed[number], logits), allowed, f"{change}in {pack.name(number)}")
         for number, logits in alone.items()
