@@ -416,7 +416,7 @@ def check_loss(pack: PackUnderTest) -> Check:
     packed = pack.packed_loss()
     with own_attention(base_model(pack.model)):
         alone = sum(float(pack.loss(batch)) for batch in pack.alone)
-    where = f"of {pack.num_targets:,} targets, {packed:.6g} packed and {alone:.6g} alone:"
+    where = f"the mean over {pack.num_targets:,} targets is {packed:.6g} packed and {alone:.6g} alone;"
     return Check("loss", abs(packed - alone), pack.tolerances["loss"] * max(1.0, abs(alone)), where)
 
 
