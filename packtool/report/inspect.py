@@ -1,6 +1,6 @@
 """Output of ``packtool inspect`` for a cache: its figures, damaged files, samples as text, and packs of a plan.
 
-Boxes, points and polygons are read back from a sample's text, to be drawn on its images. The numbers are interpreted as
+Boxes, points and polygons are parsed from a sample's text, to be drawn on its images. Their numbers are interpreted as
 the model's family defines them, so a box that was scaled wrongly in the rows is drawn in the wrong place.
 """
 
@@ -40,13 +40,13 @@ from packtool.terminal import escape_line, escape_text
 from packtool.train.prepare.caches import repair_command
 
 PICTURE = "\ufffc"
-"""Stands for each image in a sample's text."""
+"""Placeholder of an image in a sample's text."""
 _NUMBER = r"-?\d{1,6}(?:\.\d+)?"
 _LIST = rf"\[\s*{_NUMBER}(?:\s*,\s*{_NUMBER})+\s*\]"
 
 
 def _box_pattern(tokens: BoxTokens, group: str) -> str:
-    """A pattern of a box between tokens, optionally after its name; groups ``group`` and ``group_name``."""
+    """Return a pattern of a box between tokens, optionally after its name; groups ``group`` and ``group_name``."""
     (name, name_end), (box, box_end) = ([*map(re.escape, pair)] for pair in (tokens.name, tokens.box))
     named = rf"{name}(?P<{group}_name>(?:(?!{name_end}).){{0,1000}}){name_end}\s*"
     return rf"(?:{named})?{box}(?P<{group}>{tokens.box_pattern}){box_end}"
@@ -74,13 +74,13 @@ Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 @dataclass(frozen=True)
 class ShownRegion:
-    """A box, a point or a polygon as it is drawn.
+    """A point, box or polygon to draw on an image.
 
     Args:
-        name: its label in the text, or "".
-        corners: (x, y) of each corner, relative to the image's sides.
+        name: label in the text, or "".
+        corners: (x, y) of each corner, as fractions of the image's width and height.
         image: number of the image in the sample.
-        is_certain: no other image can be meant.
+        is_certain: True if the sample has no other image that the text could mean.
     """
 
     name: str
@@ -91,35 +91,35 @@ class ShownRegion:
     @property
     def is_inside(self) -> bool:
         """True if all corners are inside the image."""
-        return all(0 <= share <= 1 for corner in self.corners for share in corner)
+        return all(0 <= coordinate <= 1 for corner in self.corners for coordinate in corner)
 
     def description(self, width: int, height: int) -> str:
-        """Name, kind and corners, in pixels of an image of this size."""
+        """Return name, kind and corners as text, in pixels of an image of this size."""
         kind = {1: "point", 2: "box"}.get(len(self.corners), "polygon")
         corners = " ".join(f"{x * width:.0f},{y * height:.0f}" for x, y in self.corners)
-        outside = "" if self.is_inside else ", outside of it"
-        doubt = "" if self.is_certain else ", if it is on this one"
-        return f"{self.name + ', ' if self.name else ''}{kind} {corners} of picture {self.image}{outside}{doubt}"
+        outside = "" if self.is_inside else ", outside the image"
+        doubt = "" if self.is_certain else ", unless it belongs to another image"
+        return f"{self.name + ', ' if self.name else ''}{kind} {corners} of image {self.image}{outside}{doubt}"
 
 
 def regions_of(
     text: str, images: Sequence[EncodedImage], form: BoxForm | None, limits: ImageLimits | None, is_complete: bool
 ) -> list[ShownRegion]:
-    """The regions that a sample's text describes.
+    """Return the regions that a sample's text describes.
 
-    If it is unclear which of several images is meant, the region is listed for each image before it in the text.
+    If several images could be meant, the region is listed for each image before it in the text.
 
     Args:
         text: of the sample, with ``PICTURE`` for each image.
-        form: of the model's family.
-        limits: the model's limits of images.
-        is_complete: the sample was not truncated, so no image is missing.
+        form: the notation of boxes in the model's family; None if it has none.
+        limits: size limits of images, which determine the size that coordinates refer to.
+        is_complete: False if the sample was truncated, so that images may be missing.
     """
     if form is None or not images:
         return []
     regions: list[ShownRegion] = []
     for start, name, numbers, is_marked in _read_regions(text):
-        num_before = text.count(PICTURE, 0, start) or len(images)
+        num_before = text.count(PICTURE, 0, start) or len(images)  # regions before the first image may mean any
         is_ordered = len(numbers) != 4 or (numbers[0] <= numbers[2] and numbers[1] <= numbers[3])
         for number, image in enumerate(images[:num_before]):
             width, height = written_size(form, image, limits)
@@ -131,25 +131,29 @@ def regions_of(
 
 
 def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool]]:
-    """Start, name, coordinates, and whether tokens or JSON mark them as coordinates."""
+    """Yield start, name and coordinates of each region, and whether special tokens or JSON mark it as a region.
+
+    Unmarked lists of numbers are guesses: the caller drops those outside an image.
+    """
     for match in _REGION.finditer(text):
         lists = match["json"] or match["lists"]
-        shown = lists or match["pairs"] or match["list"] or ""
+        numbers_text = lists or match["pairs"] or match["list"] or ""
         is_marked, name = match["list"] is None, match["pairs_name"] or match["lists_name"] or ""
         if not name and is_marked:
             before = text[max(match.start() - _MAX_LABEL_LENGTH, 0) : match.start()]
             label = _LABEL.match(text, match.end()) or _LABEL_BEFORE.search(before)
-            name = _unquoted(label["label"]) if label else ""
+            name = _unquote(label["label"]) if label else ""
         # Coordinates often follow a quote, a word or "="; other pairs of numbers rarely do.
         before = text[max(match.start() - 1, 0) : match.start()]
         is_attached = before.isalnum() or before in ("'", '"', "=")
-        for each in re.findall(r"\[[^\[\]]*\]", shown) if lists else [shown]:
-            numbers = tuple(map(float, _NUMBERS.findall(each)))
+        for region in re.findall(r"\[[^\[\]]*\]", numbers_text) if lists else [numbers_text]:
+            numbers = tuple(map(float, _NUMBERS.findall(region)))
             if len(numbers) % 2 == 0 and (is_marked or len(numbers) > 2 or is_attached):
                 yield match.start(), _TOKENS.sub("", name).strip(), numbers, is_marked
 
 
-def _unquoted(label: str) -> str:
+def _unquote(label: str) -> str:
+    """Return the text of a JSON string, or of an invalid one without its quotes."""
     try:
         return str(json.loads(label, strict=False))
     except ValueError:
@@ -157,17 +161,17 @@ def _unquoted(label: str) -> str:
 
 
 def cache_figures(directory: str) -> dict[str, Any]:
-    """The manifest's figures, and examples of dropped rows.
+    """Return the figures of a cache's manifest and examples of dropped rows, as ``packtool inspect --json`` has them.
 
     Raises:
-        MismatchError: if it is no finished cache, with the number of its finished shards.
+        MismatchError: if it is no finished cache.
     """
     directory = storage.normalize(directory)
     has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))
     if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
         raise MismatchError(
-            f"{directory} is an unfinished cache: {num_finished(directory)} shards are finished so far",
-            "Run the same packtool export again to go on.",
+            f"{directory}: the export of this cache is not finished; {num_finished(directory)} shards are",
+            "Run the same packtool export command again to resume it.",
         )
     manifest = Manifest.read(directory)
     identity = manifest.identity
@@ -179,8 +183,8 @@ def cache_figures(directory: str) -> dict[str, Any]:
         splits[split] = {names.get(name, name): value for name, value in counts.items()}
     examples: dict[str, list[dict[str, Any]]] = {}
     for row in dropped_rows(storage.join(directory, DROPPED_NAME)):
-        if len(of_reason := examples.setdefault(row["reason"], [])) < _MAX_EXAMPLES:
-            of_reason.append(row)
+        if len(reason_examples := examples.setdefault(row["reason"], [])) < _MAX_EXAMPLES:
+            reason_examples.append(row)
     return {
         "directory": directory,
         "packtool_version": manifest.packtool_version,
@@ -206,7 +210,7 @@ def cache_figures(directory: str) -> dict[str, Any]:
 
 
 def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
-    """The dropped rows of a ``dropped.jsonl``, read line by line, without parts of rows that were kept."""
+    """Yield the dropped rows of a ``dropped.jsonl``, without dropped parts of rows that were kept."""
     with storage.open_read(path) as file:
         for line in file:
             row = load_json(line)
@@ -215,7 +219,7 @@ def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures of a cache as lines of a table."""
+    """Return the figures of ``cache_figures`` as lines of a table."""
     lines = [
         ("model", f"{figures['model_type']}, {figures['model']}"),
         ("fingerprint", f"{figures['fingerprint']}, packtool {figures['packtool_version']}"),
@@ -223,15 +227,15 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     for source in figures["sources"]:
         lines.append((source["path"], f"{source['rows']:,} rows {source['settings']}".strip()))
-    lines.append(("rows in", f"{figures['num_rows']:,}"))
+    lines.append(("input rows", f"{figures['num_rows']:,}"))
     for name, split in figures["splits"].items():
         num_rows = split["num_samples"] - split["pieces_added"]
-        rows = f" of {num_rows:,} rows" if split["pieces_added"] else ""
-        share = split["target_tokens"] / max(split["tokens"], 1)
+        rows = f" from {num_rows:,} rows" if split["pieces_added"] else ""
+        target_fraction = split["target_tokens"] / max(split["tokens"], 1)
         lines += [
             (name, f"{split['num_samples']:,} samples{rows} in {split['num_shards']} shards"),
             ("  tokens", f"{split['tokens']:,}"),
-            ("  target tokens", f"{split['target_tokens']:,} ({share:.1%})"),
+            ("  target tokens", f"{split['target_tokens']:,} ({target_fraction:.1%})"),
             ("  media tokens", f"{split['media_tokens']:,}"),
             ("  truncated", f"{split['truncated']:,} samples, {split['truncated_tokens']:,} tokens"),
         ]
@@ -248,12 +252,13 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a sample that is shown in one style.
+    """Consecutive tokens of a sample that are shown in one style.
 
     Args:
-        text: of its tokens; a description in brackets for media and for truncated tokens.
-        weight: of the loss on a trained piece.
-        medium: that the placeholder tokens stand for.
+        look: the style.
+        text: of the tokens; a description in brackets for media and for truncated tokens.
+        weight: loss weight of trained tokens.
+        medium: the medium of placeholder tokens.
     """
 
     look: Look
@@ -263,12 +268,12 @@ class Part:
 
     @property
     def weighted_text(self) -> str:
-        """The text, after its weight if that is not 1."""
+        """The text, preceded by its loss weight if that is not 1."""
         return f"{self.weight:g}:{self.text}" if self.look == "trained" and self.weight != 1 else self.text
 
 
 def marked_text(parts: Iterable[Part]) -> str:
-    """A sample without colours: trained text between « and », after its weight if that is not 1."""
+    """Return a sample as text without colors: trained text is between « and »."""
     texts = (f"«{part.weighted_text}»" if part.look == "trained" else part.weighted_text for part in parts)
     return escape_text("".join(texts))
 
@@ -276,27 +281,24 @@ def marked_text(parts: Iterable[Part]) -> str:
 def sample_view(
     directory: str, split: str, row: int, model: str | None = None
 ) -> tuple[list[tuple[str, str]], list[Part]]:
-    """A decoded sample.
+    """Decode a sample of a cache.
 
     Args:
-        row: position in the split.
+        row: position of the sample in the split.
         model: directory of the tokenizer; by default that of the export.
 
     Returns:
-        facts as (name, value), and the sample's parts.
-
-    Raises:
-        ConfigError: if there is no such row, or no such model.
+        facts about the sample as (name, value), and its parts.
     """
     reader = CacheReader.open([directory], split)
     if not 0 <= row < len(reader):
-        raise ConfigError(f"--row {row}: the {split} split has rows 0 to {len(reader) - 1}")
+        raise ConfigError(f"--row {row}: the {split} split has samples 0 to {len(reader) - 1}")
     sample = reader.sample(row)
     decoder = Decoder(model_of_cache(reader, model), reader.manifests[0].identity)
     facts = [
         ("source", f"{sample.source}, row {sample.row}"),
         ("channel", sample.channel or "none"),
-        ("tokens", f"{sample.length:,}, of them {int((sample.labels != IGNORE_INDEX).sum()):,} trained"),
+        ("tokens", f"{sample.length:,}, {int((sample.labels != IGNORE_INDEX).sum()):,} of them trained"),
     ]
     if sample.part is not None:
         facts.insert(1, ("part of its row", str(sample.part)))
@@ -314,7 +316,7 @@ class Decoder:
 
     Args:
         files: of the model that the cache was exported for.
-        identity: of the cache.
+        identity: what the cache was exported from and how.
     """
 
     def __init__(self, files: ModelFiles, identity: Identity) -> None:
@@ -331,21 +333,22 @@ class Decoder:
                 self._pads[token_id] = kind
 
     def parts(self, sample: EncodedSample) -> list[Part]:
-        """The sample from its first token to its last, with the number of truncated tokens at the side they were cut.
+        """Return the parts of a sample in order, including one for truncated tokens where they were removed.
 
-        A cache does not keep the truncated tokens themselves, only their number.
+        A cache stores only the number of truncated tokens.
         """
-        place = "its oldest media"
+        removed = "its oldest media"
         if self._strategy in ("left", "right"):
             side = "its beginning" if self._strategy == "left" else "its end"
-            place = f"{side}, or of {place}" if self._trims_media else side
+            removed = f"{side}, or of {removed}" if self._trims_media else side
         parts = list(self._kept_parts(sample))
         if sample.num_truncated:
-            truncated = Part("truncated", f"[{sample.num_truncated:,} tokens of {place} cut off]")
+            truncated = Part("truncated", f"[{sample.num_truncated:,} tokens of {removed} were truncated]")
             parts.insert(len(parts) if self._strategy == "right" else 0, truncated)
         return parts
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
+        """Yield the parts of a sample that were not truncated: media, and text of one style and weight each."""
         media: dict[str, list[Medium]] = {
             "image": [*sample.images],
             "video": [*sample.videos],
@@ -354,39 +357,41 @@ class Decoder:
         kinds = [self._pads.get(token) for token in sample.input_ids.tolist()]
         trained = sample.labels != IGNORE_INDEX
         weights = np.where(trained, 1.0 if sample.loss_scale is None else sample.loss_scale, 1.0)
-        at = 0
-        while at < sample.length:
-            kind = kinds[at]
+        position = 0
+        while position < sample.length:
+            kind = kinds[position]
             if kind == "audio" and media["video"] and getattr(media["video"][0], "audio", None) is not None:
-                # A sound track's placeholder tokens may come before its video's.
-                following = next((each for each in kinds[at:] if each != "audio"), None)
-                kind = "video" if following == "video" else kind
+                # The placeholder tokens of a sound track may come before those of its video.
+                next_kind = next((each for each in kinds[position:] if each != "audio"), None)
+                kind = "video" if next_kind == "video" else kind
             if kind is not None and media[kind]:
                 medium = media[kind].pop(0)
-                left = medium.num_tokens
+                num_left = medium.num_tokens
                 if isinstance(medium, EncodedVideo) and medium.audio is not None:
-                    left += medium.audio.num_tokens
+                    num_left += medium.audio.num_tokens
                 # Text between a medium's placeholder tokens belongs to the medium.
-                while left and at < sample.length:
-                    left -= kinds[at] is not None
-                    at += 1
+                while num_left and position < sample.length:
+                    num_left -= kinds[position] is not None
+                    position += 1
                 yield Part("media", medium_text(medium), medium=medium)
                 continue
-            start, at = at, at + 1
+            start, position = position, position + 1
             style = trained[start], weights[start]
-            while at < sample.length and kinds[at] is None and (trained[at], weights[at]) == style:
-                at += 1
-            text = self._tokenizer.decode(sample.input_ids[start:at].tolist(), skip_special_tokens=False)
+            while position < sample.length and kinds[position] is None:
+                if (trained[position], weights[position]) != style:
+                    break
+                position += 1
+            text = self._tokenizer.decode(sample.input_ids[start:position].tolist(), skip_special_tokens=False)
             yield Part("trained" if trained[start] else "plain", text, float(weights[start]))
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
-        """The regions that the text of a sample with these parts describes."""
+        """Return the regions that the text of a sample with these parts describes."""
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
         return regions_of(text, sample.images, self._form, self._limits, is_complete=not sample.num_truncated)
 
 
 def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
-    """The files of the model that a cache was exported for, or of ``model``."""
+    """Read the files of the model that a cache was exported for, or of ``model`` if given."""
     exported_for = str(reader.manifests[0].identity.spec["model"])
     try:
         return ModelFiles.load(model or exported_for)
@@ -395,12 +400,12 @@ def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
             raise
         raise ConfigError(
             f"{reader.directories[0]} was exported for {exported_for}, which cannot be read here: {error.message}",
-            "Say where that model is now: --model DIR.",
+            "Give the model's present directory: --model DIR.",
         ) from error
 
 
 def medium_text(medium: Medium) -> str:
-    """A medium in brackets, with its size or duration and its number of tokens."""
+    """Describe a medium in brackets, with its size or duration and its number of tokens."""
     tokens = f"{medium.num_tokens:,} tokens"
     if isinstance(medium, EncodedImage):
         return f"[image {medium.width}x{medium.height} -> {tokens}]"
@@ -416,7 +421,7 @@ def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
     """Compare all files of a cache with its manifest, for ``packtool inspect --verify``.
 
     Returns:
-        figures; ``damaged`` lists files with their problems, ``mend`` is the command that repairs the cache.
+        figures for JSON; ``damaged`` lists files and their problems, ``mend`` is the command that repairs the cache.
     """
     directory = storage.normalize(directory)
     manifest = Manifest.read(directory)
@@ -440,36 +445,35 @@ def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
 
 
 def damage_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The output of ``packtool inspect --verify``."""
-    rate = figures["bytes"] / 1e9 / figures["seconds"] if figures["seconds"] else 0.0
-    size = f"{figures['bytes'] / 1e6:,.1f} MB read at {rate:.1f} GB/s"
+    """Yield the output of ``packtool inspect --verify``."""
+    gb_per_second = figures["bytes"] / 1e9 / figures["seconds"] if figures["seconds"] else 0.0
+    size = f"{figures['bytes'] / 1e6:,.1f} MB read at {gb_per_second:.1f} GB/s"
     yield f"{figures['directory']}: {figures['num_files']} files, {size}"
     for each in figures["damaged"]:
         yield f"  {each['file']} {each['problem']}"
     if figures["without_checksum"]:
-        yield f"made before indexes had checksums, so these could only be read: {figures['without_checksum']}"
+        files = ", ".join(figures["without_checksum"])
+        yield f"no checksum was recorded for {files} (older packtool); checked only that they can be read"
     if not figures["damaged"]:
-        yield "all files are as they were exported"
+        yield "no file is damaged"
         return
-    mend = "Copy these files again from where they are whole, or make them again from the rows:"
-    yield f"{len(figures['damaged'])} files are damaged. {mend}"
+    remedy = "Copy them again from an undamaged copy of the cache, or export them again from the rows:"
+    yield f"{len(figures['damaged'])} files are damaged. {remedy}"
     yield f"  {figures['mend']}"
 
 
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
-    """A pack of a saved plan: shared prefixes, what each sample adds, and which tokens are trained.
+    """Describe a pack of a saved plan: its shared prefixes, the tokens that each sample adds, and trained tokens.
 
     Args:
-        model: directory of the model, which locates media in shared prefixes; by default that of the export. A pack
-            without such media needs none.
+        plan: file of the plan.
+        pack: number of the pack in the plan.
+        model: directory of the model, read only to locate media in shared prefixes; by default that of the export.
 
     Returns:
-        ``prefixes`` and ``samples``, each with its tokens in the pack (``start``, ``end``), its first and last
-        ``positions`` in the samples, the number of the ``prefix`` before it, and what is ``trained``.
-
-    Raises:
-        MismatchError: if the plan belongs to other caches.
-        ConfigError: if it has no such pack, or the model cannot be read.
+        ``prefixes`` and ``samples``, each with its tokens in the pack (from ``start`` to before ``end``), the first and
+        last of its ``positions`` in the samples, the number of the ``prefix`` that it continues, and the ``trained``
+        ranges of tokens in the pack.
     """
     reader = CacheReader.open([directory])
     saved = read_plan_of(reader, plan)
@@ -480,48 +484,53 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     branches = find_branches(saved.lengths[members], None if saved.shared is None else saved.shared[members])
     numbers = saved.samples[members].tolist()
     samples = [reader.sample(number) for number in numbers]
-    tokens = None
+    media_tokens = None
     if any(branch.num_samples > 1 for branch in branches) and any(sample.media for sample in samples):
-        tokens = MediaTokens.of(model_of_cache(reader, model).config)
-    prefixes, own = _layout(branches, numbers, samples, tokens)
+        media_tokens = MediaTokens.of(model_of_cache(reader, model).config)
+    prefixes, sample_figures = _layout(branches, numbers, samples, media_tokens)
     return {
         "pack": pack,
         "tokens": sum(branch.num_tokens for branch in branches),
         "tokens_without": sum(sample.length for sample in samples),
         "packing_length": saved.capacity,
         "prefixes": prefixes,
-        "samples": own,
+        "samples": sample_figures,
     }
 
 
 def _layout(
-    branches: Sequence[Branch], numbers: Sequence[int], samples: Sequence[EncodedSample], tokens: MediaTokens | None
+    branches: Sequence[Branch],
+    numbers: Sequence[int],
+    samples: Sequence[EncodedSample],
+    media_tokens: MediaTokens | None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Figures of the prefixes, and of what each sample adds, in the order of the pack.
+    """Return figures of the shared prefixes, and of the tokens that each sample adds, in the order of the pack.
 
     Args:
+        branches: of the pack; a branch is a shared prefix, or the tokens that one sample adds.
         numbers: of the samples in the cache.
-        tokens: locate media in a sample; None if no branch has only some of a sample's media.
+        media_tokens: locates media in a sample; None if no branch has only some of a sample's media.
     """
     prefixes: list[dict[str, Any]] = []
-    own: list[dict[str, Any]] = []
+    sample_figures: list[dict[str, Any]] = []
     prefix_numbers: dict[int, int | None] = {NOTHING: None}  # by branch
-    at = 0
+    start = 0  # of the branch in the pack
     for number, branch in enumerate(branches):
         members = samples[branch.first : branch.last]
         first = members[0]
         is_trained = np.any([sample.labels[branch.start : branch.stop] != IGNORE_INDEX for sample in members], axis=0)
-        trained = at + np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))
+        # Positions in the pack where trained tokens begin and end, alternately.
+        edges = start + np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))
         media = first.media
-        if tokens is not None:
-            spans = media_spans(first, tokens)
+        if media_tokens is not None:
+            spans = media_spans(first, media_tokens)
             media = [span.medium for span in spans if branch.start <= span.start < branch.stop]
         figures = {
-            "start": at,
-            "end": at + branch.num_tokens,
+            "start": start,
+            "end": start + branch.num_tokens,
             "positions": [branch.start, branch.stop - 1],
             "prefix": prefix_numbers[branch.parent],
-            "trained": trained.reshape(-1, 2).tolist(),
+            "trained": edges.reshape(-1, 2).tolist(),
             "media": list(map(medium_text, media)),
         }
         if branch.num_samples > 1:
@@ -530,40 +539,40 @@ def _layout(
         else:
             part = "" if first.part is None else str(first.part)
             name = {"sample": numbers[branch.first], "source": first.source, "row": first.row, "part": part}
-            own.append({**name, **figures})
-        at += branch.num_tokens
-    return prefixes, own
+            sample_figures.append({**name, **figures})
+        start += branch.num_tokens
+    return prefixes, sample_figures
 
 
 def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
-    """The output of ``packtool inspect --pack``: the samples of the pack; shared prefixes as trees."""
-    tokens, capacity, num_whole = pack["tokens"], pack["packing_length"], pack["tokens_without"]
-    without = f", instead of {num_whole:,} with every sample whole" if num_whole > tokens else ""
+    """Yield the output of ``packtool inspect --pack``: the samples of the pack; shared prefixes as trees."""
+    tokens, capacity, num_unshared = pack["tokens"], pack["packing_length"], pack["tokens_without"]
+    without = f", {num_unshared:,} without shared prefixes" if num_unshared > tokens else ""
     fill = f"{tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"
     yield f"pack {pack['pack']}: {len(pack['samples'])} samples, {fill}{without}"
-    parts = sorted([*pack["prefixes"], *pack["samples"]], key=lambda part: part["start"])
-    last = {part["prefix"]: part for part in parts}  # part after each prefix
-    for part in parts:
-        first, stop = part["positions"]
-        own = stop - first + 1
-        is_prefix = "samples" in part
+    nodes = sorted([*pack["prefixes"], *pack["samples"]], key=lambda node: node["start"])
+    last_child = {node["prefix"]: node for node in nodes}  # by the number of its prefix
+    for node in nodes:
+        first, last = node["positions"]
+        num_tokens = last - first + 1
+        is_prefix = "samples" in node
         if is_prefix:
-            num = len(part["samples"])
-            name = f"a prefix of {num} samples, {own:,} tokens once instead of {num * own:,}"
+            num_samples = len(node["samples"])
+            name = f"prefix of {num_samples} samples, {num_tokens:,} tokens instead of {num_samples * num_tokens:,}"
         else:
-            name = f"sample {part['sample']}: {escape_line(part['source'])}, row {part['row']}"
-            name += f", {part['part']}" if part["part"] else ""
-            if part["prefix"] is not None:
-                name += f", adds {own:,} of its {stop + 1:,} tokens"
-        # The tree's lines that lead to this part, and those that continue below it.
+            name = f"sample {node['sample']}: {escape_line(node['source'])}, row {node['row']}"
+            name += f", {node['part']}" if node["part"] else ""
+            if node["prefix"] is not None:
+                name += f", adds {num_tokens:,} of its {last + 1:,} tokens"
+        # Lines of the tree that lead to this node, and those that continue below it, from the node up to its root.
         here = below = ""
-        ancestor = part
+        ancestor = node
         while ancestor["prefix"] is not None:
-            is_last = last[ancestor["prefix"]] is ancestor
+            is_last = last_child[ancestor["prefix"]] is ancestor
             here = (("└─ " if is_last else "├─ ") if not here else "   " if is_last else "│  ") + here
             below = ("   " if is_last else "│  ") + below
             ancestor = pack["prefixes"][ancestor["prefix"]]
-        yield f"  {here}[{part['start']:>6}, {part['end']:>6})  positions {first}-{stop}  {name}"
-        trained = [f"trained {' '.join(f'{a}-{b}' for a, b in part['trained'])}"] if part["trained"] else []
-        if details := [*trained, *part["media"]]:
+        yield f"  {here}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {name}"
+        trained = [f"trained {' '.join(f'{a}-{b}' for a, b in node['trained'])}"] if node["trained"] else []
+        if details := [*trained, *node["media"]]:
             yield f"  {below}{'│  ' if is_prefix else '    '}{'   '.join(details)}"

@@ -102,7 +102,7 @@ def test_rows_are_counted_and_turns_told(talk: Export, tmp_path: Path) -> None:
     figures = cache_figures(str(tmp_path / "cache"))
     assert figures["dropped_examples"] == {}
     shown = dict(figure_lines(figures))
-    assert shown["train"] == "59 samples of 30 rows in 1 shards"
+    assert shown["train"] == "59 samples from 30 rows in 1 shards"
     assert shown["turns and responses left out"] == "1 over_max_length"
     assert dict(sample_view(str(tmp_path / "cache"), "train", 2)[0])["part of its row"] == "turn 2 of 2"
     assert "part of its row" not in dict(sample_view(str(tmp_path / "cache"), "train", 0)[0])

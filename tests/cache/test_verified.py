@@ -233,7 +233,7 @@ def test_old_caches_without_a_checksum_of_the_index_open_and_say_so(cache: Path)
     found = inspect.damage_figures(str(cache), SilentProgress())
     assert found["damaged"] == []
     assert found["without_checksum"] == ["train/index.arrow", "val/index.arrow"]
-    assert "made before indexes had checksums" in "\n".join(inspect.damage_lines(found))
+    assert "no checksum was recorded for" in "\n".join(inspect.damage_lines(found))
 
 
 def test_repair_makes_again_what_is_damaged_and_nothing_else(

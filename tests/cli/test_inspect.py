@@ -33,7 +33,17 @@ def cache(run_export: Callable[..., Any], tmp_path: Path) -> str:
 def test_figures(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", cache]) == 0
     told = capsys.readouterr().out
-    for words in ("qwen3_vl", "rows in", "train", "val", "target tokens", "dropped", "invalid_json", "gone.png", "█"):
+    for words in (
+        "qwen3_vl",
+        "input rows",
+        "train",
+        "val",
+        "target tokens",
+        "dropped",
+        "invalid_json",
+        "gone.png",
+        "█",
+    ):
         assert words in told
     assert run(["inspect", "--json", "true", cache]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -60,9 +70,17 @@ def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) ->
     assert {part["look"] for part in parts} <= {"plain", "trained", "media"}
     cut = dataclasses.replace(reader.sample(with_picture), num_truncated=1234)
     for spec, at, words in (
-        ({"truncation_strategy": "left"}, 0, "1,234 tokens of its beginning cut off"),
-        ({"truncation_strategy": "right", "media_overflow": "trim"}, -1, "of its end, or of its oldest media cut off"),
-        ({"truncation_strategy": "delete", "media_overflow": "trim"}, 0, "1,234 tokens of its oldest media cut off"),
+        ({"truncation_strategy": "left"}, 0, "1,234 tokens of its beginning were truncated"),
+        (
+            {"truncation_strategy": "right", "media_overflow": "trim"},
+            -1,
+            "of its end, or of its oldest media were truncated",
+        ),
+        (
+            {"truncation_strategy": "delete", "media_overflow": "trim"},
+            0,
+            "1,234 tokens of its oldest media were truncated",
+        ),
     ):
         identity = reader.manifests[0].identity
         identity = dataclasses.replace(identity, spec={**identity.spec, **spec})

@@ -44,7 +44,7 @@ def test_each_spelling() -> None:
         ShownRegion("a dog", ((0.1, 0.25), (0.5, 0.25)), 0, True)
     ]
     assert [region.corners for region in shown("a dog[100, 200, 500, 250] click('[100, 200]')")] == [box, box[:1]]
-    assert dog.description(640, 480) == "a dog, box 64,96 320,120 of picture 0"
+    assert dog.description(640, 480) == "a dog, box 64,96 320,120 of image 0"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_is_wrong_is_seen() -> None:
     """Pixels that a model of thousandths would be told: JSON says that they are coordinates."""
     (region,) = shown('{"bbox_2d": [300, 200, 1200, 900]}')
     assert not region.is_inside
-    assert region.description(640, 480).endswith("of picture 0, outside of it")
+    assert region.description(640, 480).endswith("of image 0, outside the image")
 
 
 def test_which_of_several_pictures_is_not_known() -> None:

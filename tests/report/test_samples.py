@@ -351,8 +351,8 @@ def test_boxes_are_drawn_where_they_are(
     told = browser.evaluate("[...document.querySelectorAll('.seen ~ ol li')].map(e => e.textContent)")
     assert told[0].startswith(EVIL[:9])
     assert [text.rpartition(", ")[2][-40:] for text in told] == [
-        "box 100,80 300,240 of picture 0",
-        "polygon 200,160 640,480 200,480 of picture 0"[-40:],
+        "box 100,80 300,240 of image 0",
+        "polygon 200,160 640,480 200,480 of image 0"[-40:],
     ]
     assert browser.evaluate("window.evil === undefined && document.documentElement.scrollWidth") <= width
     assert browser.errors() == []

@@ -339,7 +339,7 @@ def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> 
             assert len(part["media"]) == is_prefix
             num_pictures += len(part["media"])
         lines = list(pack_lines(pack))
-        assert sum("a prefix of" in line for line in lines) == len(pack["prefixes"])
+        assert sum("prefix of" in line for line in lines) == len(pack["prefixes"])
         assert sum(" adds " in line for line in lines) == sum(part["prefix"] is not None for part in pack["samples"])
         for sample in pack["samples"]:
             assert sum(f"sample {sample['sample']}: {sample['source']}, row {sample['row']}" in line for line in lines)
