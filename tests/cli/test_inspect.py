@@ -123,7 +123,7 @@ def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["--row", "100000"], 2, "has rows 0 to"),
+        (["--row", "100000"], 2, "has samples 0 to"),
         (["--split", "test", "--row", "1"], 4, "no test split"),
         (["--plan", "x"], 2, "--plan and --pack go together"),
     ],
