@@ -1,4 +1,4 @@
-"""Plans, sweeps, ``--fit`` and ``--resume`` of ``packtool plan`` as lines of a terminal, and the page of a sweep."""
+"""Text output of ``packtool plan``, also with ``--sweep``, ``--fit`` and ``--resume``, and the page of a sweep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packtool.train.prepare.timeline import stage_title
 
 
 def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """The output of ``packtool plan``."""
+    """Return the output of ``packtool plan`` as (name, value); ``figures`` are those of its JSON."""
     balance = figures["balance"]
     lines = [
         *_sample_lines(figures),
@@ -19,19 +19,19 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         *_shared_lines(figures),
         *_pack_lines(figures),
         ("optimizer steps per epoch", f"{figures['steps_per_epoch']:,}"),
-        ("  samples a step, mean", f"{figures['samples_per_step']:,.1f}"),
+        ("  samples per step, mean", f"{figures['samples_per_step']:,.1f}"),
     ]
     if figures["cache_fingerprint"] is not None:  # a file of lengths does not contain labels
-        lines.append(("  target tokens a step, mean", f"{figures['target_tokens_per_step']:,.0f}"))
+        lines.append(("  target tokens per step, mean", f"{figures['target_tokens_per_step']:,.0f}"))
     lines += [
         ("without packing, in padded batches of", plural(figures["rows_of_plain_batches"], "row")),
         ("  padding", percent(figures["padding_of_plain_batches"])),
-        ("  tokens to compute", times_without_packing(figures)),
+        ("  tokens to compute, relative to packing", times_without_packing(figures)),
         ("  optimizer steps per epoch", f"{figures['steps_of_plain_batches']:,}"),
-        ("load balance, slowest rank ÷ mean rank", "round-robin → as planned"),
+        ("load imbalance, slowest rank ÷ mean rank", "round-robin → as planned"),
         ("  mean over all steps", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
         ("  worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
-        ("attention FLOPs, of those without isolation", f"{figures['efficient_attn_ratio']:.1%}"),
+        ("attention FLOPs, relative to packs without isolation", f"{figures['efficient_attn_ratio']:.1%}"),
         ("FLOPs per epoch", f"{figures['flops_per_epoch']:.3g}"),
     ]
     if "hours" in figures:
@@ -40,72 +40,75 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
 
 
 def times_without_packing(figures: Mapping[str, Any]) -> str:
-    """The tokens computed without packing, relative to those with packing, as text."""
+    """Return the tokens computed without packing, relative to those with packing, as text such as ``3.13×``."""
     return f"{figures['tokens_of_plain_batches'] / figures['tokens']:.2f}×"
 
 
 def _sample_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """Samples of the plan; less repeats and plus those left out, they are all samples of the caches."""
+    """Return the lines on samples; ``samples`` minus repeats plus samples left out are all samples of the caches."""
     lines = [("samples", f"{figures['num_samples']:,}")]
     filtered = ("  filtered by length", f"{figures['filtered']:,}")
     if figures["sources"] is None:
         return [*lines, filtered]
     return [
         *lines,
-        ("  of them repeats", f"{figures['num_samples'] - figures['num_distinct_samples']:,}"),
+        ("  repeated samples", f"{figures['num_samples'] - figures['num_distinct_samples']:,}"),
         ("  not drawn", f"{figures['not_drawn']:,}"),
         filtered,
-        ("  in the caches", f"{figures['num_samples_in_caches']:,}"),
+        ("  samples in the caches", f"{figures['num_samples_in_caches']:,}"),
     ]
 
 
 def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """Savings by shared prefixes."""
+    """Return the lines on savings by shared prefixes."""
     shared = figures["shared_prefixes"]
     if shared is None:
         return []
     lines = [
-        ("  saved by shared prefixes", f"{shared['tokens_saved']:,} of {shared['tokens_without']:,}"),
-        ("    share of the tokens", percent(shared["token_share_saved"])),
+        ("  tokens saved by shared prefixes", f"{shared['tokens_saved']:,} of {shared['tokens_without']:,}"),
+        ("    fraction of tokens", percent(shared["token_share_saved"])),
     ]
     if shared["tower_work_share_saved"]:
-        lines.append(("    share of the towers' work", percent(shared["tower_work_share_saved"])))
+        lines.append(("    fraction of the towers' FLOPs", percent(shared["tower_work_share_saved"])))
     steps = f"{shared['steps_without'] - figures['steps_per_epoch']:,} of {shared['steps_without']:,}"
-    trees = f"{shared['num_trees']:,} of {shared['samples_per_tree']:.1f} samples, {shared['largest_tree']:,} at most"
-    lines += [("    optimizer steps per epoch", steps), ("    trees", trees)]
+    sizes = f"{shared['samples_per_tree']:.1f} samples each on average, {shared['largest_tree']:,} at most"
+    lines += [
+        ("    optimizer steps saved per epoch", steps),
+        ("    prefix trees", f"{shared['num_trees']:,}, {sizes}"),
+    ]
     if num_split := shared.get("trees_in_several_packs"):
         one_step, meeting = shared["of_them_in_one_step"], shared["of_them_meeting_in_a_step"]
-        split = f"{num_split:,}; {one_step:,} in one step, {meeting:,} with several packs in a step"
-        lines.append(("    trees in several packs", split))
+        split = f"{num_split:,}; {one_step:,} within one step, {meeting:,} with several packs in the same step"
+        lines.append(("    trees split over packs", split))
     return lines
 
 
 def _pack_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """Number and fill of packs, of padded rows, or of Skrull's micro-batches."""
+    """Return the lines on packs, on padded rows without packing, or on packs and micro-batches of Skrull."""
     skrull = figures["skrull"]
     if skrull is None and figures["waste_tokens"] is None:
         return [
-            ("rows of one sample each", f"{figures['num_packs']:,}"),
-            ("  share of the batches' tokens that is not padding", percent(figures["fill"])),
+            ("padded rows, one sample each", f"{figures['num_packs']:,}"),
+            ("  fill (tokens that are not padding)", percent(figures["fill"])),
         ]
     lines = [
         ("packs", f"{figures['num_packs']:,} of {figures['packing_length']:,} tokens"),
         ("  samples per pack", f"{figures['samples_per_pack']:.2f}"),
     ]
     if skrull is None:
-        bound = f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,} packs)"
-        return [*lines, ("  fill", percent(figures["fill"])), ("  above the lower bound", bound)]
+        excess = f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,} packs)"
+        return [*lines, ("  fill", percent(figures["fill"])), ("  packs above the lower bound", excess)]
     size, device = skrull["sequence_parallel_size"], skrull["device_balance"]
     bucket = f"{size} x {skrull['bucket_size']:,}" if size > 1 else f"{skrull['bucket_size']:,}"
     return [
         *lines,
-        ("micro-batches by Skrull", f"{skrull['micro_batches']:,} of {bucket} tokens at most"),
-        ("  empty ones besides", f"{figures['num_empty_micro_batches']:,}"),
-        ("  share of their tokens that is used", percent(skrull["bucket_fill"])),
+        ("micro-batches by Skrull", f"{skrull['micro_batches']:,} of at most {bucket} tokens"),
+        ("  further empty micro-batches", f"{figures['num_empty_micro_batches']:,}"),
+        ("  fill of the micro-batches", percent(skrull["bucket_fill"])),
         ("  tokens computed on one process", f"{skrull['local_tokens'] / figures['tokens']:.1%}"),
-        (f"  tokens shared by {size} processes", f"{skrull['sharded_tokens'] / figures['tokens']:.1%}"),
-        ("  planned for", str(skrull["hardware"])),
-        ("  load balance, slowest process ÷ mean process", f"{device['mean']:.3f}"),
+        (f"  tokens split over {size} processes", f"{skrull['sharded_tokens'] / figures['tokens']:.1%}"),
+        ("  hardware", str(skrull["hardware"])),
+        ("  load imbalance, slowest process ÷ mean process", f"{device['mean']:.3f}"),
         ("    worst step", f"{device['worst']:.3f}"),
     ]
 
@@ -117,13 +120,13 @@ def _number(value: float) -> str:
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-# Of a sweep: the figure, the heading, and the text of a value.
+# Columns of a sweep: name of the figure, heading, and a function from the value to its text.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("packing_length", "packing length", _number),
     ("num_packs", "packs", _number),
     ("samples_per_pack", "samples per pack", _number),
     ("fill", "fill", percent),
-    ("over_lower_bound", "above lower bound", percent),
+    ("over_lower_bound", "packs above lower bound", percent),
     ("steps_per_epoch", "steps per epoch", _number),
     ("filtered", "samples too long", _number),
     (
@@ -135,13 +138,18 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def sweep_cells(plans: Figures) -> list[tuple[str, ...]]:
-    """A heading and a row for each packing length."""
+    """Return a heading and a row for each packing length."""
     rows = [tuple(text(figures[name]) for name, _, text in _COLUMNS) for figures in plans]
     return [tuple(heading for _, heading, _ in _COLUMNS), *rows]
 
 
 def sweep_page(plans: Figures, title: str, command: str) -> str:
-    """The page of the plans with each packing length; ``command``: shown as the one that made the page."""
+    """Return the page of a sweep as HTML.
+
+    Args:
+        plans: figures of the plan with each packing length.
+        command: shown as the command that made the page.
+    """
     best = max(plans, key=lambda figures: figures["fill"])
     header, *rows = sweep_cells(plans)
     steps = [figures["steps_per_epoch"] for figures in plans]
@@ -149,16 +157,17 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
     min_steps, max_steps = min(steps), max(steps)
     cards = [
         (f"{len(plans)}", "packing lengths", f"{min(lengths):,} to {max(lengths):,} tokens"),
-        (percent(best["fill"]), "is the best fill", f"with packs of {best['packing_length']:,} tokens"),
+        (percent(best["fill"]), "best fill", f"with packs of {best['packing_length']:,} tokens"),
         (
             f"{min_steps:,}" if min_steps == max_steps else f"{min_steps:,} to {max_steps:,}",
             "optimizer steps",
             "per epoch",
         ),
-        (f"{plans[0]['num_samples_in_caches']:,}", "samples", "including those that are left out"),
+        (f"{plans[0]['num_samples_in_caches']:,}", "samples", "including those that are too long"),
     ]
 
     def bars(name: str, text: Callable[[Any], str], scale: float) -> list[Any]:
+        """Return a bar for each packing length; a value of ``scale`` has the full width."""
         return [
             (f"{length:,}", [("accent", 100 * figures[name] / (scale or 1), "")], "", text(figures[name]), False)
             for length, figures in zip(lengths, plans, strict=True)
@@ -177,9 +186,13 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
 
 
 def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
-    """The output of ``packtool plan --fit``: the search, a row for each proposal, and the command of the first one."""
+    """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one.
+
+    Args:
+        hardware: value of ``--hardware``, if given.
+    """
     heading = (
-        *("", "packing length", "recompute", "sharding", "ranks a pack", "GiB a rank"),
+        *("", "packing length", "recompute", "sharding", "ranks per pack", "GiB per rank"),
         *("tokens/step", "s/step", "tokens/s", "hours"),
     )
     rows = [
@@ -198,51 +211,50 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         for number, proposal in enumerate(figures["proposals"], start=1)
     ]
     lines = [
-        f"{figures['num_settings']:,} settings for {figures['hardware']}, of which the {figures['num_tried']:,} of "
-        "least time per token were tried:",
-        f"{figures['num_too_large']:,} of them do not fit into {figures['budget_gib']:.1f} GiB of "
-        f"{figures['fit'] / 2**30:.1f} (the rest is for libraries and the allocator)",
+        f"{figures['num_settings']:,} settings for {figures['hardware']}; the {figures['num_tried']:,} with the "
+        "highest throughput were tried.",
+        f"{figures['num_too_large']:,} of them do not fit into {figures['budget_gib']:.1f} of "
+        f"{figures['fit'] / 2**30:.1f} GiB (the rest is for libraries and the allocator).",
         *aligned([heading, *rows], "r"),
         "",
-        "the first one trains with:",
+        "Command of the first row:",
         f"  {figures['proposals'][0]['command']}",
-        f"--dry-run --hardware {hardware or 'h100'} behind it checks it on any machine. --json has every row with its "
-        "command;",
-        "what is given beside --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) is kept.",
+        f"Add --dry-run --hardware {hardware or 'h100'} to check it on any machine. --json has all commands.",
+        "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
     if figures["shareable"]:
         lines.append(
-            f"shared prefixes could save {figures['shareable']:.0%} of the tokens beyond that: --fit computes every "
-            "sample whole, and packtool plan --share-prefix true tells what they do to a plan."
+            f"Shared prefixes could save another {figures['shareable']:.0%} of the tokens. --fit does not consider "
+            "them; packtool plan --share-prefix true shows their effect on a plan."
         )
     return lines
 
 
 def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The output of ``packtool plan --resume``."""
-    steps, before, step = figures["steps"], figures["steps_before"], figures["step"]
-    yield f"from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
+    """Yield the output of ``packtool plan --resume``."""
+    steps, steps_before, step = figures["steps"], figures["steps_before"], figures["step"]
+    yield f"resumes from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
     if figures["data_changed"]:
         columns = ("samples", "trained", "left", "new", "gone")
-        rows = [("cache", "", "samples", "trained in this epoch", "left", "new", "gone")]
+        rows = [("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")]
         rows += [
             (source["directory"], source["fate"], *(f"{source[name]:,}" for name in columns))
             for source in figures["sources"]
         ]
         yield from aligned(rows, "llr")
     else:
-        yield "the data are those of the checkpoint"
+        yield "the data are the same as at the checkpoint"
     lines = [
-        ("left of this epoch", f"{figures['samples_left_in_epoch']:,} samples"),
+        ("left in this epoch", f"{figures['samples_left_in_epoch']:,} samples"),
         ("", f"{figures['steps_left_in_epoch']:,} steps"),
     ]
     if figures["stages"] is None:
-        lines.append(("steps of a whole epoch", f"{figures['steps_per_epoch']:,}"))
-    differs = steps != before
-    done = f"{step / steps:.1%} done" + (f", before {step / before:.1%}" if differs else "")
+        lines.append(("steps of a full epoch", f"{figures['steps_per_epoch']:,}"))
+    differs = steps != steps_before
+    done = f"{step / steps:.1%} done" + (f", previously {step / steps_before:.1%}" if differs else "")
     lines += [
-        ("steps of the run", f"{steps:,}" + (f", before {before:,}" if differs else "")),
-        ("of the learning rate's schedule", done),
+        ("steps of the run", f"{steps:,}" + (f", previously {steps_before:,}" if differs else "")),
+        ("learning rate schedule", done),
         ("data-parallel ranks", f"{figures['world_size']:,}"),
     ]
     yield from aligned(lines, "ll")
@@ -251,4 +263,4 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
             yield f"{stage_title(stage)}, {stage['samples']:,} samples:"
             yield from ("  " + line for line in aligned(source_rows(stage["sources"]), "lr"))
     if figures["data_changed"]:
-        yield "packtool train --resume-from-checkpoint true --data-change allow, with these caches, goes on so"
+        yield "to resume: packtool train with these caches, --resume-from-checkpoint true --data-change allow"

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from packtool.train.prepare.result import TrainResult
 
 Line = tuple[str, str]
-_MAX_WIDTH = 60  # columns; a wider cell shifts the rest of its own line only
+_MAX_WIDTH = 60  # of a column; a wider cell shifts only the rest of its own line
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
-    """Rows as lines with aligned columns.
+    """Return rows as lines with aligned columns.
 
     Args:
         rows: cells; control characters are escaped.
-        sides: alignment of each column, ``l``eft or ``r``ight; the last letter is for all further columns.
+        sides: alignment of each column, ``l``eft or ``r``ight; the last letter applies to all further columns.
     """
     cells = [[escape_line(cell) for cell in row] for row in rows]
     sides += sides[-1] * max((len(row) for row in cells), default=0)
@@ -53,7 +53,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
 
 
 def table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
-    """A title and the lines of the table below it."""
+    """Return a title and the lines of the table below it."""
     return [title, *aligned(rows, sides)]
 
 
@@ -63,13 +63,13 @@ def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") ->
 
 
 def histogram_lines(counts: Sequence[int], ends: Sequence[float], width: int, rows: int = 16) -> list[str]:
-    """A histogram as horizontal bars, with the upper edge and the count of each.
+    """Return a histogram as horizontal bars, each with its upper edge and count; empty bins at the end are left out.
 
     Args:
         counts: of each bin.
         ends: upper edges of the bins.
         width: columns of the terminal.
-        rows: maximum number of bars; neighbouring bins are merged.
+        rows: maximum number of bars; neighboring bins are merged.
     """
     bins_per_row = -(-len(counts) // rows)
     grouped = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_row))
@@ -84,13 +84,13 @@ def histogram_lines(counts: Sequence[int], ends: Sequence[float], width: int, ro
 
 
 class TerminalProgress:
-    """A ``packtool.progress.Progress`` on stderr: a bar in a terminal, else a line every few seconds.
+    """A ``packtool.progress.Progress`` on stderr: a bar in a terminal, otherwise a line every few seconds.
 
     Use it as a context manager, so that the bar is removed after errors.
 
     Args:
-        console: where to print; stderr by default.
-        enabled: False on ranks that should be silent.
+        console: by default stderr.
+        enabled: False on ranks that print nothing.
     """
 
     def __init__(self, console: Console | None = None, enabled: bool = True) -> None:
@@ -134,7 +134,11 @@ class TerminalProgress:
     def _advance(
         self, num_done: int, fields: Mapping[str, float | int | str], *, is_due: bool, label: str = ""
     ) -> None:
-        """Advance; a bar without new fields keeps the last ones, and ``label`` says which step they belong to."""
+        """Update the bar, or print a line if ``is_due``.
+
+        Args:
+            label: text before the fields, which says which step they belong to; a bar keeps them until the next ones.
+        """
         self._done += num_done
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
@@ -159,22 +163,23 @@ class TerminalProgress:
 
 
 def _elapsed(seconds: float) -> str:
-    """``45 s``, ``12 min 5 s``, ``3 h 25 min 7 s``: precise, so that successive lines differ."""
+    """Return a duration as ``45 s``, ``12 min 5 s`` or ``3 h 25 min 7 s``, so precise that successive lines differ."""
     if seconds < 120:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min {rest} s" if hours else f"{minutes} min {rest} s"
+    return f"{hours} h {minutes} min {left} s" if hours else f"{minutes} min {left} s"
 
 
 def _remaining(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``3.5 h``."""
+    """Return a duration as ``45 s``, ``12 min`` or ``3.5 h``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _field_text(fields: Mapping[str, float | int | str]) -> str:
+    """Return fields of a progress line as text, such as ``loss 1.234  samples 1,000``."""
     texts = []
     for name, value in fields.items():
         shown = f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else value
@@ -182,42 +187,42 @@ def _field_text(fields: Mapping[str, float | int | str]) -> str:
     return escape_line("  ".join(texts))
 
 
-def percent(share: float) -> str:
-    """A share with two decimals; never rounded to 0 % or 100 %."""
-    if 0 < share < 1e-4:
+def percent(fraction: float) -> str:
+    """Return a fraction as a percentage with two decimals, which is 0 % or 100 % only if the fraction is 0 or 1."""
+    if 0 < fraction < 1e-4:
         return "< 0.01%"
-    return "> 99.99%" if 1 - 1e-4 < share < 1 else f"{share:.2%}"
+    return "> 99.99%" if 1 - 1e-4 < fraction < 1 else f"{fraction:.2%}"
 
 
 def export_figures(summary: ExportSummary) -> dict[str, Any]:
-    """The output of ``packtool export --json``."""
+    """Return the output of ``packtool export --json``."""
     figures = dataclasses.asdict(summary) | {"seconds": round(summary.seconds, 3)}
     return {name: value for name, value in figures.items() if name not in ("num_reused", "rows_made")}
 
 
 def export_lines(summary: ExportSummary) -> list[Line]:
-    """The output of ``packtool export``."""
+    """Return the output of ``packtool export`` as (name, value)."""
     kept = f"{summary.num_samples:,}"
     if len(summary.num_samples_by_split) > 1:
         kept += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
     if summary.pieces_added:
-        kept += f" samples of {summary.num_samples - summary.pieces_added:,} rows"
-    lines = [("rows in", f"{summary.num_rows:,}"), ("kept", kept)]
+        kept += f" from {summary.num_samples - summary.pieces_added:,} rows"
+    lines = [("input rows", f"{summary.num_rows:,}"), ("samples", kept)]
     if summary.marks_added:
         lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
     if summary.pieces_added:
-        lines.append(("  samples beyond one a row", f"{summary.pieces_added:,}"))
-    lines.append(("  of them truncated", f"{summary.truncated:,}"))
+        lines.append(("  further samples of split rows", f"{summary.pieces_added:,}"))
+    lines.append(("  truncated", f"{summary.truncated:,}"))
     if summary.parts_left_out:
-        lines += _count_lines("  turns and responses left out of them", summary.parts_left_out)
-    lines += _count_lines("dropped", summary.dropped)
+        lines += _count_lines("  turns and responses left out", summary.parts_left_out)
+    lines += _count_lines("dropped rows", summary.dropped)
     tokens = summary.tokens or 1
     lengths = " / ".join(f"{summary.length[name]:,}" for name in ("p50", "p90", "p99", "max"))
     lines += [
         ("tokens", f"{summary.tokens:,}"),
         ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / tokens:.1%})"),
         ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / tokens:.1%})"),
-        ("length in tokens, p50 / p90 / p99 / max", lengths),
+        ("tokens per sample, p50 / p90 / p99 / max", lengths),
     ]
     if not summary.already_finished:
         rate = summary.rows_made / summary.seconds if summary.seconds else 0.0
@@ -226,21 +231,21 @@ def export_lines(summary: ExportSummary) -> list[Line]:
 
 
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
-    """The output of ``packtool train`` after training or a dry run.
+    """Return the output of ``packtool train`` after training or a dry run, as (name, value).
 
     Args:
-        has_plan: packs were read from ``--plan``, which may lack some samples.
+        has_plan: packs were read from ``--plan``, so samples may be missing for other reasons than their length.
     """
     if result.streaming and not result.num_samples:
         return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
     lines = [("samples of the first stage" if result.stages else "samples", f"{result.num_samples:,}")]
     if result.streaming:
-        lines += _count_lines("rows dropped", result.dropped)
+        lines += _count_lines("dropped rows", result.dropped)
         if result.parts_left_out:
             lines += _count_lines("turns and responses left out", result.parts_left_out)
     else:
         if result.num_repeats:
-            lines.append(("  of them repeats", f"{result.num_repeats:,}"))
+            lines.append(("  repeated samples", f"{result.num_repeats:,}"))
         if result.not_drawn:
             lines.append(("  not drawn", f"{result.not_drawn:,}"))
         lines.append(("  not in the plan" if has_plan else "  filtered by length", f"{result.filtered:,}"))
@@ -253,7 +258,7 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
         lines.append(("tokens saved by shared prefixes", f"{result.num_shared_tokens:,}"))
     lines += [
         ("optimizer steps", f"{result.steps:,}"),
-        ("  without packing, one sample a row", f"{result.steps_without_packing:,}"),
+        ("  without packing, one sample per row", f"{result.steps_without_packing:,}"),
     ]
     if result.first_loss is not None and result.last_loss is not None:
         lines += [
@@ -265,9 +270,13 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
 
 
 def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
-    """A table of a mixture's sources: a heading, then counts and shares of each source by name."""
+    """Return a table of a mixture's sources: a heading, and a row with counts and shares for each source.
+
+    Args:
+        sources: figures of each source, by name.
+    """
     rows: list[tuple[str, ...]] = [
-        ("source", "samples", "share", "tokens", "share", "target tokens", "share", "epochs of it")
+        ("source", "samples", "share", "tokens", "share", "target tokens", "share", "epochs")
     ]
     for name, figures in sources.items():
         cells = [name]
@@ -278,6 +287,6 @@ def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
 
 
 def _count_lines(name: str, counts: Mapping[str, int]) -> list[Line]:
-    """A sum, and indented below it the counts by reason."""
+    """Return a line with the sum of counts, and indented lines below it with the count of each reason."""
     indent = " " * (len(name) - len(name.lstrip()) + 2)
     return [(name, f"{sum(counts.values()):,}"), *((indent + reason, f"{count:,}") for reason, count in counts.items())]

@@ -97,8 +97,8 @@ def test_rows_are_counted_and_turns_told(talk: Export, tmp_path: Path) -> None:
     (line,) = (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()
     assert json.loads(line)["part"] == "turn 3 of 3"
     lines = dict(export_lines(summary))
-    assert lines["kept"] == "59 samples of 30 rows"
-    assert lines["  turns and responses left out of them"] == "1"
+    assert lines["samples"] == "59 from 30 rows"
+    assert lines["  turns and responses left out"] == "1"
     figures = cache_figures(str(tmp_path / "cache"))
     assert figures["dropped_examples"] == {}
     shown = dict(figure_lines(figures))

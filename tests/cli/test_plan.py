@@ -201,9 +201,9 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().out
     for line in (
         "micro-batches by Skrull",
-        "of their tokens that is used",
+        "fill of the micro-batches",
         "computed on one process",
-        "shared by 4 processes",
+        "split over 4 processes",
     ):
         assert line in told
     assert run(["plan", *words, "--schedule", "skrull", "--bucket-size", "10"]) == 2

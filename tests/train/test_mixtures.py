@@ -304,7 +304,7 @@ def test_parts_of_the_samples_add_up_everywhere(
         assert figures["num_distinct_samples"] + figures["not_drawn"] + figures["filtered"] == cached
         assert min(figures["not_drawn"], figures["filtered"]) >= 0
     told = {what.strip(): figure for what, figure in plan.lines}
-    names = ("samples", "of them repeats", "not drawn", "filtered by length", "in the caches")
+    names = ("samples", "repeated samples", "not drawn", "filtered by length", "samples in the caches")
     samples, repeats, not_drawn, filtered, in_caches = (int(told[name].replace(",", "")) for name in names)
     assert samples - repeats + not_drawn + filtered == in_caches == cached
     section = page[page.index("What became of the samples") : page.index("What the ")]
@@ -318,7 +318,7 @@ def test_the_table_of_a_run_adds_up(stop: str, tiny: TinyWorld, caches: tuple[st
     mix = recipe(tmp_path, caches, min_length=60)
     result = train(mixed(tiny, tmp_path / "run", mix=mix, mix_stop=stop, dry_run=True), SilentProgress())
     told = {what.strip(): figure for what, figure in train_lines(result)}
-    names = ("samples", "of them repeats", "not drawn", "filtered by length")
+    names = ("samples", "repeated samples", "not drawn", "filtered by length")
     samples, repeats, not_drawn, filtered = (int(told.get(name, "0").replace(",", "")) for name in names)
     assert (repeats if stop == "all" else not_drawn) > 0
     assert filtered > 0
