@@ -158,7 +158,7 @@ def test_the_page(world_size: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "http" not in text
     assert text.count('class="timeline"') == len(STRATEGIES)
     assert ("slowest" in text) == (world_size == "1024")
-    for told in ("Skrull", "Time for the same tokens", "exposed communication", "What the times rest on"):
+    for told in ("Skrull", "Time for the same tokens", "exposed communication", "Assumptions"):
         assert told in text
     assert len(text) < 3e6
 

@@ -11,13 +11,13 @@ from packtool.report.drawing import Box, Drawing, Note
 from packtool.report.plan import _COLUMNS, sweep_page
 from packtool.report.plan_page import (
     balance_chart,
+    blocks_drawing,
     histogram,
     length_histogram,
     packs_drawing,
     page,
     plain_batches,
     shares_chart,
-    stretches_drawing,
     tree_drawing,
 )
 from tests.report.contents import branches, content, content_with_trees
@@ -94,7 +94,7 @@ def test_a_tree_is_drawn_to_scale() -> None:
         ("s c1", 625, 50),
         ("s c2", 625, 62.5),
     ]
-    assert [box.hint for box in boxes][:2] == ["400 tokens shared by 3 samples", "400 tokens of a sample alone"]
+    assert [box.hint for box in boxes][:2] == ["400 tokens shared by 3 samples", "400 tokens of one sample"]
     assert [box.height for box in boxes[:3]] == [31, 9, 20]
     text = page(content_with_trees())
     for words in ("Shared prefixes are computed once", "61.10%", "The tree that saves most", "656 tokens instead of"):
@@ -104,10 +104,10 @@ def test_a_tree_is_drawn_to_scale() -> None:
 
 def test_stretches_wrap_to_scale() -> None:
     stretches = [(700, "c0"), (800, None), (600, "c1")]
-    drawing = stretches_drawing(stretches, 1000, max_lines=10)
+    drawing = blocks_drawing(stretches, 1000, max_lines=10)
     assert widths(drawing, "s c") == pytest.approx(1300)
     assert widths(drawing, "waste") == pytest.approx(800)
-    assert widths(stretches_drawing(stretches, 1000, max_lines=1), "waste") == pytest.approx(300)
+    assert widths(blocks_drawing(stretches, 1000, max_lines=1), "waste") == pytest.approx(300)
 
 
 def test_one_far_step_does_not_press_the_others_flat() -> None:

@@ -188,7 +188,7 @@ def test_stages_are_trained_shown_and_resumed(
     assert run(["plan", "--mix", str(mix), "--html", str(page), *words]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"stage 2 of 2, steps 5 to 8, packs of 256 tokens, \d+ samples\nsource", shown)
-    assert "What the run has of each source" in page.read_text()
+    assert "Sources of the run" in page.read_text()
     assert "<h3>Stage 2 of 2, steps 5 to 8" in page.read_text()
     assert run(["plan", "--mix", str(mix), "--sweep", "128,256"]) == 2
     batches = packtool.Batches(packtool.plan(mix=str(mix), **options), model=tiny.model)
@@ -261,7 +261,7 @@ def test_plan_prints_draws_and_saves_the_shares(
     page = tmp_path / "plan.html"
     assert run([*words, "--html", str(page)]) == 0
     assert "what an epoch has of each source" in capsys.readouterr().out
-    assert "What the epoch has of each source" in page.read_text()
+    assert "Sources of the epoch" in page.read_text()
     assert run([*words, "--json"]) == 0
     sources = json.loads(capsys.readouterr().out)["sources"]
     assert sources["small"]["num_samples"] == 10
@@ -307,7 +307,7 @@ def test_parts_of_the_samples_add_up_everywhere(
     names = ("samples", "repeated samples", "not drawn", "filtered by length", "samples in the caches")
     samples, repeats, not_drawn, filtered, in_caches = (int(told[name].replace(",", "")) for name in names)
     assert samples - repeats + not_drawn + filtered == in_caches == cached
-    section = page[page.index("What became of the samples") : page.index("What the ")]
+    section = page[page.index("Use of the samples") : page.index("Sources of the ")]
     assert f"{cached:,} samples in all" in section
     parts = re.findall(r"\|([\d,]+)\|+[<>]? ?[\d.]+%", html.unescape(section))
     assert sum(int(part.replace(",", "")) for part in parts) == cached
