@@ -52,7 +52,7 @@ _MEANING: dict[Status, str] = {
     "renamed": "",
     "set": "`--set training.NAME=VALUE`",
     "unneeded": "accepted, without effect",
-    "unsupported": "not done here",
+    "unsupported": "not supported",
 }
 _TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=\n## |\Z)", re.DOTALL)
 

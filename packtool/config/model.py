@@ -44,7 +44,7 @@ TrainType = Annotated[
         {
             "qlora": "give lora and --quant-bits 4",
             "freeze": "give full and --freeze-parameters or --trainable-parameters",
-            "lora_llm": "towers that are trained in full beside adapters are not done here: give lora with "
+            "lora_llm": "towers that are trained in full beside adapters are not supported: give lora with "
             "--freeze-vit false, which puts adapters on them too",
             **dict.fromkeys(
                 ("adalora", "adapter", "boft", "fourierft", "llamapro", "longlora", "oft", "reft", "vera"), _ONLY_LORA

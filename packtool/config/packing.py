@@ -128,7 +128,7 @@ class SharingOptions(Settings):
             return []
         why = {SEQUENCE_PARALLELISM: ", where a prefix would lie on several processes"}
         return [
-            f"--share-prefix true does not go with {name}{why.get(name, '')}: leave out one of them"
+            f"--share-prefix true cannot be combined with {name}{why.get(name, '')}: leave out one of them"
             for name in self.not_shared_with
         ]
 
@@ -180,7 +180,7 @@ class ParallelOptions(Settings):
             problems.append(f"--sequence-parallel-type {kind}: with {shown} there is no ring; leave one of them out")
         if size > 1 and (attn_impl := getattr(self, "attn_impl", "auto")) not in WITH_BLOCKS:
             problems.append(
-                f"--attn-impl {attn_impl} does not go with --sequence-parallel-size: use auto, which on CUDA is "
+                f"--attn-impl {attn_impl} cannot be combined with --sequence-parallel-size: use auto, which on CUDA is "
                 "torch's own flash attention"
             )
         return problems

@@ -7,7 +7,7 @@
                renamed      here under another, which ``here`` names
                set          a field of transformers' TrainingArguments: ``--set training.NAME=VALUE``
                unneeded     accepted, without effect, and a run says so with ``why``
-               unsupported  not done here, for the reason in ``why``; harmless where its value says no
+               unsupported  not supported, for the reason in ``why``; harmless where its value says no
     command    the only command that the line is about, or *
     here       options of packtool, or -; ``--set training.`` where a field of TrainingArguments may be given so, too;
                {area}, {not} and {per_epoch} stand for the other tool's value in this option's unit
@@ -77,7 +77,7 @@ class PeerName:
             )
         if self.status == "unneeded":
             return f"{shown} ({self.tool}) has no effect here{why}"
-        return f"{shown} ({self.tool}) is not done here{why}"
+        return f"{shown} ({self.tool}) is not supported{why}"
 
 
 def reason_against(name: str) -> str | None:

@@ -346,7 +346,7 @@ def _warn_about_ineffective(
     for field in given_fields:
         needed, wanted = field.metadata["needs"] or (field.name, getattr(config, field.name))
         if (actual := getattr(config, needed)) != wanted:
-            warn(f"{flag(field.name)} has no effect with {flag(needed)} {actual}: it goes with {flag(needed)} {wanted}")
+            warn(f"{flag(field.name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {wanted}")
 
 
 def _given_values(

@@ -92,5 +92,5 @@ def test_the_limit_on_rows_is_a_size() -> None:
             resolve(ExportConfig, {**given, "max_row_bytes": wrong})
     trained = {"model": "m", "output_dir": "o", "cached_dataset": ("c",)}
     resolve(TrainConfig, trained)
-    with pytest.raises(ConfigError, match="--max-row-bytes goes with --dataset"):
+    with pytest.raises(ConfigError, match="--max-row-bytes requires --dataset"):
         resolve(TrainConfig, {**trained, "max_row_bytes": "1MB"})

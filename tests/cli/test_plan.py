@@ -213,10 +213,10 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--schedule", "skrull", "--bucket-size", "auto"], "--bucket-size auto measures a device"),
+        (["--schedule", "skrull", "--bucket-size", "auto"], "--bucket-size auto measures a GPU"),
         ([], "give either caches"),
         (["--lengths", "x.npy"], "--packing-length is missing"),
-        (["--lengths", "x.npy", "--packing-length", "9", "--save", "y"], "--save needs caches"),
+        (["--lengths", "x.npy", "--packing-length", "9", "--save", "y"], "--save requires caches"),
         (["--lengths", "x.npy", "--sweep", "a,b"], "--sweep a,b"),
     ],
 )
@@ -267,6 +267,6 @@ def test_media_of_this_machine(cache: str, tmp_path: Path, capsys: pytest.Captur
 def test_what_media_are_not_measured_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lengths.txt").write_text("5\n6\n")
     assert run(["plan", "--lengths", str(tmp_path / "lengths.txt"), "--packing-length", "9", "--media"]) == 2
-    assert "--media needs caches" in capsys.readouterr().err
+    assert "--media requires caches" in capsys.readouterr().err
     assert run(["plan", str(tmp_path), "--sweep", "4K", "--media"]) == 2
-    assert "leave out --sweep and --fit" in capsys.readouterr().err
+    assert "remove --sweep and --fit" in capsys.readouterr().err

@@ -111,22 +111,22 @@ def test_a_tree_keeps_the_budget_of_media(alike: TinyWorld, tmp_path: Path, capf
 
 def test_options_of_streams_and_evaluation(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     streamed = [*command("stream", alike, tmp_path), "--max-samples-per-pack", "9", "--dry-run"]
-    check(streamed, "go with --max-samples-per-pack", EXIT_USAGE, capfd)
+    check(streamed, "combined with --max-samples-per-pack", EXIT_USAGE, capfd)
     evaluated = [*command("eval", alike, tmp_path), "--max-samples-per-micro-batch", "9"]
-    check(evaluated, "go with --max-samples-per-micro-batch", EXIT_USAGE, capfd)
+    check(evaluated, "combined with --max-samples-per-micro-batch", EXIT_USAGE, capfd)
 
 
 def test_sequence_parallelism(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     planned = [*command("plan", alike, tmp_path), *SHARED_BY_TWO.split(), "--world-size", "2"]
-    check(planned, "go with sequence parallelism", EXIT_USAGE, capfd)
+    check(planned, "combined with sequence parallelism", EXIT_USAGE, capfd)
     for verb in ("train", "stream", "eval", "verify"):
         assert run([*command(verb, alike, tmp_path), *SHARED_BY_TWO.split(), "--share-prefix", "true"]) == EXIT_USAGE
-        assert "does not go with sequence parallelism (--sequence-parallel-size)" in capfd.readouterr().err
+        assert "cannot be combined with sequence parallelism (--sequence-parallel-size)" in capfd.readouterr().err
     for verb in ("train", "stream"):
         words = [*command(verb, alike, tmp_path), *SHARED_BY_TWO.split(), "--dry-run"]
         run_here(f"NPROC_PER_NODE=2 packtool {' '.join(words)}")
         told = "".join(capfd.readouterr())
-        assert "each sample is computed whole: that does not go with sequence parallelism" in told
+        assert "each sample is computed whole: that cannot be combined with sequence parallelism" in told
 
 
 @pytest.mark.parametrize("verb", ["train", "stream", "plan", "eval", "verify"])

@@ -94,7 +94,7 @@ def test_a_rule_tells_of_its_options(number: int) -> None:
 
 def test_every_option_of_memory_alone_needs_a_model() -> None:
     """A new one is added to the rule about ``--model`` and ``--fit``."""
-    rule = next(terms for _, terms, message in RULES if "which tell of memory" in message)
+    rule = next(terms for _, terms, message in RULES if "which estimate memory" in message)
     own = [field.name for part in (AdapterOptions, MemoryOptions) for field in dataclasses.fields(part)]
     learning = {field.name for field in dataclasses.fields(LearningOptions)}
     assert [each[1] for each in rule[-1]] == [name for name in own if name not in learning]

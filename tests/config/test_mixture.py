@@ -72,7 +72,7 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
         ("sources: []", "list of caches is missing"),
         ("sources: [{path: a, tokens: 1}, {path: b, samples: 1}]", "weights in samples and tokens cannot be compared"),
         ("sources: [{path: a, tokens: 1}, {path: b}]", "some have weights, and b none"),
-        ("{sources: [{path: a, tokens: 1}], temperature: 2}", "leave out one"),
+        ("{sources: [{path: a, tokens: 1}], temperature: 2}", "give only one"),
         ("{sources: [{path: a}], unit: tokens}", "unit"),
     ],
 )
@@ -161,11 +161,11 @@ def test_words_of_other_tools() -> None:
         ({"interleave_probs": ("1", "0")}, "must be above 0"),
         ({"interleave_probs": ("1", "2"), "mix_strategy": "concat"}, "takes every cache whole"),
         ({"mix_strategy": "interleave_over", "mix_stop": "first"}, "contradicts"),
-        ({"mix_stop": "all"}, "goes with weights"),
-        ({"resample": False}, "--resample false goes with mixtures"),
-        ({"mix": "m.yaml"}, "names the caches itself"),
+        ({"mix_stop": "all"}, "requires weights"),
+        ({"resample": False}, "--resample false requires a mixture"),
+        ({"mix": "m.yaml"}, "already names the caches"),
         ({"mix": "m.yaml", "interleave_probs": ("1", "2")}, "two recipes"),
-        ({"share_prefix": "true", "mix_strategy": "interleave_once"}, "does not go with mixtures"),
+        ({"share_prefix": "true", "mix_strategy": "interleave_once"}, "cannot be combined with mixtures"),
     ],
 )
 def test_options_that_contradict_each_other(given: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from packtool.cli.main import run
 from packtool.config import packages
 
-SPLIT = "needs a val split: give --split-dataset-ratio 0.01, or --val-dataset"
+SPLIT = "requires a val split: give --split-dataset-ratio 0.01, or --val-dataset"
 WRONG = {
     "--deepspeed zero2": "DeepSpeed is not installed: pip install deepspeed",
     "--use-liger-kernel true": "Liger's kernels are not installed: pip install liger-kernel",

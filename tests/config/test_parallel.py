@@ -35,7 +35,7 @@ def test_what_goes_together(options: dict[str, Any], size: int) -> None:
     [
         ({"sequence_parallel_size": 4, "ulysses_size": 3}, "is not what --ulysses-size 3 come to"),
         ({"sequence_parallel_size": 8, "ulysses_size": 2, "ring_size": 2}, "--ulysses-size 2 and --ring-size 2 come"),
-        ({"sequence_parallel_type": "ring"}, "goes with --sequence-parallel-size"),
+        ({"sequence_parallel_type": "ring"}, "requires --sequence-parallel-size"),
         ({"sequence_parallel_type": "ring", "ulysses_size": 2}, "there is no ring"),
         ({"sequence_parallel_type": "allgather", "sequence_parallel_size": 2, "ulysses_size": 2}, "there is no ring"),
         ({"sequence_parallel_type": "ulysses", "sequence_parallel_size": 4, "ulysses_size": 2}, "has no ring"),

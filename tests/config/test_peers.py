@@ -88,7 +88,7 @@ def test_fields_that_set_can_give_are_those_that_are_let_through() -> None:
     assert reason_against("seed") == "--seed decides it"
     assert reason_against("data_seed") == "--seed decides it: one seed draws packs and order"
     assert reason_against("label_smoothing_factor") == (
-        "the loss is the cross-entropy of the targets; --loss-scale weights them"
+        "the only loss is the cross-entropy of the target tokens; --loss-scale weights them"
     )
     assert reason_against("a field of tomorrow") is None
 

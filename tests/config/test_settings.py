@@ -230,12 +230,12 @@ def test_given_options_without_effect_are_told() -> None:
                 resolve(TrainConfig, {**TRAIN, "train_type": train_type, name: value}, warn=told.append)
             except ConfigError as error:
                 told.append(str(error))
-            message = f"{settings.flag(name)} .*goes with --train-type {wanted}"
+            message = f"{settings.flag(name)} .*requires --train-type {wanted}"
             assert needed == "train_type"
             assert any(re.search(message, line) for line in told) == (train_type != wanted), (name, train_type, told)
     assert not list(told_of_training(lora_rank="8"))
     (line,) = told_of_training(lora_rank="8", train_type="full")
-    assert line == "--lora-rank has no effect with --train-type full: it goes with --train-type lora"
+    assert line == "--lora-rank has no effect with --train-type full: it requires --train-type lora"
 
 
 def told_of_training(**given: str) -> list[str]:

@@ -236,7 +236,7 @@ def test_buckets_get_the_same_files(fixed: Path, bucket: str) -> None:
     [
         (["--format", "megatron"], 2, "8 of 12 samples have"),
         (["--packing-length", "3"], 3, "all 12 samples are longer than 3 tokens"),
-        (["--plan", "a.plan", "--packing-length", "9"], 2, "leave out --packing-length"),
+        (["--plan", "a.plan", "--packing-length", "9"], 2, "remove --packing-length"),
         (["--plan", "nowhere"], 5, "nowhere"),
         (["--model", "nowhere"], 2, "nowhere"),
         (["--format", "parqet"], 2, "parquet"),

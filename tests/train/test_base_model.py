@@ -65,4 +65,4 @@ def test_a_stream_of_conversations_asks_for_one(
     assert (
         run(["train", "--model", base.model, "--cached-dataset", "x", "--output-dir", "y", "--chat-template", "z"]) == 2
     )
-    assert "--chat-template goes with --dataset" in capsys.readouterr().err
+    assert "--chat-template requires --dataset" in capsys.readouterr().err

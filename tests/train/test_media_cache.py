@@ -126,7 +126,7 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
 
 MISTAKES = {
     "--media-cache-size is missing": {"media_cache": "kept"},
-    "goes with --media-cache": {"media_cache_size": 10},
+    "requires --media-cache": {"media_cache_size": 10},
     "--media-cache-size 0 keeps nothing": {"media_cache": "kept", "media_cache_size": 0},
     "give a directory on a disk of this machine": {"media_cache": "s3://bucket/kept", "media_cache_size": 10},
 }

@@ -194,19 +194,19 @@ def test_parameters_are_frozen_by_name_and_share() -> None:
 
 def test_contradictions_are_told() -> None:
     for settings, told in (
-        ({"freeze_parameters": ("a",)}, "--freeze-parameters goes with --train-type full"),
-        ({"train_type": "full", "use_dora": True}, "--use-dora goes with --train-type lora"),
+        ({"freeze_parameters": ("a",)}, "--freeze-parameters requires --train-type full"),
+        ({"train_type": "full", "use_dora": True}, "--use-dora requires --train-type lora"),
         ({"adapters": ("a",), "init_weights": "pissa"}, "--init-weights pissa begins new adapters"),
         ({"target_regex": "("}, "no regular expression"),
-        ({"bf16": True, "fp16": True}, "two precisions"),
+        ({"bf16": True, "fp16": True}, "both set the precision"),
         ({"bf16": False, "torch_dtype": "bfloat16"}, "contradicts"),
         ({"bf16": True, "torch_dtype": "float16"}, "contradicts"),
         ({"lora_dropout": 1.0}, "--lora-dropout 1 drops all"),
-        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "needs evaluations"),
-        ({"save_strategy": "best", "eval_strategy": "no"}, "needs evaluations"),
-        ({"save_strategy": "best", "streaming": True}, "needs evaluations"),
-        ({"metric_for_best_model": "bleu"}, "known are loss"),
-        ({"padding_free": True, "packing": False}, "goes with --packing true"),
+        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "requires evaluation"),
+        ({"save_strategy": "best", "eval_strategy": "no"}, "requires evaluation"),
+        ({"save_strategy": "best", "streaming": True}, "requires evaluation"),
+        ({"metric_for_best_model": "bleu"}, "use loss"),
+        ({"padding_free": True, "packing": False}, "requires --packing true"),
     ):
         found = run_config(**settings).problems()
         assert any(told in problem for problem in found), (settings, found)

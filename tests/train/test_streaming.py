@@ -132,15 +132,15 @@ def test_mistakes_in_the_settings_are_told_together(tiny: TinyWorld) -> None:
         model="m", output_dir="o", dataset=("r.jsonl",), streaming=True, num_train_epochs=1.5, packing=False
     )
     told = "\n".join(config.problems())
-    for name in ("--max-steps is missing", "leave out --packing false", "--num-train-epochs 1.5"):
+    for name in ("--max-steps is missing", "remove --packing false", "--num-train-epochs 1.5"):
         assert name in told
     both = TrainConfig(model="m", output_dir="o", dataset=("r",), cached_dataset=("c",)).problems()
     neither = TrainConfig(model="m", output_dir="o").problems()
     assert "either --cached-dataset" in both[0]
     assert "either --cached-dataset" in neither[0]
     wrong = TrainConfig(model="m", output_dir="o", cached_dataset=("c",), strict=True, system="s").problems()
-    assert any("--strict goes with --dataset" in line for line in wrong)
-    assert any("--system goes with --dataset" in line for line in wrong)
+    assert any("--strict requires --dataset" in line for line in wrong)
+    assert any("--system requires --dataset" in line for line in wrong)
 
 
 class Told(SilentProgress):

@@ -201,7 +201,7 @@ def test_a_run_resumes_exactly_and_evaluates(
     (tree, said), (whole, nothing), (asked, _), (alone, why) = tables
     assert "shared prefixes: computed once" in said
     assert "shared prefixes" not in nothing
-    assert "could be saved, but each sample is computed whole: that does not go with --max-samples-per-micro" in why
+    assert "could be saved, but each sample is computed whole: that cannot be combined with --max-samples-per-micro" in why
     assert tree == asked
     for other in (whole, alone):
         assert {name: tree[name] for name in COUNTED} == {name: other[name] for name in COUNTED}
@@ -209,7 +209,7 @@ def test_a_run_resumes_exactly_and_evaluates(
     targets = np.array(alone["target_tokens"])
     assert evaluations[-1]["eval_loss"] == pytest.approx(targets @ alone["loss"] / targets.sum(), abs=1e-5)
     assert run([*words, "--share-prefix", "true", "--max-samples-per-micro-batch", "1"]) == EXIT_USAGE
-    assert "--share-prefix true does not go with --max-samples-per-micro-batch" in capsys.readouterr().err
+    assert "--share-prefix true cannot be combined with --max-samples-per-micro-batch" in capsys.readouterr().err
 
 
 def check_same_rest_of_steps(whole: Path, resumed: Path, step: int) -> None:
@@ -263,6 +263,6 @@ def test_the_command_says_what_is_saved(alike: TinyWorld, capsys: pytest.Capture
     assert "saved by shared prefixes" in shown
     assert "share of the towers' work" in shown
     run(["plan", alike.cache, "--packing-length", "256", "--max-samples-per-pack", "9"])
-    assert "that does not go with --max-samples-per-pack" in capsys.readouterr().out
+    assert "that cannot be combined with --max-samples-per-pack" in capsys.readouterr().out
     run(["plan", alike.cache, "--packing-length", "256", "--share-prefix", "false", "--json"])
     assert json.loads(capsys.readouterr().out)["shared_prefixes"] is None

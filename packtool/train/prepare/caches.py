@@ -292,7 +292,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
         )
     if saved.shared is not None and config.not_shared_with:
         raise MismatchError(
-            f"--plan {path} shares prefixes, which does not go with {config.not_shared_with[0]}",
+            f"--plan {path} shares prefixes, which cannot be combined with {config.not_shared_with[0]}",
             "Leave that option out, or make the plan again with --share-prefix false.",
         )
 

@@ -280,4 +280,4 @@ def _problem_of_model(model: Mapping[str, Any]) -> str:
 
 def _reason(reason: str) -> str:
     """A reason against sharing, an option or a sentence, as the end of another sentence."""
-    return f"that does not go with {reason}" if reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES)) else reason
+    return f"that cannot be combined with {reason}" if reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES)) else reason

@@ -133,9 +133,9 @@ def test_what_would_not_be_done_is_refused() -> None:
         given = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "master_weights": "kahan"}
         return TrainConfig(**given | settings).problems()
 
-    assert any("adapters are small" in line for line in problems())
+    assert any("adapters are always float32" in line for line in problems())
     assert any("FSDP and DeepSpeed" in line for line in problems(train_type="full", fsdp=("full_shard",)))
-    assert any("AdamW of its own" in line for line in problems(train_type="full", optim="sgd"))
+    assert any("has its own AdamW" in line for line in problems(train_type="full", optim="sgd"))
     assert problems(train_type="full") == []
 
 

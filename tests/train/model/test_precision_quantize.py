@@ -30,11 +30,11 @@ def config(**settings: Any) -> TrainConfig:
     [
         ({"quant_bits": 5}, "--quant-bits 5: known are 4 and 8"),
         ({"quant_method": "bnb"}, "--quant-method bnb needs --quant-bits 4 or 8"),
-        ({"quant_bits": 8, "bnb_4bit_quant_type": "fp4"}, "--bnb-4bit-quant-type fp4 goes with --quant-bits 4"),
-        ({"train_type": "full"}, "does not go with --train-type full"),
-        ({"init_weights": "pissa"}, "does not go with --init-weights pissa"),
-        ({"fsdp": ("full_shard",)}, "does not go with --fsdp"),
-        ({"deepspeed": "zero3"}, "does not go with --deepspeed zero3"),
+        ({"quant_bits": 8, "bnb_4bit_quant_type": "fp4"}, "--bnb-4bit-quant-type fp4 requires --quant-bits 4"),
+        ({"train_type": "full"}, "cannot be combined with --train-type full"),
+        ({"init_weights": "pissa"}, "cannot be combined with --init-weights pissa"),
+        ({"fsdp": ("full_shard",)}, "cannot be combined with --fsdp"),
+        ({"deepspeed": "zero3"}, "cannot be combined with --deepspeed zero3"),
     ],
 )
 def test_what_few_bits_cannot_do_is_refused(settings: dict[str, Any], told: str) -> None:

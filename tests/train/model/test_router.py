@@ -73,4 +73,4 @@ def test_what_has_no_routers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--router-aux-loss-coef 0.1: \w+ has no routers"):
         RouterBalance(reduced_model("qwen3"), 0.1)
     told = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", router_aux_loss_coef=0.1, deepspeed="zero2")
-    assert "--router-aux-loss-coef 0.1 does not go with --deepspeed" in told.problems()
+    assert "--router-aux-loss-coef 0.1 cannot be combined with --deepspeed" in told.problems()

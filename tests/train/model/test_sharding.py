@@ -63,7 +63,7 @@ def test_what_the_trainer_is_told() -> None:
 
 
 def test_contradictions() -> None:
-    assert any("give one of them" in line for line in config(fsdp=("full_shard",), deepspeed="zero2").problems())
+    assert any("give only one" in line for line in config(fsdp=("full_shard",), deepspeed="zero2").problems())
     assert any("--fsdp no_shard: known are" in line for line in config(fsdp=("no_shard",)).problems())
 
 

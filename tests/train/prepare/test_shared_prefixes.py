@@ -180,7 +180,7 @@ def test_what_does_not_go_with_it(
 ) -> None:
     """Asked for, it is refused; else a run says what it could have saved, and one that could not save says nothing."""
     problems = alike.config(tmp_path, share_prefix="true", **settings).problems()
-    assert any("--share-prefix true does not go with" in problem and named in problem for problem in problems)
+    assert any("--share-prefix true cannot be combined with" in problem and named in problem for problem in problems)
     world = World(0, 2).shared_by(2) if "sequence_parallel_size" in settings else World()
     for each, num_notes in ((alike, 1), (tiny, 0)):
         config = each.config(tmp_path, **settings)
@@ -195,11 +195,11 @@ def test_what_does_not_go_with_it(
 def test_other_contradictions(alike: TinyWorld, tmp_path: Path) -> None:
     assert not alike.config(tmp_path, share_prefix="true", **alike.streamed()).problems()
     off = alike.config(tmp_path, share_prefix="false", max_rows_per_tree=4)
-    assert any("--max-rows-per-tree bounds" in problem for problem in off.problems())
+    assert any("--max-rows-per-tree requires" in problem for problem in off.problems())
     lengths = PlanConfig(lengths="lengths.npy", packing_length=256, share_prefix="true")
-    assert any("lengths do not tell" in problem for problem in lengths.problems())
+    assert any("lengths alone do not show" in problem for problem in lengths.problems())
     fit = PlanConfig(cached_dataset=(alike.cache,), fit=10**10, share_prefix="true")
-    assert any("--fit computes every sample whole" in problem for problem in fit.problems())
+    assert any("--fit does not support shared prefixes" in problem for problem in fit.problems())
 
 
 def test_a_model_with_recurrent_layers(alike: TinyWorld, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
     assert prepared(alike, tmp_path, plan=path, share_prefix="true").source.min_shared == MIN_SHARED
     with pytest.raises(MismatchError, match="--share-prefix: true there, false here"):
         prepared(alike, tmp_path, plan=path, share_prefix="false")
-    with pytest.raises(MismatchError, match="shares prefixes, which does not go with --neftune-noise-alpha"):
+    with pytest.raises(MismatchError, match="shares prefixes, which cannot be combined with --neftune-noise-alpha"):
         prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
 
 

@@ -98,11 +98,11 @@ def test_the_steps_are_those_that_training_plans(tiny: TinyWorld) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"trajectory": None, "samples_per_step": 3}, "--samples-per-step goes with --trajectory"),
+        ({"trajectory": None, "samples_per_step": 3}, "--samples-per-step requires --trajectory"),
         ({"torch_dtype": "bfloat16"}, "--trajectory computes in float32"),
         ({"sequence_parallel_size": 2}, "--trajectory trains in one process"),
-        ({"num_packs": 3}, "--num-packs is for single packs"),
-        ({"share_prefix": "true"}, "--share-prefix true does not go with --trajectory"),
+        ({"num_packs": 3}, "--num-packs compares single packs"),
+        ({"share_prefix": "true"}, "--share-prefix true cannot be combined with --trajectory"),
     ],
 )
 def test_options_that_contradict(tiny: TinyWorld, settings: dict[str, Any], told: str) -> None:
