@@ -72,7 +72,7 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
         ("sources: []", "list of caches is missing"),
         ("sources: [{path: a, tokens: 1}, {path: b, samples: 1}]", "weights in samples and tokens cannot be compared"),
         ("sources: [{path: a, tokens: 1}, {path: b}]", "some have weights, and b none"),
-        ("{sources: [{path: a, tokens: 1}], temperature: 2}", "give only one"),
+        ("{sources: [{path: a, tokens: 1}], temperature: 2}", "leave out one"),
         ("{sources: [{path: a}], unit: tokens}", "unit"),
     ],
 )
@@ -164,7 +164,7 @@ def test_words_of_other_tools() -> None:
         ({"mix_stop": "all"}, "requires weights"),
         ({"resample": False}, "--resample false requires a mixture"),
         ({"mix": "m.yaml"}, "already names the caches"),
-        ({"mix": "m.yaml", "interleave_probs": ("1", "2")}, "two recipes"),
+        ({"mix": "m.yaml", "interleave_probs": ("1", "2")}, "both define a mixture"),
         ({"share_prefix": "true", "mix_strategy": "interleave_once"}, "cannot be combined with mixtures"),
     ],
 )

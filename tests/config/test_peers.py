@@ -86,7 +86,7 @@ def test_fields_that_set_can_give_are_those_that_are_let_through() -> None:
             can_be_set = entry.status == "set" or entry.here == SET_TOO
             assert (reason_against(entry.name) is None) == can_be_set, entry
     assert reason_against("seed") == "--seed decides it"
-    assert reason_against("data_seed") == "--seed decides it: one seed draws packs and order"
+    assert reason_against("data_seed") == "--seed decides it: one seed decides packs and order"
     assert reason_against("label_smoothing_factor") == (
         "the only loss is the cross-entropy of the target tokens; --loss-scale weights them"
     )
@@ -119,8 +119,8 @@ def test_what_is_said_of_one_command_comes_first() -> None:
         ("disable_shuffling", "no", "disable_shuffling (LLaMA-Factory) is --shuffle true here"),
         ("disable_gradient_checkpointing", "true", "is --gradient-checkpointing false here"),
         ("sample_packing_bin_size", 200, "is --max-samples-per-pack here: a number of samples, not of tokens"),
-        ("early_stopping_steps", 3, "is --early-stop-interval here: evaluations in a row"),
-        ("trust_remote_code", True, "(LLaMA-Factory, axolotl, TRL) has no effect here: code that a model brings along"),
+        ("early_stopping_steps", 3, "is --early-stop-interval here: number of consecutive evaluations"),
+        ("trust_remote_code", True, "(LLaMA-Factory, axolotl, TRL) has no effect here: code in a model"),
         ("plugins", "x", "CutCrossEntropy"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_name_of_several_tools_is_explained_for_each() -> None:
     entry = find_peer("optimizer", "train")
     assert entry is not None
     assert entry.status == "renamed"
-    for part in ("optimizer (axolotl) is --optim here", "optimizer (ms-swift) is not done here"):
+    for part in ("optimizer (axolotl) is --optim here", "optimizer (ms-swift) is not supported"):
         assert part in entry.sentence("optimizer", "adamw")
 
 
