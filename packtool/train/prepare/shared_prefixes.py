@@ -280,4 +280,5 @@ def _problem_of_model(model: Mapping[str, Any]) -> str:
 
 def _reason(reason: str) -> str:
     """A reason against sharing, an option or a sentence, as the end of another sentence."""
-    return f"that cannot be combined with {reason}" if reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES)) else reason
+    is_option = reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES))
+    return f"that cannot be combined with {reason}" if is_option else reason

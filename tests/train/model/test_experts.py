@@ -135,7 +135,8 @@ def test_options_that_do_not_go_with_it() -> None:
         {"use_liger_kernel": True},
     ]
     for other in others:
-        assert any("--expert-parallel-size 2 cannot be combined with --" in line for line in config(**other).problems()), other
+        problems = config(**other).problems()
+        assert any("--expert-parallel-size 2 cannot be combined with --" in problem for problem in problems), other
     with pytest.raises(ConfigError, match="--expert-parallel-size 2: 1 process cannot be divided into groups of 2"):
         World().check_shards(config())
     World(0, 4).check_shards(config())
