@@ -1,6 +1,6 @@
-"""``packtool pack``: writes the packs of a plan to files for other trainers, in parallel, and then a manifest.
+"""``packtool pack``: writes packs to files for other trainers, in parallel, and then a manifest.
 
-Files are Arrow and Parquet tables, Megatron's Parquet, and tar files of JSON and media.
+Formats are Arrow and Parquet tables, Megatron's packed Parquet, and tar files of JSON and media.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from packtool.rows.sample import Dropped
 from packtool.storage import AtomicFile
 
 FORMAT = "packtool packs 1"
-_SHARED_REMEDY = "Plan it again with --share-prefix false: packs that are written out hold whole samples."
+_SHARED_REMEDY = "Plan again with --share-prefix false: written packs contain full samples."
 SUFFIXES: dict[PacksFormat, str] = {
     "parquet": ".parquet",
     "arrow": ".arrow",
@@ -54,13 +54,13 @@ _MEDIA = ("images", "videos", "audios")
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Samples laid end to end, L tokens in all.
+    """S samples that are concatenated to L tokens.
 
     Args:
         number: of the pack in the plan.
-        positions_in_cache: of its S samples, int64 (S,).
-        samples: in their order.
-        spec: of the model.
+        positions_in_cache: of the samples, int64 (S,).
+        samples: in the order of the pack.
+        spec: inputs of the model.
     """
 
     number: int
@@ -70,9 +70,9 @@ class Pack:
 
     @property
     def position_ids(self) -> npt.NDArray[Any]:
-        """(1, L) of a text model, (4, L) [text, t, h, w] with M-RoPE; each sample begins at 0.
+        """Positions, which begin at 0 in each sample: (1, L), or (4, L) [text, t, h, w] for models with M-RoPE.
 
-        int64, or float32 where an Omni model's seconds are fractions. A DataError if such a model cannot place a video.
+        int64, or float32 for Omni models whose times are fractions of seconds.
         """
         if self.spec.has_mrope:
             return np.concatenate([sample_positions(sample, self.spec) for sample in self.samples], axis=1)
@@ -80,25 +80,28 @@ class Pack:
 
     @property
     def input_ids(self) -> IntArray:
-        """int32 (L,)."""
+        """Token ids, int32 (L,)."""
         return np.concatenate([sample.input_ids for sample in self.samples])
 
     @property
     def labels(self) -> IntArray:
-        """int32 (L,): the token itself where it is a target, else -100. Not shifted; nothing predicts a first token."""
+        """Labels, int32 (L,), not shifted: the token itself if it is a target, otherwise -100.
+
+        The first token of each sample is never a target, because no token of the sample predicts it.
+        """
         labels = np.concatenate([sample.labels for sample in self.samples])
         labels[self.cu_seqlens[:-1]] = IGNORE_INDEX
         return labels
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """int32 (S + 1,): offset of each sample, and L."""
+        """Offset of each sample, and L; int32 (S + 1,)."""
         lengths = [sample.length for sample in self.samples]
         return np.cumsum([0, *lengths]).astype(np.int32)
 
     @property
     def loss_scale(self) -> npt.NDArray[np.float32] | None:
-        """float32 (L,), the weight of each label; None if all weigh 1."""
+        """Weight of each label, float32 (L,); None if all weights are 1."""
         if all(sample.loss_scale is None for sample in self.samples):
             return None
         ones = (np.ones(sample.length, np.float32) for sample in self.samples)
@@ -106,13 +109,17 @@ class Pack:
         return np.concatenate([one if scale is None else scale for scale, one in scales])
 
     def media(self) -> Iterator[tuple[str, list[Any]]]:
-        """Kind and media of all samples, in the order of their placeholder tokens."""
+        """Yield each kind of media with the media of all samples, in the order of their placeholder tokens."""
         for kind in _MEDIA:
             yield kind, [medium for sample in self.samples for medium in getattr(sample, kind)]
 
 
 def _schema(has_fractions: bool) -> pa.Schema:
-    """Columns of the Arrow and Parquet files, one row per pack; positions of Omni models may have fractions."""
+    """Return the columns of Arrow and Parquet files, which have one row per pack.
+
+    Args:
+        has_fractions: positions are float32, for Omni models.
+    """
     positions = pa.list_(pa.list_(pa.float32() if has_fractions else pa.int32()))
     return pa.schema(
         [
@@ -131,6 +138,7 @@ def _schema(has_fractions: bool) -> pa.Schema:
 
 
 def _row(pack: Pack) -> dict[str, Any]:
+    """Return a pack as a row of an Arrow or Parquet file, or as a JSON document; media are dicts."""
     return {
         "input_ids": pack.input_ids,
         "labels": pack.labels,
@@ -150,22 +158,22 @@ _MEGATRON_GROUP_SIZE = 500
 
 
 def _megatron_row(pack: Pack) -> dict[str, Any]:
-    """Return a row as NeMo and Megatron Bridge read it: tokens, their mask and where samples begin.
+    """Return a pack as a row that NeMo and Megatron Bridge read: tokens, loss mask and starts of samples.
 
-    Masks are shifted as in their files: 1 where the *next* token is a target. Their readers drop each sample's last
-    token, which predicts nothing, count positions from 0 in each sample, and support neither media nor weights.
+    As in their files, the mask is shifted: it is 1 where the *next* token of the same sample is a target. Their readers
+    drop the last token of each sample, begin positions at 0 in each sample, and support neither media nor loss weights.
 
     Raises:
-        ConfigError: if a sample has weights other than 0 and 1.
+        ConfigError: if a sample has loss weights other than 0 and 1.
     """
     for sample in pack.samples:
         if sample.loss_scale is not None:
             weights = np.unique(sample.loss_scale[sample.labels != IGNORE_INDEX])
-            if len(others := weights[~np.isin(weights, (0, 1))]):
+            if len(fractions := weights[~np.isin(weights, (0, 1))]):
                 raise ConfigError(
-                    f"--format megatron has no place for weights of the loss: row {sample.row} of {sample.source} "
-                    f"has {others[0]:g}",
-                    "Export with a --loss-scale without weights, or take another format.",
+                    f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
+                    f"{sample.source} has {fractions[0]:g}",
+                    "Export with a --loss-scale without weights, or choose another --format.",
                 )
     is_target = pack.labels != IGNORE_INDEX
     if (scale := pack.loss_scale) is not None:
@@ -175,11 +183,11 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
 
 
 class TableFile:
-    """An Arrow or Parquet file with a row for each pack, to which packs are written one after the other.
+    """Writer of an Arrow or Parquet file with a row for each pack.
 
     Args:
         make_row: returns the columns of a pack.
-        group_size: rows that are read together; 1 to read packs one at a time.
+        group_size: rows that are written, and later read, together.
     """
 
     def __init__(
@@ -217,23 +225,24 @@ class TableFile:
 
 
 class TarFile:
-    """A tar file in which each pack has a JSON document and, where they are embedded, the files of its media.
+    """Writer of a tar file that contains, for each pack, a JSON document and the files of its embedded media.
 
-    Members of one pack have equal names up to the first dot, as in WebDataset: ``000000007.json``,
-    ``000000007.image0.jpg``. A medium's entry in the document has the rest of its file's name.
+    As in WebDataset, files of one pack have the same name up to the first dot: ``000000007.json``,
+    ``000000007.image0.jpg``. The document refers to a media file by the part of its name after the first dot.
 
     Args:
-        is_indexed: write offsets of the packs beside the file, for Megatron Energon.
+        is_indexed: also write a file with the offsets of the packs, for Megatron Energon.
     """
 
     def __init__(self, sink: HashingSink, is_indexed: bool) -> None:
-        # A stream without seeking, as object stores require.
+        # Mode "w|" never seeks, as object stores require.
         target: Any = sink
         self._tar = tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
         self._offsets: list[int] = []
         self._is_indexed = is_indexed
 
     def write(self, pack: Pack) -> None:
+        """Append a pack."""
         self._offsets.append(self._tar.offset)
         row = _row(pack)
         files = {name: data for kind in _MEDIA for name, data in _extract_files(kind, row[kind])}
@@ -243,6 +252,7 @@ class TarFile:
             self._add(f"{pack.number:09d}.{name}", data)
 
     def close(self) -> dict[str, bytes]:
+        """Finish writing to the sink; return companion files by suffix."""
         end = self._tar.offset
         self._tar.close()
         return {".idx": struct.pack(f"<{len(self._offsets) + 1}Q", *self._offsets, end)} if self._is_indexed else {}
@@ -263,18 +273,18 @@ def _open_file(sink: HashingSink, kind: PacksFormat, has_fractions: bool) -> Tab
 
 
 def _energon_files(num_packs: dict[str, int], split: str) -> dict[str, bytes]:
-    """Metadata of a crude dataset of Megatron Energon, as files by name.
+    """Return the metadata files of a crude dataset of Megatron Energon, by name.
 
     Args:
-        num_packs: of each tar file.
-        split: of all of them.
+        num_packs: number of packs in each tar file, by name.
+        split: of all packs.
     """
-    parts: dict[str, list[str]] = {"train": [], "val": [], "test": []}
-    parts[split if split in parts else "train"] = list(num_packs)
+    split_files: dict[str, list[str]] = {"train": [], "val": [], "test": []}
+    split_files[split if split in split_files else "train"] = list(num_packs)
     kind = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": {"packtool": "packs"}}
     return {
         ".nv-meta/.info.json": _json({"shard_counts": num_packs}),
-        ".nv-meta/split.yaml": _json({"exclude": [], "split_parts": parts}),  # JSON is YAML
+        ".nv-meta/split.yaml": _json({"exclude": [], "split_parts": split_files}),  # JSON is YAML
         ".nv-meta/dataset.yaml": _json(kind),
     }
 
@@ -284,7 +294,11 @@ def _json(value: object) -> bytes:
 
 
 def _extract_files(kind: str, media: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
-    """Replace the bytes of embedded files by names; yield names and bytes."""
+    """Yield names and bytes of embedded media files, and replace the bytes in ``media`` by these names.
+
+    Args:
+        kind: ``images``, ``videos`` or ``audios``.
+    """
     for i, medium in enumerate(media):
         stem = f"{kind.removesuffix('s')}{i}"
         entries = [(stem, medium)]
@@ -301,7 +315,7 @@ class PacksSummary:
     """Figures of the written packs.
 
     Args:
-        filtered: samples longer than ``max_length``, or missing in ``plan``.
+        filtered: samples of the caches that are not in the packs: too long, or missing in ``--plan``.
     """
 
     output_dir: str
@@ -316,24 +330,21 @@ class PacksSummary:
 
 
 _Part = tuple[PackConfig, str, int, list[npt.NDArray[np.int64]]]
-"""Packs of one file: options, its name, the number of the first pack, and cache positions of each pack's samples."""
+"""One file to write: options, its name, the number of its first pack, and positions of each pack's samples."""
 
 
 def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
-    """Pack the samples of caches, or take a saved plan, and write the packs.
+    """Pack the samples of caches, or take the packs of a saved plan, and write them to files.
 
-    Raises:
-        ConfigError, DataError, MismatchError: caches, plan and options do not match (before anything is written), the
-            format does not support a sample, or a medium cannot be read.
-        StorageError: a file cannot be read or written.
+    Mismatches of caches, plan and options are reported before anything is written.
     """
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
-    _spec(config, reader.manifests[0])
+    _load_spec(config, reader.manifests[0])  # raises if the model cannot be read
     samples, offsets, capacity, num_filtered = _plan(config, reader)
     if config.format == "megatron" and (with_media := int((reader.index.media_tokens[samples] > 0).sum())):
         raise ConfigError(
-            f"--format megatron has no place for media, which {with_media:,} of {len(samples):,} samples have.",
-            "--format energon keeps them.",
+            f"--format megatron does not support media, which {with_media:,} of {len(samples):,} samples have",
+            "Choose --format energon, which supports them.",
         )
     directory = storage.normalize(config.output_dir)
     _check_empty(directory)
@@ -352,7 +363,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
             _write_file, parts, config.dataset_num_proc, on_progress=lambda num_done: progress.advance(1)
         )
     except BaseException:
-        storage.discard_unfinished(directory)  # of processes that were ended
+        storage.discard_unfinished(directory)  # left behind by processes that were stopped
         raise
     progress.finish()
     if config.format == "energon":
@@ -375,6 +386,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
 
 
 def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:
+    """Return the manifest as JSON; ``files`` are its entries, with name, packs, size and checksum."""
     manifest = {
         "format": FORMAT,
         "packtool": VERSION,
@@ -395,26 +407,30 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
 
 
 def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
-    """Return samples in pack order, (N,), offsets of packs, (K + 1,), their capacity, and samples left out."""
+    """Return samples in pack order, (N,), offsets of packs, (K + 1,), their capacity, and the number of others."""
     if config.plan is not None:
         saved = read_plan_of(reader, config.plan)
         if saved.shared is not None:
-            raise ConfigError(f"--plan {config.plan} shares prefixes among samples.", _SHARED_REMEDY)
+            raise ConfigError(
+                f"--plan {config.plan} has shared prefixes, which packs in files cannot have", _SHARED_REMEDY
+            )
         return saved.samples, saved.offsets, saved.capacity, len(reader) - len(np.unique(saved.samples))
     lengths = reader.index.length
-    longest = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
-    kept = np.flatnonzero(lengths <= longest)
+    max_length = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
+    kept = np.flatnonzero(lengths <= max_length)
     if not len(kept):
         raise DataError(
-            f"all {len(lengths):,} samples are longer than {longest:,} tokens (--packing-length, --max-length)."
+            f"all {len(lengths):,} samples are longer than {max_length:,} tokens",
+            "Raise --packing-length and --max-length.",
         )
-    capacity = config.packing_length or longest
+    capacity = config.packing_length or max_length
     media = reader.index.media_tokens[kept]
     plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=media)
     return kept[plan.samples], plan.offsets, capacity, len(lengths) - len(kept)
 
 
-def _spec(config: PackConfig, manifest: Manifest) -> InputSpec:
+def _load_spec(config: PackConfig, manifest: Manifest) -> InputSpec:
+    """Read the inputs of ``--model``, or of the model that the cache was exported for."""
     identity = manifest.identity
     model = config.model or str(identity.spec["model"])
     try:
@@ -425,26 +441,29 @@ def _spec(config: PackConfig, manifest: Manifest) -> InputSpec:
             raise
         raise ConfigError(
             f"the cache was exported for {model}, which cannot be read here: {error.message}",
-            error.remedy or "Say where that model is now: --model DIR.",
+            error.remedy or "Give the model's present directory: --model DIR.",
         ) from error
 
 
 def _check_empty(directory: str) -> None:
+    """Remove files of an interrupted command from the output directory; raise if it has other files."""
     names = storage.list_names(directory)
     if PACKS_MANIFEST_NAME in names:
-        raise MismatchError(f"{directory} holds finished packs already.", "Name another directory.")
+        raise MismatchError(f"--output-dir {directory} already contains finished packs", "Choose another directory.")
     if unknown := [name for name in names if not name.startswith("packs-") and name != ".nv-meta"]:
-        raise ConfigError(f"--output-dir {directory} is not empty: it has {unknown[0]}.", "Name a new directory.")
-    for name in names:  # of a run that was interrupted
+        raise ConfigError(
+            f"--output-dir {directory} is not empty: it contains {unknown[0]}", "Choose a new or empty directory."
+        )
+    for name in names:
         if name != ".nv-meta":
             storage.remove(storage.join(directory, name))
 
 
 def _write_file(part: _Part) -> dict[str, Any]:
-    """Write one file atomically; return its entry in the manifest."""
+    """Write one file of packs atomically, in a worker process; return its entry in the manifest."""
     config, name, first, packs = part
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
-    spec = _spec(config, reader.manifests[0])
+    spec = _load_spec(config, reader.manifests[0])
     path = storage.join(config.output_dir, name)
     file = AtomicFile(path)
     sink = HashingSink(file)
@@ -453,9 +472,9 @@ def _write_file(part: _Part) -> dict[str, Any]:
         for number, positions in enumerate(packs, start=first):
             samples = [reader.sample(int(position)) for position in positions]
             if config.embeds:
-                samples = list(_embedded(samples, config))
+                samples = list(_embed_media(samples, config))
             elif config.media == "reference":
-                samples = [_referenced(sample) for sample in samples]
+                samples = [_strip_media_bytes(sample) for sample in samples]
             writer.write(Pack(number, positions, tuple(samples), spec))
         for suffix, content in writer.close().items():
             storage.publish(path + suffix, content)
@@ -466,37 +485,40 @@ def _write_file(part: _Part) -> dict[str, Any]:
     return {"file": name, "packs": len(packs), "bytes": state.size, "sha256": sink.digest.hexdigest()}
 
 
-def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
-    """Add the bytes of media; refuse a file that is no medium: a foreign cache may name any file of this machine."""
+def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
+    """Yield samples with the bytes of their media.
+
+    Files that are not media are refused: a cache from elsewhere could name any file of this machine.
+    """
     policy = policy_for_cache(config)
-    alone = [[sample] for sample in samples]
-    for group in embedded(alone, {sample.source: policy for sample in samples}, _refuse):
+    rows = [[sample] for sample in samples]
+    for group in embedded(rows, {sample.source: policy for sample in samples}, _refuse):
         for sample in (sample for row in group for sample in row):
             media: list[Any] = [*sample.images, *sample.audios, *sample.videos]
             files = [(medium.path, medium.data) for medium in media]
             for path, data in (*files, *(frame for video in sample.videos for frame in video.frames)):
                 if data is not None and not is_media(data):
                     raise MediaError(
-                        f"row {sample.row} of {sample.source}: {path or 'a medium'} does not begin as a picture, video "
-                        "or sound does, and is not copied",
-                        "--media reference writes no media.",
+                        f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or audio "
+                        "file, so it is not copied into the packs",
+                        "Use --media reference, which copies no media.",
                     )
             yield sample
 
 
-def _referenced(sample: EncodedSample) -> EncodedSample:
-    """Remove the bytes of media, which a cache may hold, from a sample.
+def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:
+    """Return a sample whose media are only named, without the bytes that a cache may contain.
 
     Raises:
-        ConfigError: a medium is not a file of its own.
+        ConfigError: if a medium has no path, because its bytes were embedded in the rows.
     """
 
     def without_bytes(medium: Any) -> Any:
         frames = getattr(medium, "frames", ())
         if None in (path for path, _ in frames or [(medium.path, None)]):
             raise ConfigError(
-                f"--media reference: row {sample.row} of {sample.source} has a medium that is no file of its own",
-                "--media embed writes it into the packs.",
+                f"--media reference: row {sample.row} of {sample.source} has a medium without a file path",
+                "Use --media embed, which copies media into the packs.",
             )
         if frames:
             return replace(medium, frames=tuple((path, None) for path, _ in frames))
@@ -510,8 +532,9 @@ def _referenced(sample: EncodedSample) -> EncodedSample:
     )
 
 
-def _refuse(lost: Dropped) -> None:
+def _refuse(dropped: Dropped) -> None:
+    """Raise a MediaError for a sample whose media cannot be read."""
     raise MediaError(
-        f"row {lost.row} of {lost.source}: {lost.detail} ({lost.reason})",
-        "Restore the file, or export again without it; --media reference writes no media.",
+        f"row {dropped.row} of {dropped.source}: {dropped.detail} ({dropped.reason})",
+        "Restore the file, export again without it, or use --media reference, which copies no media.",
     )

@@ -1,4 +1,4 @@
-"""Output of ``packtool inspect`` for a run: trained samples, the samples of a step, and the steps of a sample."""
+"""Output of ``packtool inspect`` for a training run: trained samples, samples of a step, and steps of a sample."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import Replay, has_history, read_ledger, replay_segment, segments_of
 
-_MAX_COMPANIONS = 20
+_MAX_COMPANIONS = 20  # listed samples that share a pack with the inspected one
 
 
 def is_run(directory: str) -> bool:
-    """Check whether a directory is a run's or a checkpoint, not a cache."""
+    """Check whether a directory is that of a run or a checkpoint, rather than a cache."""
     return os.path.isdir(directory) and (
         has_history(directory) or is_checkpoint(directory) or bool(finished_checkpoints(directory))
     )
 
 
 def trained_figures(directory: str) -> dict[str, Any]:
-    """Count what a run has trained until its newest checkpoint.
+    """Count the samples and tokens that a run has trained up to a checkpoint.
 
     Args:
-        directory: of the run, or of the checkpoint until which to count.
+        directory: of the checkpoint, or of a run, which stands for its newest checkpoint.
 
     Raises:
-        ConfigError: if there is no such directory.
         MismatchError: if there is no finished checkpoint, or it has no ledger.
     """
     if not os.path.isdir(directory):
-        raise ConfigError(f"{directory}: there is no such directory")
+        raise ConfigError(f"{directory}: no such directory")
     checkpoint = directory if is_checkpoint(directory) else next(iter(finished_checkpoints(directory)[::-1]), None)
     if checkpoint is None:
         raise MismatchError(
-            f"{directory} has no finished checkpoint, which would tell what was trained until then",
-            "Give the --output-dir of a run, or one of its checkpoints; of --add-version, one of its numbered folders.",
+            f"{directory} has no finished checkpoint, which records the trained samples",
+            "Give the --output-dir of a run (with --add-version, a numbered folder in it), or one of its checkpoints.",
         )
     ledger, state = read_ledger(checkpoint), read_run_state(checkpoint)
     if ledger is None:
         raise MismatchError(
-            f"{checkpoint} keeps no ledger of what was trained: "
-            + ("a stream has no rows that it could name" if state.streaming else "it is of an older packtool"),
-            "Runs on caches keep one.",
+            f"{checkpoint} has no ledger of trained samples: "
+            + ("the run was streamed" if state.streaming else "it was written by an older packtool"),
+            "Only checkpoints of runs on caches, by a newer packtool, have a ledger.",
         )
     sources = [_source_figures(source, is_in_run=True) for source in ledger.sources]
     sources += [_source_figures(source, is_in_run=False) for source in ledger.retired]
@@ -85,6 +84,7 @@ def trained_figures(directory: str) -> dict[str, Any]:
 
 
 def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
+    """Return the figures of a cache; ``is_in_run``: False for one that the run no longer trains."""
     return {
         "directory": source.directory,
         "fingerprint": source.fingerprint,
@@ -102,42 +102,51 @@ def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
 
 
 def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The output of ``packtool inspect --trained``."""
+    """Yield the output of ``packtool inspect --trained``."""
     epoch = figures["epoch"]
     position = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
     yield (
-        f"trained until step {figures['step']:,} ({figures['saved_at']}), {position}: {figures['tokens']:,} tokens, "
-        f"{figures['target_tokens']:,} targets"
+        f"trained up to step {figures['step']:,} ({figures['saved_at']}), {position}: {figures['tokens']:,} tokens, "
+        f"{figures['target_tokens']:,} target tokens"
     )
-    rows = [("cache", "samples", "trained", "this epoch", "times", "epochs", "tokens", "targets", "skipped")]
+    rows = [
+        (
+            "cache",
+            "samples",
+            "trained",
+            "in this epoch",
+            "times trained",
+            "epochs",
+            "tokens",
+            "target tokens",
+            "skipped",
+        )
+    ]
     for source in figures["sources"]:
-        cache = source["directory"] + ("" if source["is_in_the_run"] else " (no longer)")
+        cache = source["directory"] + ("" if source["is_in_the_run"] else " (removed from the run)")
         samples = ("num_samples", "num_trained", "num_trained_in_epoch", "num_times_trained")
         tokens = ("tokens", "target_tokens", "num_skipped")
         counts = [f"{source[name]:,}" for name in samples + tokens]
         rows.append((cache, *counts[: len(samples)], f"{source['epochs']:.2f}", *counts[len(samples) :]))
     yield from aligned(rows, "lr")
     for start in figures["starts"]:
-        event = f"went on after step {start['after_step']:,}" if start["after_step"] else "began"
-        data = ", with other data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
+        event = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
+        data = ", with changed data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
         ranks = f"{start['world_size']} data-parallel rank{'s' if start['world_size'] > 1 else ''}"
         yield f"{start['began']}  {event}, {ranks}{data}"
 
 
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
-    """The samples of a step of a run, by rank, micro-batch and pack.
+    """Plan a step of a run again; return its samples by rank, micro-batch and pack.
 
     Args:
-        output_dir: of the run, or one of its checkpoints.
+        output_dir: of the run, or of one of its checkpoints.
         step: 1-based, as in the log.
         model: directory of the run's model, if it has moved.
-
-    Raises:
-        ConfigError: if the run has no such step.
-        MismatchError: if it has no history, or its caches have changed.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
+    # The last segment that begins before the step.
     segment, stop = next(each for each in reversed(segments) if each[0].first < step or each is segments[0])
     if step > segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
@@ -168,7 +177,7 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
 
 
 def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
-    """Figures of the samples at these positions in the run's caches."""
+    """Return figures of the samples at some positions in the caches of a run."""
     figures = []
     for position in positions:
         cache, row = replay.reader.cache_of(position)
@@ -190,11 +199,11 @@ def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, 
 
 
 def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The output of ``packtool inspect --step``."""
+    """Yield the output of ``packtool inspect --step``."""
     pending = "" if figures["is_trained"] else ", not trained yet"
     yield (
         f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{pending}: {figures['num_samples']:,} samples, "
-        f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} targets"
+        f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} target tokens"
     )
     for rank in figures["ranks"]:
         for number, packs in enumerate(rank["micro_batches"], start=1):
@@ -206,12 +215,13 @@ def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each sample."""
     rows = [
         (
             sample["cache"],
             f"--row {sample['sample']}",
             f"{sample['tokens']:,} tokens",
-            f"{sample['target_tokens']:,} targets",
+            f"{sample['target_tokens']:,} target tokens",
             f"row {sample['row']} of {sample['source']}" + (f", {sample['part']}" if sample["part"] else ""),
         )
         for sample in samples
@@ -220,17 +230,16 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
-    """Find the steps of a run that trained a sample.
+    """Find the steps of a run that trained a sample, by planning them again.
 
     Args:
-        output_dir: of the run, or one of its checkpoints.
-        cache: directory of the sample's cache; None if the run has one cache.
-        row: the sample's number in the train split.
+        output_dir: of the run, or of one of its checkpoints.
+        cache: directory of the sample's cache; None if the run has only one cache.
+        row: number of the sample in the train split.
         model: directory of the run's model, if it has moved.
 
     Raises:
-        ConfigError: if there is no such sample, or the run never had the cache.
-        MismatchError: if the run has no history, or its caches have changed.
+        ConfigError: if there is no such sample, or the run has never trained the cache.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
@@ -240,13 +249,15 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
             caches = ", ".join(directory for directory, _ in known.values())
             raise ConfigError(
                 f"--row {row}: {output_dir} has trained several caches: {caches}",
-                f"packtool inspect CACHE --row {row} --run {output_dir} says of which.",
+                f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.",
             )
         fingerprint = next(iter(known))
     else:
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
     if fingerprint not in known:
-        raise ConfigError(f"--run {output_dir} has not trained the cache {cache}, as it is now ({fingerprint})")
+        raise ConfigError(
+            f"--run {output_dir} has not trained the present version of the cache {cache} ({fingerprint})"
+        )
     directory, num_samples = known[fingerprint]
     if row >= num_samples:
         raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
@@ -257,12 +268,16 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         if fingerprint not in fingerprints or stop <= segment.first:
             continue
         replay = replay_segment(output_dir, segment, stop, model)
-        # A cache may be listed more than once.
-        copies = [number for number, each in enumerate(fingerprints) if each == fingerprint]
-        positions = [row + int(replay.reader.offsets[number]) for number in copies]
+        # A run may list the same cache more than once.
+        numbers = [number for number, each in enumerate(fingerprints) if each == fingerprint]
+        positions = [row + int(replay.reader.offsets[number]) for number in numbers]
         sample = sample or _sample_figures(replay, positions[:1])[0]
-        in_segment = [_occurrence(replay, each, *place) for each in positions for place in replay.occurrences(each)]
-        times += sorted(in_segment, key=lambda each: int(each["step"]))
+        occurrences = [
+            _occurrence(replay, position, *location)
+            for position in positions
+            for location in replay.occurrences(position)
+        ]
+        times += sorted(occurrences, key=lambda occurrence: int(occurrence["step"]))
     checkpoints = finished_checkpoints(output_dir)
     ledger = read_ledger(checkpoints[-1]) if checkpoints else None
     sources = () if ledger is None else (*ledger.sources, *ledger.retired)
@@ -278,10 +293,16 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
 def _occurrence(
     replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """A step in which a sample was trained, and the samples that shared its pack."""
+    """Return figures of a step in which a sample was trained, with the samples that shared its pack.
+
+    Args:
+        position: of the sample in the caches of the run.
+        step: 0-based.
+        pack: number of the pack in the plan of the epoch.
+    """
     stretch = replay.timeline.stretch(step)
     plan, number = stretch.plan, step - stretch.first
-    # Without packing, and where Skrull splits packs, the samples of the micro-batch are meant.
+    # Without packing, and with Skrull, which splits packs, take all samples of the micro-batch instead.
     has_packs = plan.placement is None and plan.summary.options.packing
     packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(number, rank, micro_batch))
     companions = [each for pack in packs for each in pack.tolist() if each != position]
@@ -297,22 +318,23 @@ def _occurrence(
 
 
 def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The output of ``packtool inspect --row`` for a run."""
+    """Yield the output of ``packtool inspect --row`` for a run."""
     times, run = figures["times"], escape_line(figures["run"])
     steps, skipped = plural(figures["until_step"], "step"), plural(figures["num_skipped"], "time")
-    left_out = f"; left out {skipped}, for it could not be loaded" if figures["num_skipped"] else ""
-    yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained{left_out}"
-    for each in times:
-        others, samples = plural(each["num_companions"], "other"), plural(each["num_samples_of_step"], "sample")
+    warning = f"; skipped {skipped}, because its media could not be loaded" if figures["num_skipped"] else ""
+    yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained{warning}"
+    for time_trained in times:
         yield (
-            f"step {each['step']:,}, epoch {each['epoch'] + 1:,}, rank {each['rank']}, micro-batch "
-            f"{each['micro_batch'] + 1}, with {others} of {samples} of the step: "
-            f"packtool inspect {run} --step {each['step']}"
+            f"step {time_trained['step']:,} ({plural(time_trained['num_samples_of_step'], 'sample')}), epoch "
+            f"{time_trained['epoch'] + 1:,}, rank {time_trained['rank']}, micro-batch "
+            f"{time_trained['micro_batch'] + 1}, packed with {plural(time_trained['num_companions'], 'other sample')}: "
+            f"packtool inspect {run} --step {time_trained['step']}"
         )
-        yield from ("  " + line for line in _sample_lines(each["companions"]))
-        if each["num_companions"] > len(each["companions"]):
-            yield f"  and {each['num_companions'] - len(each['companions']):,} more"
+        yield from ("  " + line for line in _sample_lines(time_trained["companions"]))
+        if time_trained["num_companions"] > len(time_trained["companions"]):
+            yield f"  and {time_trained['num_companions'] - len(time_trained['companions']):,} more"
 
 
 def _time(seconds: float) -> str:
+    """Return a Unix time as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -284,7 +284,7 @@ def test_what_cannot_be_written_leaves_nothing_that_looks_whole(
     assert not (tmp_path / "packs" / "packs.json").exists()
     picture.write_text("a secret that a cache of somebody else's calls a picture")
     assert run(words) == 3
-    assert "tall.png does not begin as a picture" in capsys.readouterr().err
+    assert "tall.png is not an image" in capsys.readouterr().err
     picture.write_bytes(content)
     publish = storage.publish
 
