@@ -23,7 +23,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = DOCS.parent / "examples"
 _INTRODUCTION = """# Options
 
-Every option of every command, as `packtool COMMAND --help` shows it. Options may be written with dashes or underscores.
+Every option of every command, with more detail than `packtool COMMAND --help`. Options may be written with dashes or
+underscores.
 A boolean stands alone or with `true` or `false`, a list takes several values or is repeated. Everything can also stand
 in a YAML file (`--config FILE`) or in `--set key=value`.
 
@@ -31,10 +32,26 @@ in a YAML file (`--config FILE`) or in `--set key=value`.
 """
 
 
-def options_page() -> str:
-    """All options of all commands under the headings of ``--help``."""
+DETAILS = Path(__file__).with_name("option_details.tsv")
+
+
+def option_details() -> dict[tuple[str, str], str]:
+    """Return the sentences of ``option_details.tsv`` by command and option; those of export are import's too."""
     group: Any = typer.main.get_command(app)
-    parts = [_INTRODUCTION]
+    details: dict[tuple[str, str], str] = {}
+    for line in DETAILS.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            option, commands, text = line.split("\t")
+            named = group.commands if commands == "*" else commands.split()
+            for command in [*named, *(["import"] if "export" in named else [])]:
+                details.setdefault((command, option), text)
+    return details
+
+
+def options_page() -> str:
+    """All options of all commands under the headings of ``--help``, with their details."""
+    group: Any = typer.main.get_command(app)
+    parts, details = [_INTRODUCTION], option_details()
     for name, command in group.commands.items():
         if name == "sft":
             continue
@@ -42,7 +59,9 @@ def options_page() -> str:
         context = command.make_context(name, [], resilient_parsing=True)
         for panel, records in command.panels(context).items():
             parts.append(f"### {panel} ({name})\n\n| option | meaning |\n|---|---|")
-            parts += [f"| `{_cell(names)}` | {_cell(text)} |" for names, text in records]
+            for names, text in records:
+                more = details.get((name, re.split(r"[ ,]", names)[0]), "")
+                parts.append(f"| `{_cell(names)}` | {_cell(f'{text} {more}'.strip())} |")
             parts.append("")
     return "\n".join(parts)
 

@@ -131,6 +131,18 @@ def test_generated_pages_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.value.code == 0
 
 
+def test_details_are_about_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    make_docs = load_script("make_docs")
+    page = make_docs.options_page()
+    lines = [line for line in make_docs.DETAILS.read_text().splitlines() if not line.startswith("#")]
+    assert lines
+    for option, commands, details in (line.split("\t") for line in lines):
+        assert details.endswith("."), details
+        # Words in other cells have other marks behind the name.
+        assert details.replace("|", "\\|") in page, f"{option} is no option of {commands}"
+
+
 def test_lines_are_short() -> None:
     """Text is wrapped; tables, links and commands may be longer."""
     for page in (*PAGES, *(DOCS.parent / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))):

@@ -75,20 +75,20 @@ class _StderrHandler(logging.Handler):
         show(f"packtool: {record.getMessage()}", error=True)
 
 
-def _documentation() -> str:
-    """The line of ``packtool --help`` with the path of the documentation; empty if it is not installed."""
+def _documentation(page: str) -> str:
+    """The last line of ``--help`` with the path of a page of the documentation; empty if it is not installed."""
     root = Path(__file__).parents[2]
     # Beside the package after pip install --target, below the home directory after --user.
     bases = (sysconfig.get_path("data"), root, site.getuserbase())
     installed = [Path(base, "share", "doc", "packtool") for base in bases]
     folders = [root / "docs"] if (root / "pyproject.toml").is_file() else installed
-    return next((f"Documentation: {page}" for folder in folders if (page := folder / "index.md").is_file()), "")
+    return next((f"Documentation: {folder / page}" for folder in folders if (folder / page).is_file()), "")
 
 
 app = typer.Typer(
     name="packtool",
-    help="Turns multimodal conversations into packed training steps.",
-    epilog=_documentation(),
+    help="Turn multimodal conversations into packed training steps.",
+    epilog=_documentation("index.md"),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -98,17 +98,17 @@ app = typer.Typer(
 # Each command's settings, function and first line of --help.
 _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "export": (ExportConfig, run_export, "Tokenize rows into a cache."),
-    "import": (ImportConfig, run_import, "Make a cache of what another tool has tokenized."),
-    "train": (TrainConfig, run_train, "Train on packed samples; NPROC_PER_NODE=8 in front: on 8 GPUs."),
-    "sft": (TrainConfig, run_train, "The same as train."),
-    "eval": (EvalConfig, run_eval, "Write the loss, perplexity and accuracy of every sample."),
-    "merge": (MergeConfig, run_merge, "Work an adapter into the weights of its base model."),
-    "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
-    "inspect": (InspectConfig, run_inspect, "Look into a cache, or at what a run has trained."),
-    "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
-    "pack": (PackConfig, run_pack, "Write packs to files that other trainers read."),
-    "simulate": (SimulateConfig, run_simulate, "Time the steps of every strategy on a cluster on paper."),
-    "verify": (VerifyConfig, run_verify, "Show that your samples packed are what they are alone."),
+    "import": (ImportConfig, run_import, "Make a cache from data that another tool has tokenized."),
+    "train": (TrainConfig, run_train, "Train on packed samples; set NPROC_PER_NODE=8 to use 8 GPUs."),
+    "sft": (TrainConfig, run_train, "Alias of train."),
+    "eval": (EvalConfig, run_eval, "Compute loss, perplexity and accuracy of every sample."),
+    "merge": (MergeConfig, run_merge, "Merge a LoRA adapter into its base model."),
+    "demo": (DemoConfig, run_demo_command, "Run export and training on a small synthetic dataset."),
+    "inspect": (InspectConfig, run_inspect, "Show a cache, its samples, or what a run has trained."),
+    "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),
+    "pack": (PackConfig, run_pack, "Write packs to files for other trainers."),
+    "simulate": (SimulateConfig, run_simulate, "Simulate the step times of training strategies on a GPU cluster."),
+    "verify": (VerifyConfig, run_verify, "Check that packed samples give the same outputs as unpacked ones."),
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # The option that takes values without a name, and how the usage line shows these.
@@ -128,10 +128,11 @@ def _warn(message: str) -> None:
         _print(message)
 
 
+_OPTIONS_PAGE = _documentation("options.md")
 for _name, (_settings, _run, _help) in _COMMANDS.items():
     _class = type("PanelCommand", (PanelCommand,), {"nameless": _NAMELESS.get(_name, (None, None))[1]})
     _command = command_of(_settings, _run, UnknownOptions(_name, _SETTINGS, _warn))
-    app.command(cls=_class, name=_name, help=_help)(_command)
+    app.command(cls=_class, name=_name, help=_help, epilog=_OPTIONS_PAGE)(_command)
 
 
 def _version(is_requested: bool) -> None:

@@ -23,8 +23,8 @@ import typer.core
 
 from packtool.config.peers import find_peer, peer_names
 from packtool.config.settings import (
+    COMMON,
     FALSE_WORDS,
-    FIRST,
     LAST,
     PANELS,
     TRUE_WORDS,
@@ -228,12 +228,12 @@ class UnknownOptions:
 # Of every command, by name: how the value is given, its type, and how --help shows it.
 _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
     "config": ("single", str | None, {"metavar": "FILE", "help": "YAML file of settings."}),
-    "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "One setting; may be repeated."}),
-    "json": ("switch", bool, {"help": "One JSON document on stdout, all else on stderr."}),
+    "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Override one setting; may be repeated."}),
+    "json": ("switch", bool, {"help": "Print one JSON document on stdout; messages go to stderr."}),
     "debug": (
         "switch",
         bool,
-        {"help": "Tracebacks, and what each batch holds while training (environment: PACKTOOL_LOG_LEVEL=DEBUG)."},
+        {"help": "Show tracebacks and the contents of batches (environment: PACKTOOL_LOG_LEVEL=DEBUG)."},
     ),
 }
 
@@ -318,9 +318,9 @@ def _parameter(name: str, hint: Any, option: Any, default: object = None) -> ins
 
 
 def _flags(cls: type) -> list[dataclasses.Field[Any]]:
-    """Settings in the order of ``--help``: first those in the class's ``NEEDED_FIRST``, else the required ones."""
+    """Settings in the order of ``--help``: first those in the class's ``COMMON_OPTIONS``, else the required ones."""
     fields = [field for field in dataclasses.fields(cls) if field.metadata["flag"]]
-    order = getattr(cls, "NEEDED_FIRST", ()) or tuple(field.name for field in fields if is_required(field))
+    order = getattr(cls, "COMMON_OPTIONS", ()) or tuple(field.name for field in fields if is_required(field))
     return sorted(fields, key=lambda field: order.index(field.name) if field.name in order else len(order))
 
 
@@ -335,7 +335,7 @@ def _option(field: dataclasses.Field[Any], cls: type) -> inspect.Parameter:
     """The typer option of a setting; ``resolve`` converts its text, so that all errors are reported at once."""
     kind = _kind(field, cls)
     names = list(option_names(field))
-    panel = FIRST if field.name in getattr(cls, "NEEDED_FIRST", ()) else field.metadata["panel"]
+    panel = COMMON if field.name in getattr(cls, "COMMON_OPTIONS", ()) else field.metadata["panel"]
     shown: dict[str, Any] = {"help": _help(field), "show_default": False, "rich_help_panel": panel}
     if kind == "flag":
         names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]

@@ -18,35 +18,22 @@ from packtool.constants import TRAIN_SPLIT
 class InspectConfig(AccessOptions):
     """Settings of ``packtool inspect``."""
 
-    directory: str = option(REQUIRED, "The cache, or the --output-dir of a run; may stand without the option's name.")
-    row: int | None = option(
-        None,
-        "Show this sample of the split, as a person can read it. With --run, or of a run's only cache, when it was "
-        "trained, and with which others.",
-        minimum=0,
-    )
-    run: str | None = option(None, "The --output-dir of a run: when it trained the sample of --row.")
-    trained: bool = option(False, "Of a run, or of one of its checkpoints: what was trained until then, by cache.")
-    step: int | None = option(
-        None, "Of a run: what this step held, rank by rank; the first step is 1, as in the log.", minimum=1
-    )
-    split: str = option(TRAIN_SPLIT, "Split that --row counts in, and that pages show.")
+    directory: str = option(REQUIRED, "Cache directory, or --output-dir of a run.")
+    row: int | None = option(None, "Show this sample of the split, and when it was trained.", minimum=0)
+    run: str | None = option(None, "Output directory of the run that may have trained --row.")
+    trained: bool = option(False, "Show what a run or checkpoint has trained, cache by cache.")
+    step: int | None = option(None, "Show this step of a run, rank by rank.", minimum=1)
+    split: str = option(TRAIN_SPLIT, "Split of --row and of the pages.")
     model: str | None = option(None, "Directory of the tokenizer and config.json; by default the export's model.")
-    plan: str | None = option(None, "A plan of the cache, with its steps, from packtool plan --save.")
-    pack: int | None = option(None, "Show this pack of --plan; samples that share a prefix as a tree.", minimum=0)
-    html: str | None = option(
-        None,
-        "Write pages into this new folder, to leaf through samples and their media, dropped rows, and the steps and "
-        "packs of --plan; they need no server.",
-    )
+    plan: str | None = option(None, "Plan file of the cache from packtool plan --save.")
+    pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
+    html: str | None = option(None, "Write web pages of samples, media, dropped rows and packs to this folder.")
     max_samples: int = option(
-        1000,
-        "Most samples on the pages of --html, evenly chosen from the split; with --plan about so many, of whole steps.",
-        maximum=1_000_000,
+        1000, "Maximum samples on the pages of --html, evenly chosen from the split.", maximum=1_000_000
     )
-    serve: bool = option(False, "Show the pages of the whole cache at an address of this machine, until Ctrl-C.")
-    port: int = option(0, "Port of --serve; 0 takes one that is free.", minimum=0, maximum=65_535)
-    verify: bool = option(False, "Read the whole cache, and say which files are damaged and how to mend them.")
+    serve: bool = option(False, "Serve pages of the whole cache on this machine until Ctrl-C.")
+    port: int = option(0, "Port of --serve; 0 selects a free port.", minimum=0, maximum=65_535)
+    verify: bool = option(False, "Verify all files of the cache and list damaged ones with their repair.")
 
     def value_problems(self) -> list[str]:
         """Return the problem of options that show different things."""
@@ -59,26 +46,18 @@ class InspectConfig(AccessOptions):
 class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions):
     """Settings of ``packtool verify``."""
 
-    model: str = option(REQUIRED, "Directory (or hub id) of the model.")
-    cached_dataset: tuple[str, ...] = option(
-        REQUIRED, "Caches that packtool export made; several may follow. Their samples are packed and compared."
-    )
+    model: str = option(REQUIRED, "Model directory or hub id.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches whose samples are packed and compared.")
     packing_length: Tokens | None = option(
-        None, "Tokens that a pack holds at most; by default the export's --max-length.", minimum=2
+        None, "Maximum tokens of a pack; by default the export's --max-length.", minimum=2
     )
-    num_packs: int = option(2, "Packs to look at.")
+    num_packs: int = option(2, "Number of packs to check.")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
-    torch_dtype: DType = option(
-        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, and float32 on the CPU."
-    )
-    trajectory: int | None = option(
-        None,
-        "Instead, train so many steps with AdamW in float32 twice, packed with --samples-per-step and unpacked, and "
-        "compare the losses of all steps and the weights in the end.",
-    )
-    samples_per_step: int | None = option(None, "Samples of a step of --trajectory; by default 16.")
-    seed: int = option(42, "Seed of the packing.", minimum=0)
-    html: str | None = option(None, "Write the report as a page to this file, also if a check fails.")
+    torch_dtype: DType = option("auto", "Precision of the weights; auto uses the checkpoint's, or float32 on CPU.")
+    trajectory: int | None = option(None, "Instead, train this many steps packed and unpacked, and compare them.")
+    samples_per_step: int | None = option(None, "Samples per step of --trajectory; by default 16.")
+    seed: int = option(42, "Random seed of the packing.", minimum=0)
+    html: str | None = option(None, "Write the report as a web page to this file.")
 
     @property
     def not_shared_with(self) -> list[str]:
@@ -89,10 +68,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
 
 Split = Literal["train", "val"]
 MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
-MAX_TOKENS_HELP = (
-    "Most tokens of a forward pass of evaluation: a hard limit, also for a single sample. By default 8192, or the "
-    "longest sample if that is longer."
-)
+MAX_TOKENS_HELP = "Maximum tokens of a forward pass in evaluation."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +84,19 @@ class EvalConfig(
 ):
     """Settings of ``packtool eval``."""
 
-    model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
-    base_model: str | None = option(None, "Where the base model of an adapter is now, if it has moved.")
-    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
-    output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
-    split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")
+    model: str = option(REQUIRED, "Directory or hub id of a model or an adapter.")
+    base_model: str | None = option(None, "New location of the adapter's base model.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches to evaluate.")
+    output: str = option(REQUIRED, "Parquet file to write, with one line per sample.")
+    split: Split | None = option(None, "Split to evaluate; by default val where all caches have it.")
     max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP)
-    max_samples_per_micro_batch: int | None = speed_option(None, "Most samples of a forward pass.")
-    limit: int | None = option(None, "Evaluate only so many samples, the first ones.")
+    max_samples_per_micro_batch: int | None = speed_option(None, "Maximum samples of a forward pass.")
+    limit: int | None = option(None, "Evaluate only this many samples, from the first.")
     torch_dtype: DType = speed_option(
-        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU."
+        "auto", "Precision of the weights; auto uses the checkpoint's, or float32 on CPU."
     )
     attn_impl: AttnImpl = speed_option("auto", ATTN_IMPL_HELP)
-    dataloader_num_workers: int = speed_option(1, "Processes a rank that load pictures ahead of the model.", minimum=0)
+    dataloader_num_workers: int = speed_option(1, "Number of processes per rank that load media ahead.", minimum=0)
 
     @property
     def not_shared_with(self) -> list[str]:
@@ -133,15 +109,15 @@ class EvalConfig(
 class MergeConfig(Settings):
     """Settings of ``packtool merge``."""
 
-    adapter: str = option(REQUIRED, "Directory of an adapter: a checkpoint of packtool train, or one that peft saved.")
-    output: str = option(REQUIRED, "Directory to write the merged model to; it must be empty or new.")
-    base_model: str | None = option(None, "Where the adapter's base model is now, if it has moved.")
-    torch_dtype: DType = option("auto", "Precision to write the weights in; auto is the base model's.")
+    adapter: str = option(REQUIRED, "Adapter directory: a checkpoint of packtool train or one saved by peft.")
+    output: str = option(REQUIRED, "New or empty directory for the merged model.")
+    base_model: str | None = option(None, "New location of the adapter's base model.")
+    torch_dtype: DType = option("auto", "Precision of the written weights; auto keeps the base model's.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(Settings):
     """Settings of ``packtool demo``."""
 
-    output_dir: str = option("packtool-demo", "Folder that the demo makes and works in.")
-    seed: int = option(7, "Seed of the world, the model and the training.", minimum=0)
+    output_dir: str = option("packtool-demo", "Folder that the demo creates and works in.")
+    seed: int = option(7, "Random seed of the dataset, the model and the training.", minimum=0)

@@ -23,7 +23,7 @@ from packtool.config.settings import (
     part_of,
     picture_option,
     row_option,
-    scale_option,
+    shard_option,
     video_option,
 )
 
@@ -40,31 +40,12 @@ BboxType = Literal["real", "norm1", "norm1000"]
 
 MAX_ROW_BYTES = 64_000_000
 
-DATASET_HELP = (
-    "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
-    "hub, or names in --dataset-info; several may follow, and #1000, #20% or #2.5x behind one draws so many rows of it."
-)
-TRUNCATION_HELP = (
-    "What becomes of a longer row: left out, cut on the left or right with its media kept whole, cut into pieces "
-    "(texts for pretraining only), or an error."
-)
-OVERFLOW_HELP = (
-    "What becomes of a row whose media alone exceed --max-length: left out, its oldest media removed, or an error."
-)
-TEMPLATE_HELP = (
-    "File with a Jinja chat template to take instead of the model's: for base models, which have none, and for other "
-    "formats of a conversation."
-)
-LOSS_SCALE_HELP = (
-    "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
-    "behind a +, as in last_round+hermes. Models for hybrid thinking: ignore_empty_think is added, unless "
-    "keep_empty_think is there."
-)
-EXPAND_HELP = (
-    "Make a sample of every turn of the assistant, the conversation up to it as the model will see it, so that its "
-    "thinking is trained where the chat template leaves out what earlier turns thought: true, false, or auto for "
-    "those turns alone of which the template leaves something out."
-)
+DATASET_HELP = "Input files, folders, patterns, hub ids, or names from --dataset-info."
+TRUNCATION_HELP = "Drop a longer row, truncate it left or right, split it, or stop."
+OVERFLOW_HELP = "Drop a row whose media exceed --max-length, remove its oldest media, or stop."
+TEMPLATE_HELP = "File with a Jinja chat template that replaces the model's."
+LOSS_SCALE_HELP = "Tokens to train: default, last_round or all, and rules such as +hermes."
+EXPAND_HELP = "Make a sample of every assistant turn, so that its thinking is trained."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +53,10 @@ class AccessOptions(Settings):
     """Access policy for media of rows and caches, which somebody else may have written."""
 
     media_access: MediaAccess = access_option(
-        "root",
-        "Media that rows may name: root, files below the rows' folder and --media-root and the remote stores that "
-        "these lie in; local, also any other file of this machine; any, also any other bucket and address. Caches, "
-        "whose rows an export has checked, may name files and buckets, and with any other addresses, too.",
+        "root", "Restrict which files, buckets and addresses rows may reference as media."
     )
     max_media_bytes: Bytes | None = access_option(
-        None, "Largest file of a medium, as in 100MB; by default 4GB, and 500MB of a picture.", minimum=None
+        None, "Maximum size of a media file; by default 4GB, and 500MB for images.", minimum=None
     )
 
     @property
@@ -93,42 +71,30 @@ class RowOptions(AccessOptions):
     """Selection and reading of rows."""
 
     dataset: tuple[str, ...] = row_option((), DATASET_HELP)
-    val_dataset: tuple[str, ...] = row_option((), "Rows for the val split, named like --dataset.")
+    val_dataset: tuple[str, ...] = row_option((), "Rows of the validation split, given like --dataset.")
     dataset_info: str | None = row_option(
-        None, "LLaMA-Factory's dataset_info.json, or its directory: names of datasets for --dataset."
+        None, "LLaMA-Factory's dataset_info.json, or its folder, which names datasets for --dataset."
     )
     columns: tuple[str, ...] = row_option(
-        (), "Which column is which where names are unusual: query=title response=body, or a JSON object."
+        (), "Map unusual column names, as in query=title response=body, or a JSON object."
     )
-    system: str | None = row_option(None, "System prompt of conversations that have none of their own.")
+    system: str | None = row_option(None, "System prompt for conversations that have none.")
     media_root: str | None = row_option(
-        None, "Folder in which relative paths of media are looked for before the rows' own.", env="ROOT_IMAGE_DIR"
+        None, "Folder to search for relative media paths before the folder of the rows.", env="ROOT_IMAGE_DIR"
     )
     max_media_failures: int = access_option(
-        100,
-        "Stop when so many media in a row could not be had because one and the same store is down; 0 never stops.",
-        minimum=0,
+        100, "Stop after this many consecutive media failures of one store; 0 never stops.", minimum=0
     )
-    per_dataset_loss_scale: bool = row_option(
-        True, "Rows of a set in --dataset-info have that set's own loss_scale; false ignores these."
-    )
+    per_dataset_loss_scale: bool = row_option(True, "Apply the loss_scale that --dataset-info gives to each dataset.")
     split_dataset_ratio: float = row_option(
-        0.0, "Share of the rows that goes to the val split.", minimum=0.0, maximum=0.999
+        0.0, "Fraction of the rows in the validation split.", minimum=0.0, maximum=0.999
     )
     use_hf: bool | None = row_option(
-        None,
-        "Where ids of models and rows come from: true, the Hugging Face hub, or false, ModelScope. By default the hub.",
-        env="USE_HF",
+        None, "Download ids from the Hugging Face hub; false downloads from ModelScope.", env="USE_HF"
     )
-    strict: bool = row_option(False, "Stop at the first row that cannot be used, with exit code 3.")
-    max_row_bytes: Bytes = row_option(
-        MAX_ROW_BYTES,
-        "Largest row that is read, as in 64MB; larger ones are left out before they are parsed (of parquet and Arrow "
-        "files, only their texts count).",
-    )
-    dataset_num_proc: int = row_option(
-        1, "Worker processes that encode; the output is the same for any number.", minimum=1
-    )
+    strict: bool = row_option(False, "Stop at the first unusable row, with exit code 3.")
+    max_row_bytes: Bytes = row_option(MAX_ROW_BYTES, "Maximum size of a row, such as 64MB; larger rows are dropped.")
+    dataset_num_proc: int = row_option(1, "Number of encoding processes; does not change the output.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,29 +105,26 @@ class MediaOptions(Settings):
     are N x (patch x merge)^2 pixels.
     """
 
-    max_pixels: int | None = picture_limit("Most pixels of a picture; larger ones are shrunk.", env="MAX_PIXELS")
-    min_pixels: int | None = picture_limit("Fewest pixels of a picture; smaller ones are enlarged.", env="MIN_PIXELS")
-    image_max_token_num: Tokens | None = picture_limit("Most tokens of a picture.", env="IMAGE_MAX_TOKEN_NUM")
-    image_min_token_num: Tokens | None = picture_limit("Fewest tokens of a picture.", env="IMAGE_MIN_TOKEN_NUM")
+    max_pixels: int | None = picture_limit("Maximum pixels of an image; larger images are shrunk.", env="MAX_PIXELS")
+    min_pixels: int | None = picture_limit("Minimum pixels of an image; smaller images are enlarged.", env="MIN_PIXELS")
+    image_max_token_num: Tokens | None = picture_limit("Maximum tokens of an image.", env="IMAGE_MAX_TOKEN_NUM")
+    image_min_token_num: Tokens | None = picture_limit("Minimum tokens of an image.", env="IMAGE_MIN_TOKEN_NUM")
     resize: int = picture_option(
-        0,
-        "Only 0, ms-swift's 'keep the pictures as they are', is known; limits are set with --max-pixels.",
-        minimum=0,
-        maximum=0,
+        0, "Accepted for ms-swift; only 0 (keep image sizes) is supported.", minimum=0, maximum=0
     )
 
-    fps: float | None = video_option(None, "Frames a second to take of a video.", env="FPS", minimum=0.001)
-    fps_min_frames: int | None = video_limit("Fewest frames to take of a video.", env="FPS_MIN_FRAMES")
-    fps_max_frames: int | None = video_limit("Most frames to take of a video.", env="FPS_MAX_FRAMES")
-    video_max_pixels: int | None = video_limit("Most pixels of a video's frame.", env="VIDEO_MAX_PIXELS")
-    video_min_pixels: int | None = video_limit("Fewest pixels of a video's frame.", env="VIDEO_MIN_PIXELS")
-    video_total_pixels: int | None = video_limit("Most pixels of all frames of a video.", env="VIDEO_TOTAL_PIXELS")
-    video_max_token_num: Tokens | None = video_limit("Most tokens of a video's frame.", env="VIDEO_MAX_TOKEN_NUM")
-    video_min_token_num: Tokens | None = video_limit("Fewest tokens of a video's frame.", env="VIDEO_MIN_TOKEN_NUM")
+    fps: float | None = video_option(None, "Frames per second to sample from a video.", env="FPS", minimum=0.001)
+    fps_min_frames: int | None = video_limit("Minimum frames to sample from a video.", env="FPS_MIN_FRAMES")
+    fps_max_frames: int | None = video_limit("Maximum frames to sample from a video.", env="FPS_MAX_FRAMES")
+    video_max_pixels: int | None = video_limit("Maximum pixels of a video frame.", env="VIDEO_MAX_PIXELS")
+    video_min_pixels: int | None = video_limit("Minimum pixels of a video frame.", env="VIDEO_MIN_PIXELS")
+    video_total_pixels: int | None = video_limit("Maximum pixels of all frames of a video.", env="VIDEO_TOTAL_PIXELS")
+    video_max_token_num: Tokens | None = video_limit("Maximum tokens of a video frame.", env="VIDEO_MAX_TOKEN_NUM")
+    video_min_token_num: Tokens | None = video_limit("Minimum tokens of a video frame.", env="VIDEO_MIN_TOKEN_NUM")
     use_audio_in_video: bool | None = video_option(
-        None, "Weave a video's sound track in between its frames (Omni models).", env="USE_AUDIO_IN_VIDEO"
+        None, "Interleave a video's sound track with its frames (Omni models).", env="USE_AUDIO_IN_VIDEO"
     )
-    sampling_rate: int | None = video_limit("Samples a second of sound.", env="SAMPLING_RATE")
+    sampling_rate: int | None = video_limit("Audio samples per second.", env="SAMPLING_RATE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,20 +132,13 @@ class BoxOptions(Settings):
     """Format of boxes, points and polygons; by default that of the row and of the model's family."""
 
     bbox_type: BboxType | None = picture_option(
-        None,
-        "Unit of the coordinates that texts have as JSON (bbox_2d, point_2d), of rows that do not say it: pixels of "
-        "the picture (real), shares of its sides, or thousandths. By default such texts stay as they are.",
+        None, "Unit of box coordinates in JSON texts: pixels, fractions or thousandths."
     )
     bbox_format: Literal["legacy", "new"] | None = picture_option(
-        None,
-        "How <bbox> and <ref-object> are written: legacy, with Qwen2-VL's tokens, or new, as lists for JSON. By "
-        "default as the model's family has it.",
-        env="QWENVL_BBOX_FORMAT",
+        None, "Write boxes with Qwen2-VL's special tokens (legacy) or as JSON lists (new).", env="QWENVL_BBOX_FORMAT"
     )
     norm_bbox: Literal["norm1000", "none"] | None = picture_option(
-        None,
-        "What written coordinates are: thousandths of the picture's sides (norm1000), or pixels of the resized "
-        "picture (none). By default as the model's family has it.",
+        None, "Write coordinates in thousandths of the image (norm1000) or in resized pixels (none)."
     )
 
 
@@ -214,19 +170,15 @@ Executor = Literal["local", "ray"]
 class EncodeSpec(BoxOptions, MediaOptions):
     """Everything that determines how a row is encoded: two exports with the same spec write the same tokens."""
 
-    model: str = option(
-        REQUIRED, "Directory (or hub id) of the model: only its tokenizer, processor settings and config are read."
-    )
-    max_length: Tokens = option(
-        0, "Maximum tokens of a sample; by default the model's maximum, but at most 8192.", minimum=2
-    )
+    model: str = option(REQUIRED, "Model directory or hub id; only tokenizer, processor and config are read.")
+    max_length: Tokens = option(0, "Maximum tokens of a sample; by default the model's limit, at most 8192.", minimum=2)
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = row_option("drop", OVERFLOW_HELP)
     loss_scale: str = row_option("default", LOSS_SCALE_HELP)
     expand_turns: ExpandTurns = row_option("false", EXPAND_HELP)
     chat_template: str | None = row_option(None, TEMPLATE_HELP)
     media: Literal["reference", "embed"] = row_option(
-        "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
+        "reference", "Store media paths in the cache, or embed the files."
     )
 
     def recorded(self) -> dict[str, Any]:
@@ -247,30 +199,28 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
 
     TAKES_TOKENS: ClassVar[bool] = False
     """Whether a row with both tokens and their source is read as tokens."""
-    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
-        *("model", "dataset", "output_dir", "max_length", "truncation_strategy", "split_dataset_ratio"),
-        *("dataset_num_proc", "overwrite", "repair", "dry_run"),
+    COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("model", "dataset", "output_dir", "max_length", "truncation_strategy", "split_dataset_ratio", "max_pixels"),
+        *("fps", "loss_scale", "dataset_num_proc", "overwrite", "repair", "dry_run"),
     )
 
     dataset: tuple[str, ...] = row_option(REQUIRED, DATASET_HELP)
-    output_dir: str = option(REQUIRED, "Directory that becomes the cache.")
-    seed: int = scale_option(42, "Seed of the split.", minimum=0)
-    rows_per_shard: int | None = scale_option(
-        None, "Rows that one shard holds, in steps of 64; by default total/64, between 256 and 16384.", minimum=1
+    output_dir: str = option(REQUIRED, "Directory of the new cache.")
+    seed: int = shard_option(42, "Random seed of the validation split.", minimum=0)
+    rows_per_shard: int | None = shard_option(
+        None, "Rows per shard, in steps of 64; by default total/64, from 256 to 16384.", minimum=1
     )
-    to_cached_dataset: bool = scale_option(True, "Accepted for ms-swift's sake: export always writes a cached dataset.")
-    overwrite: bool = option(False, "Delete the cache in the output directory first.")
-    repair: bool = option(False, "Make again only those files of a finished cache that are damaged.")
-    executor: Executor = scale_option("local", "Where the work is done: this machine, or a Ray cluster.")
-    ray_address: str | None = scale_option(
-        None, "Address of the Ray cluster; by default one is started here.", env="RAY_ADDRESS"
+    to_cached_dataset: bool = shard_option(True, "Accepted for ms-swift; export always writes a cached dataset.")
+    overwrite: bool = option(False, "Delete an existing cache in --output-dir first.")
+    repair: bool = option(False, "Rebuild only the damaged files of a finished cache.")
+    executor: Executor = shard_option("local", "Run on this machine or on a Ray cluster.")
+    ray_address: str | None = shard_option(
+        None, "Address of the Ray cluster; by default one starts on this machine.", env="RAY_ADDRESS"
     )
-    task_index: int | None = scale_option(
-        None, "Export only part i of --num-tasks, from 0 on; the last part to finish publishes.", minimum=0
-    )
-    num_tasks: int | None = scale_option(None, "Parts that a job array exports.")
-    finalize: bool = scale_option(False, "Publish what the parts of a job array have exported.")
-    dry_run: bool = option(False, "Encode and count, but write nothing.")
+    task_index: int | None = shard_option(None, "Export only part i of --num-tasks, counted from 0.", minimum=0)
+    num_tasks: int | None = shard_option(None, "Number of parts of a job array.")
+    finalize: bool = shard_option(False, "Publish the cache from the exported parts of a job array.")
+    dry_run: bool = option(False, "Encode and count rows without writing a cache.")
 
     @property
     def encode_spec(self) -> EncodeSpec:
@@ -294,13 +244,9 @@ class ImportConfig(ExportConfig):
     TAKES_TOKENS: ClassVar[bool] = True
 
     dataset: tuple[str, ...] = row_option(
-        REQUIRED,
-        "What another tool has prepared: a saved dataset, its files, or an .idx file of Megatron; it may stand without "
-        "the option's name.",
+        REQUIRED, "Tokenized data: a saved dataset, its files, or a Megatron .idx file."
     )
-    max_length: Tokens = option(
-        0, "Most tokens of a sample; 0 takes what the model says that it takes (max_position_embeddings).", minimum=0
-    )
+    max_length: Tokens = option(0, "Maximum tokens of a sample; 0 uses the model's max_position_embeddings.", minimum=0)
 
 
 VerifyCache = Literal["always", "once", "never"]
@@ -318,21 +264,16 @@ class CacheOptions(Settings):
     """Local copies of remote caches, and verification of their files."""
 
     cache_dir: str | None = cache_option(
-        None,
-        "Directory of this machine for copies of remote caches and for what was verified; by default packtool in "
-        "~/.cache.",
-        env=_VARIABLE,
+        None, "Local directory for copies of remote caches and for verification records.", env=_VARIABLE
     )
     cache_dir_size: Bytes | None = cache_option(
         None,
-        "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
+        "Maximum size of --cache-dir, such as 200GB; by default unlimited.",
         env="PACKTOOL_CACHE_DIR_SIZE",
         minimum=None,
     )
     verify_cache: VerifyCache = cache_option(
-        "once",
-        "Hold a cache's files against their checksums when they are first needed: always in every run, once on each "
-        "machine and again when a file has changed, or never.",
+        "once", "Verify checksums of caches in every run, once per machine, or never."
     )
 
 
@@ -341,16 +282,9 @@ class MediaCacheOptions(Settings):
     """The cache of resized pictures and frames."""
 
     media_cache: str | None = cache_option(
-        None,
-        "Directory on a disk of this machine for resized pictures and frames of videos, which later epochs and other "
-        "runs read without decoding; --media-cache-size bounds it.",
+        None, "Local directory for resized images and video frames, reused in later epochs."
     )
-    media_cache_size: Bytes | None = cache_option(
-        None,
-        "Most that --media-cache may hold, as in 500GB; what a run reads in every epoch is not removed for something "
-        "else that it reads as often.",
-        minimum=None,
-    )
+    media_cache_size: Bytes | None = cache_option(None, "Maximum size of --media-cache, such as 500GB.", minimum=None)
 
     def value_problems(self) -> list[str]:
         """Return the problems of a media cache without a size or on a remote store."""

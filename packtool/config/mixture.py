@@ -43,36 +43,21 @@ class MixOptions(Settings):
     """Amounts of each cache in an epoch."""
 
     cached_dataset: tuple[str, ...] = option(
-        (),
-        "Caches that packtool export made; several may follow. Behind one, #5000, #20% or #2.5x takes so many of its "
-        "samples, a share of them, or so many epochs.",
+        (), "Caches made by packtool export; CACHE#5000, #20% or #2.5x takes an amount."
     )
     mix: str | None = mixture_option(
-        None,
-        "YAML file with the caches to train, and of each a weight in samples, tokens or target tokens, a weight of its "
-        "loss, a loss scale, a filter by length, limits of media, and the name its loss is logged by; or with the "
-        "stages of a curriculum, each with weights, a packing length and a sequence parallel size of its own.",
+        None, "YAML recipe of a mixture or curriculum: caches, weights, filters and stages."
     )
     mix_stop: MixStop | None = mixture_option(
         None,
-        "With weights, an epoch ends when the first source is used up, or when all are and others came again; by "
-        "default first.",
+        "End an epoch with the first exhausted source or with the last; by default first.",
         aliases=("stopping_strategy",),
     )
-    resample: bool = mixture_option(
-        True, "Draw anew in every epoch what it takes of a cache; false keeps the first draw."
-    )
+    resample: bool = mixture_option(True, "Draw other samples in every epoch; false keeps the first draw.")
     interleave_probs: tuple[str, ...] = mixture_option(
-        (),
-        "Shares of the samples that are of each cache of --cached-dataset, in their order: 0.7 0.3, or 0.7,0.3.",
-        aliases=("interleave_prob",),
+        (), "Fraction of the samples from each cache, in order, such as 0.7 0.3.", aliases=("interleave_prob",)
     )
-    mix_strategy: MixStrategy | None = mixture_option(
-        None,
-        "LLaMA-Factory's word for how caches are mixed: concat takes them whole; interleave_under and interleave_over "
-        "take --interleave-probs of each, or as many samples, until the first or all are used up; interleave_once "
-        "takes them whole, each evenly through the epoch.",
-    )
+    mix_strategy: MixStrategy | None = mixture_option(None, "LLaMA-Factory's name for the way of mixing caches.")
 
     @property
     def interleaving(self) -> tuple[float, ...]:

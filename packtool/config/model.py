@@ -28,10 +28,7 @@ AttnImpl = Annotated[
         refused={"eager": "it makes a matrix of tokens x tokens, and packs have none: sdpa computes the same without"},
     ),
 ]
-ATTN_IMPL_HELP = (
-    "Kernel of the packed attention: auto takes flash attention if it is installed, torch's own varlen on CUDA, and "
-    "SDPA for each sample elsewhere."
-)
+ATTN_IMPL_HELP = "Attention kernel of packed samples; auto prefers flash attention."
 
 
 ModelPart = Literal["vision tower", "aligner", "language model"]
@@ -65,38 +62,31 @@ _NAME_OPTIONS = (
 class LearningOptions(Settings):
     """Trained parts of a model, which determine the cost of a step."""
 
-    train_type: TrainType = training_option("lora", "Low-rank adapters, or all weights.", aliases=("tuner_type",))
+    train_type: TrainType = training_option("lora", "Train LoRA adapters or all weights.", aliases=("tuner_type",))
     lora_rank: int = lora_option(8, "Rank of the adapters.")
-    freeze_vit: bool = parameter_option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.")
-    freeze_aligner: bool = parameter_option(True, "Keep the projection from vision to text as it is.")
-    freeze_llm: bool = parameter_option(False, "Keep the language model as it is.")
+    freeze_vit: bool = parameter_option(True, "Freeze the vision tower and an Omni model's audio tower.")
+    freeze_aligner: bool = parameter_option(True, "Freeze the projection from vision to text.")
+    freeze_llm: bool = parameter_option(False, "Freeze the language model.")
     lora_bias: Literal["none", "all", "lora_only"] = lora_option(
-        "none", "Biases that learn too: none, all of the model, or those of adapted modules."
+        "none", "Train no biases, all biases, or those of adapted modules."
     )
     target_modules: tuple[str, ...] = lora_option(("all-linear",), "Modules that get adapters: all-linear or names.")
-    target_regex: str | None = lora_option(
-        None, "Modules that get adapters, by a regular expression of their whole names; nothing else counts then."
-    )
+    target_regex: str | None = lora_option(None, "Regular expression for the full names of modules that get adapters.")
     modules_to_save: tuple[str, ...] = lora_option(
-        (), "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head."
+        (), "Modules to train in full beside adapters, such as embed_tokens lm_head."
     )
-    freeze_parameters: tuple[str, ...] = full_option(
-        (), "With full: keep parameters as they are whose names begin with one of these."
-    )
+    freeze_parameters: tuple[str, ...] = full_option((), "Freeze parameters whose names begin with one of these.")
     freeze_parameters_regex: str | None = full_option(
-        None, "With full: keep parameters as they are in whose names this regular expression is found."
+        None, "Freeze parameters whose names match this regular expression."
     )
     freeze_parameters_ratio: float = full_option(
-        0.0,
-        "With full: keep this share of the parameters as it is, from the model's first ones on.",
-        minimum=0.0,
-        maximum=1.0,
+        0.0, "Freeze this fraction of the parameters, beginning with the model's first.", minimum=0.0, maximum=1.0
     )
     trainable_parameters: tuple[str, ...] = full_option(
-        (), "With full: train parameters whose names begin with one of these, whatever else is frozen."
+        (), "Train parameters whose names begin with one of these, despite freezing."
     )
     trainable_parameters_regex: str | None = full_option(
-        None, "With full: train parameters in whose names this is found, whatever else is frozen."
+        None, "Train parameters whose names match this regular expression, despite freezing."
     )
 
     @property
@@ -151,15 +141,13 @@ def _matches(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
 class AdapterOptions(LearningOptions):
     """Trained weights and adapters."""
 
-    adapters: tuple[str, ...] = lora_option((), "Directory of an adapter to go on training from.")
-    lora_alpha: int = lora_option(32, "Scale of the adapters.")
-    lora_dropout: float = lora_option(0.05, "Dropout before the adapters.", minimum=0.0, maximum=1.0)
+    adapters: tuple[str, ...] = lora_option((), "Adapter directory to continue training.")
+    lora_alpha: int = lora_option(32, "Scaling factor alpha of the adapters.")
+    lora_dropout: float = lora_option(0.05, "Dropout probability before the adapters.", minimum=0.0, maximum=1.0)
     use_rslora: bool = lora_option(False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).")
-    use_dora: bool = lora_option(False, "Learn the magnitudes of the weights apart from their directions.")
+    use_dora: bool = lora_option(False, "Train magnitudes and directions of weights separately (DoRA).")
     init_weights: InitWeights = lora_option(
-        "true",
-        "How adapters begin: true (peft's own, without effect at first), false (at random), gaussian, orthogonal, "
-        "pissa or olora.",
+        "true", "Initialization of new adapters; true is peft's default, false is random."
     )
 
     def value_problems(self) -> list[str]:
@@ -181,25 +169,21 @@ class MemoryOptions(Settings):
     """Precision, recomputation and sharding, which determine a rank's memory for a model and its tokens."""
 
     torch_dtype: DType = memory_option(
-        "auto", "Precision of the computation; auto is the checkpoint's on a GPU and float32 on a CPU."
+        "auto", "Precision of the computation; auto uses the checkpoint's, or float32 on CPU."
     )
     master_weights: Literal["float32", "kahan", "none"] = memory_option(
-        "float32",
-        "How all weights are kept while they are trained in 16 bits: float32 (16 bytes each with gradient and AdamW); "
-        "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
+        "float32", "Keep weights in float32, in bfloat16 with Kahan summation, or in bfloat16 alone."
     )
     gradient_checkpointing: bool | None = memory_option(
-        None, "Recompute activations to save memory; by default for models of more than 100 million parameters."
+        None, "Recompute activations to save memory; by default above 100 million parameters."
     )
     vit_gradient_checkpointing: bool | None = memory_option(
-        None, "The same in the vision and audio towers alone; by default as --gradient-checkpointing."
+        None, "Recompute activations of the media towers; by default as --gradient-checkpointing."
     )
     deepspeed: str | None = memory_option(
-        None, "DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload, or a JSON file of its settings."
+        None, "DeepSpeed stage, from zero0 to zero3, zero2_offload, zero3_offload, or a JSON file."
     )
-    fsdp: tuple[str, ...] = memory_option(
-        (), "FSDP2: full_shard (or fsdp2), or shard_grad_op, which keeps weights whole after the forward; and offload."
-    )
+    fsdp: tuple[str, ...] = memory_option((), "FSDP2 sharding: full_shard (fsdp2) or shard_grad_op, and offload.")
 
     def value_problems(self) -> list[str]:
         """Return the problems of unknown words of ``--fsdp``."""
@@ -212,30 +196,20 @@ class QuantizationOptions(Settings):
     """Quantization of the base model under adapters (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
 
     quant_method: Literal["bnb"] | None = memory_option(
-        None, "What keeps the base model in few bits: bnb is bitsandbytes, which --quant-bits takes alone, too."
+        None, "Quantization library of the base model; bnb is bitsandbytes."
     )
     quant_bits: int | None = memory_option(
-        None,
-        "Bits of the language model's linear layers under adapters: 4 (QLoRA) or 8. Towers of media and the head stay "
-        "as they are.",
-        minimum=4,
-        maximum=8,
+        None, "Bits of the base model's linear layers under adapters: 4 (QLoRA) or 8.", minimum=4, maximum=8
     )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = memory_option("nf4", "What four bits stand for.")
-    bnb_4bit_use_double_quant: bool = memory_option(
-        True, "Keep the scales of four-bit weights in 8 bits, which saves 0.37 bits a weight."
-    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = memory_option("nf4", "Number format of 4-bit weights.")
+    bnb_4bit_use_double_quant: bool = memory_option(True, "Quantize the scales of 4-bit weights to 8 bits.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions(Settings):
     """Expert parallelism."""
 
-    expert_parallel_size: int = memory_option(
-        1,
-        "Processes that divide the experts of a mixture among themselves and send each other tokens; the number of "
-        "processes is a multiple of it. All other weights are sharded over all processes.",
-    )
+    expert_parallel_size: int = memory_option(1, "Number of ranks that share the experts of a mixture of experts.")
 
     @property
     def shares_experts(self) -> bool:

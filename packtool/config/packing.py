@@ -31,33 +31,23 @@ SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
 class PackOptions(Settings):
     """Composition of packs: the options of ``planning.packing.pack`` except the packing length."""
 
-    shuffle: bool = packing_option(
-        True, "Draw companions and order anew in every epoch; false keeps to the cache's order."
-    )
+    shuffle: bool = packing_option(True, "Shuffle packs and their order in every epoch; false keeps the cache's order.")
     packing_algorithm: PackingAlgorithm = packing_option(
-        "best_fit",
-        "How samples are packed: best_fit fills best; binpacking is the library, in batches, as ms-swift uses it; "
-        "sequential keeps the cache's order.",
+        "best_fit", "Pack by best fit, by ms-swift's binpacking, or in the cache's order."
     )
-    packing_num_proc: int = packing_option(
-        1,
-        "Processes that pack windows (or binpacking's batches); the plan is the same for any number. One process packs "
-        "40 million samples at once in seconds.",
-    )
+    packing_num_proc: int = packing_option(1, "Number of packing processes; does not change the plan.")
     packing_window: int | None = packing_option(
-        None, "Pack windows of so many samples, drawn by the seed, apart from one another; by default all at once."
+        None, "Pack random windows of this many samples; by default all at once."
     )
     packing_batch_size: int = packing_option(
-        1000, "Samples that --packing-algorithm binpacking packs at a time.", env="PACKING_BATCH_SIZE", minimum=1
+        1000, "Samples per batch of --packing-algorithm binpacking.", env="PACKING_BATCH_SIZE", minimum=1
     )
     look_ahead: int = packing_option(
-        64,
-        "Samples further on that --packing-algorithm sequential may fill a pack from; 0 never leaves the order.",
-        minimum=0,
+        64, "Samples that --packing-algorithm sequential looks ahead; 0 keeps the order.", minimum=0
     )
-    max_samples_per_pack: int | None = packing_option(None, "Most samples of a pack.")
+    max_samples_per_pack: int | None = packing_option(None, "Maximum samples of a pack.")
     max_media_tokens_per_pack: Tokens | None = packing_option(
-        None, "Most media tokens of a pack: bounds the memory of the vision tower.", minimum=1
+        None, "Maximum media tokens of a pack, to bound the vision tower's memory.", minimum=1
     )
 
 
@@ -67,7 +57,7 @@ class IntervalOptions(Settings):
 
     packing_interval: int = stream_option(1000, "Samples that streaming holds and packs at a time.")
     shuffle_buffer_size: int = stream_option(
-        1000, "Samples that streaming draws the next one from; 1 keeps the order.", minimum=1
+        1000, "Samples in the shuffle buffer of streaming; 1 keeps the order.", minimum=1
     )
 
 
@@ -76,46 +66,35 @@ class StepOptions(PackOptions):
     """Composition of packs and steps: the options of the planner."""
 
     packing_length: Tokens | None = packing_option(
-        None, "Tokens that a pack holds at most; by default --max-length.", minimum=2
+        None, "Maximum tokens of a pack; by default --max-length.", minimum=2
     )
     max_length: Tokens | None = packing_option(
-        None, "Samples longer than this are left out and counted; by default the export's.", minimum=2
+        None, "Drop samples with more tokens; by default the export's limit.", minimum=2
     )
     balance: Balance = packing_option(
-        "within-step",
-        "Assign packs to ranks so that they have equal work: not at all, within each step, or with exchanges between "
-        "steps near each other.",
+        "within-step", "Balance work across ranks: not at all, within steps, or across nearby steps."
     )
-    group_by_length: bool = packing_option(False, "Without packing: rows of about one length share a batch.")
+    group_by_length: bool = packing_option(False, "Batch rows of similar length, without packing.")
     dynamic_batch_tokens: Tokens | None = packing_option(
         None,
-        "Without packing: micro-batches of at most so many tokens, padding removed, instead of a number of rows.",
+        "Form unpadded micro-batches of at most this many tokens, without packing.",
         aliases=("max_packing_token_size",),
     )
     dynamic_max_batch_size: int | None = packing_option(
-        None, "Most rows of a micro-batch of --dynamic-batch-tokens.", minimum=1
+        None, "Maximum rows in a micro-batch of --dynamic-batch-tokens.", minimum=1
     )
     per_device_train_batch_size: int = training_option(
-        1, "Packs (or padded rows) of a micro-batch.", aliases=("micro_batch_size",)
+        1, "Packs (or padded rows) per micro-batch.", aliases=("micro_batch_size",)
     )
-    gradient_accumulation_steps: int = training_option(1, "Micro-batches of an optimizer step on each rank.")
-    samples_per_step: int | None = training_option(
-        None,
-        "A step has exactly the samples that it would have without packing, with batch size times accumulation times "
-        "ranks equal to this: packed among themselves, so that steps, learning rates and losses stay what they were. "
-        "By default a step has so many packs.",
-    )
+    gradient_accumulation_steps: int = training_option(1, "Micro-batches per optimizer step on each rank.")
+    samples_per_step: int | None = training_option(None, "Train exactly N samples in each step, packed together.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions(Settings):
     """Sharing of common prefixes of samples: an option of plan, train, eval and verify."""
 
-    share_prefix: SharePrefix = packing_option(
-        "auto",
-        "Compute what samples begin with in common, such as a picture that several ask about, once: true, false, or "
-        "auto for true where it saves more than 5 % of the tokens and nothing stands in the way.",
-    )
+    share_prefix: SharePrefix = packing_option("auto", "Compute the common prefix of several samples only once.")
 
     @property
     def not_shared_with(self) -> list[str]:
@@ -145,20 +124,13 @@ class ParallelOptions(Settings):
     """Sequence parallelism: how a packed sequence is split over processes."""
 
     sequence_parallel_size: int | None = parallel_option(
-        None,
-        "Processes that share each packed sequence; the number of processes is a multiple of it. By default "
-        "--ulysses-size times --ring-size.",
-        aliases=("model_parallel_size",),
+        None, "Number of ranks that share each packed sequence.", aliases=("model_parallel_size",)
     )
     sequence_parallel_type: SequenceParallelType = parallel_option(
-        "auto",
-        "How they attend: ulysses exchanges heads for tokens, ring passes K and V around, allgather collects K and V; "
-        "auto takes what moves least, and says why.",
+        "auto", "Exchange heads (ulysses) or K and V (ring, allgather) between these ranks."
     )
-    ulysses_size: int | None = parallel_option(
-        None, "Processes of the Ulysses axis of the mesh, next to each other; with --ring-size for both at once."
-    )
-    ring_size: int | None = parallel_option(None, "Processes of the ring axis of the mesh.")
+    ulysses_size: int | None = parallel_option(None, "Number of ranks on the Ulysses axis of the mesh.")
+    ring_size: int | None = parallel_option(None, "Number of ranks on the ring axis of the mesh.")
 
     @property
     def sequence_parallel_ranks(self) -> int:
@@ -191,26 +163,18 @@ class PackingOptions(SharingOptions, StepOptions):
     """Packs and steps of plan and train."""
 
     schedule: ScheduleName = packing_option(
-        "packs",
-        "What is assigned to the ranks of a step: whole packs; or with skrull its samples one by one, by FLOPs, in "
-        "micro-batches where each is local to one process or shared by all of a sequence-parallel group.",
+        "packs", "Assign whole packs to ranks, or single samples by FLOPs (skrull)."
     )
     bucket_size: str | None = packing_option(
-        None,
-        "Most tokens that a process holds in a micro-batch of --schedule skrull: a number, as in 8192 or 26K "
-        "(K is 1024), or auto.",
+        None, "Maximum tokens per rank and micro-batch of --schedule skrull, or auto."
     )
     max_rows_per_tree: int | None = packing_option(
-        None,
-        "Most samples that are packed together for what they share; more are cut into parts, which are in different "
-        "steps where these can be had.",
-        minimum=2,
+        None, "Maximum samples per prefix tree; larger trees are split across steps.", minimum=2
     )
     use_dynamic_bsz: bool | None = packing_option(
-        None,
-        "MindSpeed-RL's switch: true needs --dynamic-batch-tokens and implies --packing false; false ignores both.",
+        None, "MindSpeed-RL's switch for --dynamic-batch-tokens; true implies --packing false."
     )
-    seed: int = training_option(42, "Seed of packing, order and adapters.", minimum=0, maximum=2**32 - 1)
+    seed: int = training_option(42, "Random seed of packing, order and adapters.", minimum=0, maximum=2**32 - 1)
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -260,7 +224,7 @@ class LaunchOptions(Settings):
     """The process group of several processes or machines, besides ``NNODES`` and the like."""
 
     ddp_timeout: int | None = parallel_option(
-        None, "Seconds that processes and machines wait for each other; by default 1800.", minimum=1
+        None, "Seconds that ranks wait for each other; by default 1800.", minimum=1
     )
 
     @property

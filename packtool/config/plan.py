@@ -20,6 +20,7 @@ from packtool.config.settings import (
     num_tokens,
     option,
     packing_option,
+    shard_option,
     training_option,
     written_bytes,
 )
@@ -30,56 +31,31 @@ from packtool.constants import TRAIN_SPLIT
 class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, MemoryOptions, AdapterOptions):
     """Settings of ``packtool plan``."""
 
-    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
+    COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
         *("cached_dataset", "lengths", "packing", "packing_length", "world_size", "gradient_accumulation_steps"),
-        *("per_device_train_batch_size", "sweep", "fit", "media", "save", "html"),
+        *("per_device_train_batch_size", "sweep", "fit", "media", "save", "html", "resume"),
     )
 
-    lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
+    lengths: str | None = option(None, "Plan for the sample lengths in a .npy, .json or .txt file.")
     model: str | None = model_option(
-        None,
-        "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B. With it the "
-        "memory of a rank is told, too, which takes some seconds.",
+        None, "Model directory for cost and memory estimates; by default the caches' model."
     )
     packing: bool = packing_option(True, "Pack samples without padding.")
-    world_size: int = option(
-        1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
-    )
-    num_train_epochs: float = training_option(1.0, "Times that every sample is seen.", minimum=0.0)
-    max_steps: int | None = training_option(
-        None,
-        "Optimizer steps of the run, in place of --num-train-epochs: for --tflops, and for the stages of --mix, which "
-        "end after so many, or at a share of them.",
-    )
-    sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16K.")
-    fit: Bytes | None = option(
-        None,
-        "Memory of a GPU, as in 80GB: search the packing length, recomputation, sharding and sequence parallel size "
-        "that fit into it and train cheapest, and print the train command. What is given beside it is kept.",
-    )
-    hardware: str | None = model_option(
-        None,
-        "GPUs that Skrull and --fit plan for: h100, h200, a100, 910b, or a file as simulate takes it; by default those "
-        "of this machine.",
-    )
+    world_size: int = option(1, "Number of ranks.", minimum=1)
+    num_train_epochs: float = training_option(1.0, "Number of passes over all samples.", minimum=0.0)
+    max_steps: int | None = training_option(None, "Optimizer steps of the run, instead of --num-train-epochs.")
+    sweep: str | None = option(None, "Packing lengths to compare, such as 4096,8192,16K.")
+    fit: Bytes | None = option(None, "Find the cheapest settings that fit this GPU memory, such as 80GB.")
+    hardware: str | None = model_option(None, "GPU type for Skrull and --fit: h100, h200, a100, 910b, or a file.")
     tflops: float | None = model_option(
-        None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001
+        None, "Peak TFLOP/s of one device, to estimate times with --mfu.", minimum=0.001
     )
-    mfu: float = model_option(0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0)
-    media: bool = option(
-        False,
-        "Load some of the caches' media on this machine, drawn by the seed, and tell the processes and the bandwidth "
-        "that a rank's steps will need, by --hardware and --model or --tflops.",
-    )
-    save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
-    html: str | None = option(None, "Write a page that draws the plan, or compares those of --sweep, to this file.")
+    mfu: float = model_option(0.4, "Fraction of the peak TFLOP/s that training reaches.", minimum=0.001, maximum=1.0)
+    media: bool = option(False, "Measure media loading here and estimate the processes that training needs.")
+    save: str | None = option(None, "Write the plan to this file, for --plan of other commands.")
+    html: str | None = option(None, "Write a web page of the plan, or of --sweep, to this file.")
 
-    resume: str | None = option(
-        None,
-        "The --output-dir of a run, or one of its checkpoints: show how it would go on with these caches (or --mix), "
-        "or its own, and what has changed. Options are the run's; --world-size 1 stands for as many processes as it "
-        "had.",
-    )
+    resume: str | None = option(None, "Show how this run or checkpoint would resume, and what has changed.")
 
     def problems(self, *sections: type) -> list[str]:
         """Return the problems of combined options; ``--resume`` goes with few options at all."""
@@ -132,36 +108,24 @@ PackedMedia = Literal["reference", "embed"]
 class PackConfig(CacheOptions, AccessOptions, PackOptions):
     """Settings of ``packtool pack``."""
 
-    NEEDED_FIRST: ClassVar[tuple[str, ...]] = ("cached_dataset", "output_dir", "format", "packing_length", "plan")
+    COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("cached_dataset", "output_dir", "format", "packing_length", "plan", "split", "media"),
+    )
 
-    cached_dataset: tuple[str, ...] = option(
-        REQUIRED, "Caches that packtool export made; they may stand without the option's name."
-    )
-    output_dir: str = option(REQUIRED, "Directory (or s3://, oss:// place) for the packs.")
-    format: PacksFormat = option(
-        "parquet",
-        "What is written: parquet or arrow, one line a pack; megatron, the packed parquet files of NeMo and Megatron "
-        "Bridge (text alone); webdataset, tar files; energon, these with what Megatron Energon reads beside them.",
-    )
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches made by packtool export.")
+    output_dir: str = option(REQUIRED, "Directory for the packs, local or remote (s3://, oss://).")
+    format: PacksFormat = option("parquet", "File format: rows of packs, Megatron, WebDataset or Energon.")
     packing_length: Tokens | None = packing_option(
-        None, "Tokens of a pack; by default the length of the longest sample.", minimum=1
+        None, "Maximum tokens of a pack; by default the longest sample.", minimum=1
     )
-    plan: str | None = packing_option(
-        None, "Write the packs of this plan, from packtool plan --save, instead of packing."
-    )
-    max_length: Tokens | None = packing_option(None, "Leave out longer samples.")
-    seed: int = option(42, "Seed of the packing.", minimum=0)
-    split: str = option(TRAIN_SPLIT, "Split whose samples are packed.")
-    model: str | None = option(None, "Directory (or hub id) whose config.json tells positions; by default the caches'.")
-    media: PackedMedia | None = option(
-        None,
-        "Keep where media lie (reference), or write their files into the packs (embed); by default embed in tar files, "
-        "and elsewhere as the caches have them.",
-    )
-    packs_per_file: int = option(1000, "Packs of each file.")
-    dataset_num_proc: int = option(
-        1, "Worker processes that write files; the output is the same for any number.", minimum=1
-    )
+    plan: str | None = packing_option(None, "Write the packs of this file from packtool plan --save.")
+    max_length: Tokens | None = packing_option(None, "Drop samples with more tokens.")
+    seed: int = packing_option(42, "Random seed of the packing.", minimum=0)
+    split: str = option(TRAIN_SPLIT, "Split to pack.")
+    model: str | None = model_option(None, "Model directory or hub id for positions; by default the caches' model.")
+    media: PackedMedia | None = option(None, "Store paths of media, or embed their files in the packs.")
+    packs_per_file: int = shard_option(1000, "Number of packs per file.")
+    dataset_num_proc: int = shard_option(1, "Number of writing processes; does not change the output.", minimum=1)
 
     @property
     def embeds(self) -> bool:

@@ -124,6 +124,7 @@ def _loader() -> Any:
 
 
 Panel = Literal[
+    "Common options",
     "Options",
     "Model and hardware",
     "Mixtures",
@@ -141,14 +142,14 @@ Panel = Literal[
     "Streaming",
     "Pictures",
     "Video and audio",
-    "Scale",
+    "Shards and job arrays",
     "Media access",
     "Caches",
     "Other options",
 ]
 PANELS: tuple[Panel, ...] = get_args(Panel)
-FIRST, LAST = PANELS[0], PANELS[-1]
-"""Headings of the options that a command shows first, and of those that every command has."""
+COMMON, LAST = PANELS[0], PANELS[-1]
+"""Headings of a command's ``COMMON_OPTIONS``, and of the options that every command has."""
 
 
 T = TypeVar("T")
@@ -180,7 +181,7 @@ def option(
     default: Any,
     help: str,
     *,
-    panel: Panel = FIRST,
+    panel: Panel = "Options",
     env: str | None = None,
     aliases: tuple[str, ...] = (),
     minimum: float | None = 1,
@@ -192,7 +193,7 @@ def option(
 
     Args:
         default: its value when none is given, or ``REQUIRED``.
-        help: one line for ``--help`` and the reference.
+        help: at most 15 words for ``--help``; ``scripts/option_details.tsv`` has the rest for ``docs/options.md``.
         panel: heading under which ``--help`` shows it.
         env: environment variable that sets it too.
         aliases: other option names (``--tuner-type`` for ``--train-type``).
@@ -229,7 +230,7 @@ parallel_option = functools.partial(option, panel="Sequence parallel")
 parameter_option = functools.partial(option, panel="Parameters")
 picture_option = functools.partial(option, panel="Pictures")
 row_option = functools.partial(option, panel="Rows")
-scale_option = functools.partial(option, panel="Scale")
+shard_option = functools.partial(option, panel="Shards and job arrays")
 speed_option = functools.partial(option, panel="Speed")
 step_option = functools.partial(option, panel="Steps")
 stream_option = functools.partial(option, panel="Streaming")

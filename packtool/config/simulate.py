@@ -22,66 +22,50 @@ BASELINE: StrategyName = "packed-shared"
 class StrategyOptions(Settings):
     """Batch sizes of the strategies, and the seed."""
 
-    sequences_per_rank: int = step_option(
-        64, "Sequences of a global batch for each group of GPUs (a data-parallel rank).", minimum=1
-    )
-    padded_batch_size: int = step_option(4, "Rows of a micro-batch of the strategy padded.")
+    sequences_per_rank: int = step_option(64, "Sequences of a global batch for each data-parallel rank.", minimum=1)
+    padded_batch_size: int = step_option(4, "Sequences per micro-batch of the strategy padded.")
     shared_batch_size: int = step_option(
-        1, "Sequences of a micro-batch of the strategies context-parallel and sorted, padded to the longest.", minimum=1
+        1, "Sequences per micro-batch of the strategies context-parallel and sorted.", minimum=1
     )
-    seed: int = step_option(42, "Seed of lengths, packing and order.", minimum=0)
+    seed: int = step_option(42, "Random seed of lengths, packing and order.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(StrategyOptions):
     """Settings of ``packtool simulate``."""
 
-    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
+    COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
         *("cached_dataset", "lengths", "distribution", "model", "hardware", "world_size", "gradient_checkpointing"),
         *("sequence_parallel_size", "packing_length", "strategies", "html", "max_length", "steps"),
     )
 
-    cached_dataset: tuple[str, ...] = option((), "Caches to take lengths from; they may stand without the name.")
-    lengths: str | None = option(None, "Take the lengths in this .npy, .json or .txt file.")
+    cached_dataset: tuple[str, ...] = option((), "Caches to take sample lengths from.")
+    lengths: str | None = option(None, "File of sample lengths: .npy, .json or .txt.")
     distribution: Literal["wikipedia", "lmsys", "chatqa2"] | None = option(
         None, "Draw lengths like those of Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
     )
     max_length: Tokens | None = option(
-        None, "Samples longer than this are left out; by default those that a whole group cannot hold.", minimum=2
+        None, "Drop samples with more tokens; by default those beyond a group's memory.", minimum=2
     )
-    steps: int | None = option(
-        None, "Optimizer steps to simulate; by default so many that it takes seconds, at most 32.", minimum=1
-    )
-    strategies: tuple[str, ...] = option(STRATEGIES, "Which strategies to compare.")
-    html: str | None = option(None, "Write a page that draws a step of each strategy, GPU by GPU, to this file.")
+    steps: int | None = option(None, "Optimizer steps to simulate; by default at most 32.", minimum=1)
+    strategies: tuple[str, ...] = option(STRATEGIES, "Strategies to compare.")
+    html: str | None = option(None, "Write a web page with a step of each strategy to this file.")
 
     model: str | None = model_option(
-        None,
-        "8b, qwen2.5-0.5b, qwen2.5-7b, or a directory with a config.json: tells FLOPs and memory. By default the "
-        "caches' model, or 8b.",
+        None, "Model directory, or 8b, qwen2.5-0.5b, qwen2.5-7b; by default the caches' model."
     )
-    hardware: str = model_option("h100", "h100, h200, a100, 910b, or a .yaml or .json file of the same fields.")
-    world_size: int = model_option(32, "GPUs.")
+    hardware: str = model_option("h100", "GPU type: h100, h200, a100, 910b, or a .yaml or .json file.")
+    world_size: int = model_option(32, "Number of GPUs.")
     zero_stage: int = model_option(
-        2, "What is sharded over all GPUs: 2 gradients and optimizer, 3 weights as well.", minimum=2, maximum=3
+        2, "ZeRO stage: 2 shards gradients and optimizer, 3 weights as well.", minimum=2, maximum=3
     )
     gradient_checkpointing: bool = model_option(False, "Recompute activations to save memory.")
 
-    sequence_parallel_size: int = step_option(
-        8, "GPUs of a group, which share the micro-batches of the context parallel strategies.", minimum=1
-    )
-    sequence_parallel_type: SequenceParallelType = step_option(
-        "auto",
-        "How the GPUs of a group attend: ulysses, ring or allgather; auto is ulysses within a node where the heads "
-        "can be shared evenly, else allgather.",
-    )
-    bucket_size: str = step_option(
-        "auto",
-        "Tokens that a GPU may hold, more being out of memory: a number, as in 8192 or 26K (K is 1024), or auto for "
-        "what fits.",
-    )
+    sequence_parallel_size: int = step_option(8, "Number of GPUs in a group that shares sequences.", minimum=1)
+    sequence_parallel_type: SequenceParallelType = step_option("auto", "Attention across the GPUs of a group.")
+    bucket_size: str = step_option("auto", "Maximum tokens that a GPU holds, such as 8192 or 26K, or auto.")
     packing_length: Tokens | None = step_option(
-        None, "Tokens of a pack, on each GPU; by default --bucket-size.", minimum=1
+        None, "Maximum tokens of a pack on each GPU; by default --bucket-size.", minimum=1
     )
 
     @property

@@ -58,32 +58,28 @@ class OptimizerOptions(Settings):
         None, "Peak learning rate of the aligner; by default --learning-rate.", minimum=0.0
     )
     optim: str = optimizer_option(
-        "adamw_torch_fused", "Optimizer, by transformers' names: adamw_torch, adafactor, sgd, ..."
+        "adamw_torch_fused", "Optimizer name in transformers, such as adamw_torch, adafactor or sgd."
     )
-    adam_beta1: float = optimizer_option(0.9, "Adam's decay of the mean gradient.", minimum=0.0, maximum=1.0)
-    adam_beta2: float = optimizer_option(0.999, "Adam's decay of the mean squared gradient.", minimum=0.0, maximum=1.0)
-    adam_epsilon: float = optimizer_option(1e-8, "Adam's constant under the fraction.", minimum=0.0)
-    weight_decay: float = optimizer_option(0.1, "AdamW's weight decay.", minimum=0.0)
+    adam_beta1: float = optimizer_option(0.9, "Decay rate of Adam's mean gradient.", minimum=0.0, maximum=1.0)
+    adam_beta2: float = optimizer_option(0.999, "Decay rate of Adam's mean squared gradient.", minimum=0.0, maximum=1.0)
+    adam_epsilon: float = optimizer_option(1e-8, "Constant that Adam adds to the denominator.", minimum=0.0)
+    weight_decay: float = optimizer_option(0.1, "Weight decay of AdamW.", minimum=0.0)
     warmup_ratio: float = optimizer_option(
-        0.05, "Share of the steps in which the learning rate rises.", minimum=0.0, maximum=1.0
+        0.05, "Fraction of the steps with rising learning rate (warm-up).", minimum=0.0, maximum=1.0
     )
-    warmup_steps: int | None = optimizer_option(
-        None, "Steps in which the learning rate rises, instead of --warmup-ratio.", minimum=0
-    )
-    lr_scheduler_type: str = optimizer_option("cosine", "Schedule of the learning rate, by transformers' names.")
+    warmup_steps: int | None = optimizer_option(None, "Number of warm-up steps, instead of --warmup-ratio.", minimum=0)
+    lr_scheduler_type: str = optimizer_option("cosine", "Name of the learning-rate schedule in transformers.")
     lr_scheduler_kwargs: Mapping[str, Any] = optimizer_option(
-        {}, "What the schedule wants to know beside that, as JSON: '{\"min_lr\": 1e-6}' for cosine_with_min_lr."
+        {}, "Arguments of the learning-rate schedule as JSON, such as '{\"min_lr\": 1e-6}'."
     )
-    max_grad_norm: float = optimizer_option(1.0, "Gradient norm above which gradients are scaled down.", minimum=0.0)
+    max_grad_norm: float = optimizer_option(
+        1.0, "Maximum gradient norm; larger gradients are scaled down.", minimum=0.0
+    )
     router_aux_loss_coef: float = optimizer_option(
-        0.0,
-        "Weight of the loss that balances the experts of a mixture, over the tokens of samples; 0 leaves it out.",
-        minimum=0.0,
+        0.0, "Weight of the load-balancing loss of a mixture of experts; 0 disables it.", minimum=0.0
     )
     neftune_noise_alpha: float | None = optimizer_option(
-        None,
-        "Noise on the embeddings of training, NEFTune's alpha; each sample of a pack has the noise of its own length.",
-        minimum=0.0,
+        None, "Scale of the NEFTune noise added to embeddings in training.", minimum=0.0
     )
 
     def num_warmup_steps(self, num_steps: int) -> int:
@@ -101,34 +97,26 @@ class CheckpointOptions(Settings):
     """Saving, keeping and resuming of checkpoints."""
 
     save_strategy: SaveStrategy = checkpoint_option(
-        "steps",
-        "When to save: every --save-steps, at the end of every epoch, where an evaluation is the best so far, or not "
-        "at all. The end is saved too, but with no and best.",
+        "steps", "Save every --save-steps, after every epoch, after the best evaluation, or never."
     )
     save_steps: int = checkpoint_option(500, "Optimizer steps between two checkpoints.")
-    save_total_limit: int | None = checkpoint_option(None, "Checkpoints to keep.")
-    save_only_model: bool = checkpoint_option(False, "Save weights only; such checkpoints cannot be gone on from.")
-    load_best_model_at_end: bool = evaluation_option(
-        False,
-        "End with the checkpoint whose evaluation was best: it is saved and kept, whatever else is, and told at the "
-        "end.",
-    )
+    save_total_limit: int | None = checkpoint_option(None, "Maximum number of checkpoints to keep.")
+    save_only_model: bool = checkpoint_option(False, "Save weights only; such checkpoints cannot be resumed.")
+    load_best_model_at_end: bool = evaluation_option(False, "End with the checkpoint that had the best evaluation.")
     metric_for_best_model: str = evaluation_option(
-        "loss", "What best means: loss, perplexity, token_accuracy, or loss/CHANNEL."
+        "loss", "Metric of the best checkpoint: loss, perplexity, token_accuracy or loss/CHANNEL."
     )
     greater_is_better: bool | None = evaluation_option(
-        None, "Whether more of --metric-for-best-model is better; by default of accuracies only."
+        None, "Whether a larger metric is better; by default only for accuracies."
     )
     early_stop_interval: int | None = evaluation_option(
-        None, "End after so many evaluations in a row in which --metric-for-best-model was not better than its best."
+        None, "Stop after this many consecutive evaluations without a better metric."
     )
     resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = checkpoint_option(
-        None, "true for the newest checkpoint in --output-dir, or the directory of one."
+        None, "Checkpoint directory to resume from; true selects the newest in --output-dir."
     )
     data_change: Literal["refuse", "allow"] = checkpoint_option(
-        "refuse",
-        "What a resumed run does whose caches are others than its checkpoint's: refuse to go on, naming them; or plan "
-        "what is left of the epoch anew, so that nothing is trained in it twice and nothing is lost.",
+        "refuse", "On changed caches: refuse to resume, or replan the rest of the epoch."
     )
 
     @property
@@ -174,101 +162,77 @@ class TrainConfig(
 ):
     """Settings of ``packtool train``."""
 
-    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
-        *("model", "cached_dataset", "dataset", "output_dir", "packing", "packing_length", "train_type"),
-        *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "dry_run"),
+    COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("model", "cached_dataset", "dataset", "output_dir", "train_type", "lora_rank", "freeze_vit"),
+        *("learning_rate", "num_train_epochs", "max_steps", "packing_length", "gradient_accumulation_steps"),
+        *("samples_per_step", "gradient_checkpointing", "fsdp", "sequence_parallel_size"),
+        *("save_steps", "eval_steps", "resume_from_checkpoint", "dry_run"),
     )
 
-    model: str = option("", "Directory (or hub id) of the model; by default the cache's.", panel="Options")
-    output_dir: str = option(
-        "", "Directory for checkpoints and logs; by default a new numbered one in output/MODEL.", panel="Options"
-    )
+    model: str = option("", "Model directory or hub id; by default the model of the cache.")
+    output_dir: str = option("", "Directory for checkpoints and logs; by default a new folder in output/MODEL.")
     truncation_strategy: data.TruncationStrategy | None = row_option(None, data.TRUNCATION_HELP)
     media_overflow: data.MediaOverflow | None = row_option(None, data.OVERFLOW_HELP)
     loss_scale: str | None = row_option(None, data.LOSS_SCALE_HELP)
     expand_turns: data.ExpandTurns | None = row_option(None, data.EXPAND_HELP)
     chat_template: str | None = row_option(None, data.TEMPLATE_HELP)
-    streaming: bool = stream_option(
-        False, "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps."
-    )
-    bf16: bool | None = memory_option(
-        None,
-        "Compute in bfloat16. Frozen weights are in it too, but for --torch-dtype float32, which keeps them; false "
-        "declines the checkpoint's bfloat16.",
-    )
-    fp16: bool | None = memory_option(None, "The same with float16.")
+    streaming: bool = stream_option(False, "Encode and pack the rows of --dataset during training, without a cache.")
+    bf16: bool | None = memory_option(None, "Compute in bfloat16; false declines the checkpoint's bfloat16.")
+    fp16: bool | None = memory_option(None, "Compute in float16; false declines the checkpoint's float16.")
 
-    packing: bool = packing_option(True, "Pack samples without padding; false pads rows of one sample each.")
+    packing: bool = packing_option(True, "Pack samples without padding; false pads one sample per row.")
     attn_impl: AttnImpl = memory_option("auto", ATTN_IMPL_HELP)
     verify_packing: bool = packing_option(
-        True, "Before the first step, show on a few samples that packed ones compute what they do alone."
+        True, "Check before training that packed samples give the same outputs as unpacked ones."
     )
-    plan: str | None = packing_option(None, "Train the packs of this file, which packtool plan --save wrote.")
+    plan: str | None = packing_option(None, "Train the packs of this file from packtool plan --save.")
 
-    num_train_epochs: float = training_option(1.0, "Times that every sample is seen.", minimum=0.0)
-    max_steps: int | None = training_option(None, "Stop after so many optimizer steps.")
+    num_train_epochs: float = training_option(1.0, "Number of passes over all samples.", minimum=0.0)
+    max_steps: int | None = training_option(None, "Stop after this many optimizer steps.")
     loss_reduction: LossReduction = training_option(
-        "token", "Mean over the target tokens of a step, or over its samples, each by its own mean."
+        "token", "Average the loss over target tokens or over samples of a step."
     )
     padding_free: bool | None = packing_option(
         None,
-        "ms-swift's word for batches without padding, which --packing and --dynamic-batch-tokens make.",
+        "Accepted for ms-swift; --packing and --dynamic-batch-tokens remove padding.",
         aliases=("use_remove_padding",),
     )
-    use_liger_kernel: bool = memory_option(False, "Liger's kernels for norms, RoPE and SwiGLU.")
-    torch_compile: bool = memory_option(
-        False,
-        "Compile the layers of the language model; micro-batches are padded to one of a few lengths, each of which is "
-        "compiled once.",
-    )
+    use_liger_kernel: bool = memory_option(False, "Use Liger kernels for norms, RoPE and SwiGLU.")
+    torch_compile: bool = memory_option(False, "Compile the layers of the language model.")
     torch_compile_backend: str = memory_option(
-        "inductor",
-        "What --torch-compile compiles with: inductor makes kernels; aot_eager and eager make none, to find mistakes.",
+        "inductor", "Backend of --torch-compile; aot_eager and eager are for debugging."
     )
 
     logging_steps: int = checkpoint_option(5, "Optimizer steps between two log lines.")
-    enable_channel_loss: bool = checkpoint_option(False, "Log the loss and the accuracy of each of the rows' channels.")
+    enable_channel_loss: bool = checkpoint_option(False, "Log loss and accuracy of each channel.")
     eval_strategy: EvalStrategy | None = evaluation_option(
-        None,
-        "Evaluate the caches' val split: every --eval-steps, at the end of every epoch, or not at all. By default as "
-        "--save-strategy, where there is a val split.",
+        None, "Evaluate the val split every --eval-steps, after every epoch, or never."
     )
     eval_steps: int | None = evaluation_option(
         None, "Optimizer steps between two evaluations; by default --save-steps.", minimum=1
     )
     max_tokens_per_micro_batch: Tokens | None = evaluation_option(None, MAX_TOKENS_HELP)
     report_to: tuple[str, ...] = checkpoint_option(
-        (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written."
+        (), "Also log to tensorboard, wandb, swanlab, mlflow or another tracker."
     )
     dataloader_num_workers: int | None = training_option(
-        None,
-        "Processes a rank that load pictures ahead of the step; by default as many as its media and cores suggest, "
-        "from 1 to 8.",
-        minimum=0,
+        None, "Number of processes per rank that load media ahead; by default automatic.", minimum=0
     )
     on_bad_media: Literal["raise", "skip"] = training_option(
-        "raise", "What media that cannot be loaded do: stop the run, or leave their sample out, counted and listed."
+        "raise", "On unreadable media: stop the run or skip the sample."
     )
-    on_nan: OnNan = training_option(
-        "stop",
-        "What a loss or gradient that is infinite or not a number does: end the run before anything of that step is "
-        "kept, leave the step out, or nothing.",
-    )
+    on_nan: OnNan = training_option("stop", "On NaN or Inf: stop, skip the step, or continue.")
     overwrite_output_dir: bool = checkpoint_option(
-        False, "Remove the checkpoints and figures of an earlier run in --output-dir."
+        False, "Delete checkpoints and metrics of an earlier run in --output-dir."
     )
     add_version: bool = checkpoint_option(
-        False, "Write into a new folder of --output-dir for each run: v0-DATE-TIME, v1-DATE-TIME, ..."
+        False, "Write every run into a new folder of --output-dir: v0-DATE-TIME, v1-DATE-TIME, ..."
     )
     resume_only_model: bool = checkpoint_option(
-        False, "Take only the weights of --resume-from-checkpoint, and begin a new schedule with a new optimizer."
+        False, "Load only the weights of --resume-from-checkpoint; start a new schedule and optimizer."
     )
-    dry_run: bool = option(False, "Plan, check and print, but do not train.", panel="Options")
-    hardware: str | None = memory_option(
-        None,
-        "GPUs that the plan is for: h100, h200, a100, 910b, or a file as simulate takes it; by default those of this "
-        "machine. With --dry-run they may be elsewhere.",
-    )
+    dry_run: bool = option(False, "Plan, check and print without training.")
+    hardware: str | None = memory_option(None, "GPU type of the plan: h100, h200, a100, 910b, or a file.")
     training: Mapping[str, Any] = option(
         {}, "Further fields of transformers' TrainingArguments, as --set training.name=value.", flag=False
     )

@@ -1,16 +1,19 @@
-"""The headings of ``--help``: every option under a declared one, what is needed first at the top."""
+"""``--help``: options under their headings, common ones first, each with a short text."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from packtool.cli.main import app
-from packtool.config.plan import PlanConfig
-from packtool.config.settings import FIRST, LAST, PANELS
+from packtool.cli.main import _SETTINGS, app
+from packtool.config.data import ExportConfig
+from packtool.config.plan import PackConfig, PlanConfig
+from packtool.config.settings import COMMON, LAST, PANELS, flag
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 
@@ -21,20 +24,26 @@ def panels_of(command: str) -> dict[str, list[str]]:
     """Names of the options of a command, by heading, in the order of ``--help``."""
     found = GROUP.commands[command]
     context = found.make_context(command, [], resilient_parsing=True)
-    return {name: [record[0].split()[0] for record in records] for name, records in found.panels(context).items()}
+    return {
+        name: [record[0].split()[0].rstrip(",") for record in records]
+        for name, records in found.panels(context).items()
+    }
 
 
 @pytest.mark.parametrize("command", GROUP.commands)
-def test_headings_stand_in_their_order(command: str) -> None:
+def test_headings_are_in_their_order(command: str) -> None:
     shown = list(panels_of(command))
     assert shown == sorted(shown, key=PANELS.index)
-    assert (shown[0], shown[-1]) == (FIRST, LAST)
+    assert shown[-1] == LAST
+    first = COMMON if hasattr(_SETTINGS[command], "COMMON_OPTIONS") else "Options"
+    assert shown[0] == first
+    assert {COMMON, "Options"} & set(shown) == {first}
 
 
 @pytest.mark.parametrize(
     ("command", "first"),
     [
-        ("train", ["--model", "--cached-dataset", "--dataset", "--output-dir", "--packing"]),
+        ("train", ["--model", "--cached-dataset", "--dataset", "--output-dir", "--train-type"]),
         ("export", ["--model", "--dataset", "--output-dir", "--max-length"]),
         ("plan", ["--cached-dataset", "--lengths", "--packing", "--packing-length"]),
         ("eval", ["--model", "--cached-dataset", "--output"]),
@@ -42,13 +51,51 @@ def test_headings_stand_in_their_order(command: str) -> None:
         ("simulate", ["--cached-dataset", "--lengths", "--distribution", "--model"]),
     ],
 )
-def test_help_opens_with_what_one_needs_first(command: str, first: list[str]) -> None:
-    assert panels_of(command)[FIRST][: len(first)] == first
-    assert len(panels_of(command)[FIRST]) <= 14
+def test_help_begins_with_common_options(command: str, first: list[str]) -> None:
+    options = next(iter(panels_of(command).values()))
+    assert options[: len(first)] == first
+    assert len(options) <= (20 if command == "train" else 14)
 
 
-@pytest.mark.parametrize("config", [TrainConfig, PlanConfig, SimulateConfig])
-def test_what_is_needed_first_is_declared(config: type) -> None:
-    needed = config.NEEDED_FIRST  # type: ignore[attr-defined]
-    assert set(needed) <= {field.name for field in dataclasses.fields(config)}
-    assert len(set(needed)) == len(needed)
+@pytest.mark.parametrize("config", [TrainConfig, ExportConfig, PlanConfig, PackConfig, SimulateConfig])
+def test_common_options_are_declared(config: Any) -> None:
+    common = config.COMMON_OPTIONS
+    assert set(common) <= {field.name for field in dataclasses.fields(config)}
+    assert len(set(common)) == len(common)
+
+
+@pytest.mark.parametrize(("command", "config"), [("export", ExportConfig), ("train", TrainConfig)])
+def test_the_page_of_common_options_lists_those_of_help(command: str, config: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "common-options.md").read_text()
+    table = page.split(f"## packtool {command}\n\n")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()]
+    assert [name for cell in cells for name in re.findall(r"--[a-z-]*[a-z]", cell)] == list(
+        map(flag, config.COMMON_OPTIONS)
+    )
+
+
+MAX_WORDS = 15
+
+
+def test_help_texts_are_short() -> None:
+    """Details belong into ``scripts/option_details.tsv``, from which ``docs/options.md`` is made."""
+    texts = {
+        f"{command} {flag(field.name)}": field.metadata["help"]
+        for command, settings in _SETTINGS.items()
+        for field in dataclasses.fields(settings)
+    }
+    for command, group in GROUP.commands.items():
+        texts |= {f"{command} {option.opts[0]}": option.help for option in group.params if option.name.endswith("_")}
+        texts[command] = group.help
+    too_long = [f"{name}: {text}" for name, text in texts.items() if len(text.split()) > MAX_WORDS]
+    assert not too_long
+
+
+@pytest.mark.parametrize("command", GROUP.commands)
+def test_help_texts_are_one_sentence(command: str) -> None:
+    wrong = [
+        field.metadata["help"]
+        for field in dataclasses.fields(_SETTINGS[command])
+        if not re.fullmatch(r"[A-Z][^\n]*\.", field.metadata["help"]) or re.search(r"\. [A-Z]", field.metadata["help"])
+    ]
+    assert not wrong

@@ -159,7 +159,7 @@ def test_what_trains_nothing_and_seeds_that_torch_refuses_are_told() -> None:
 
 def test_every_number_of_tokens_may_be_a_size() -> None:
     """Whatever a field of whole numbers calls tokens in its help has the type that takes them."""
-    of_tokens = re.compile(r"^(?:Most |Fewest |)(?:media )?[Tt]okens|so many tokens|Samples longer than")
+    of_tokens = re.compile(r"^(?:Maximum|Minimum) (?:media )?tokens|this many tokens|with more tokens")
     found = set()
     for cls, field in FIELDS:
         if value_type(field, cls) is int and of_tokens.search(field.metadata["help"]):
