@@ -108,7 +108,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),
     "pack": (PackConfig, run_pack, "Write packs to files for other trainers."),
     "simulate": (SimulateConfig, run_simulate, "Simulate the step times of training strategies on a GPU cluster."),
-    "verify": (VerifyConfig, run_verify, "Check that packed samples give the same outputs as unpacked ones."),
+    "verify": (VerifyConfig, run_verify, "Check that packing does not change a model's outputs."),
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # The option that takes values without a name, and how the usage line shows these.
