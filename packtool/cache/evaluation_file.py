@@ -1,16 +1,16 @@
-"""The file of an evaluation: Parquet with a row for each sample, in the order of the caches.
+"""The result file of an evaluation: Parquet with a row for each sample, in the order of the caches.
 
 | column | |
 |---|---|
 | sample | int64, position in the caches |
-| source, row | the dataset that the sample came from, and its 0-based row there |
+| source, row | dataset of the sample, and its 0-based row there |
 | part | turn, num_turns, response and num_responses of a part of a row, as in the cache; null for a whole row |
-| channel | or null |
-| tokens, target_tokens | of the sample |
-| loss | mean over its target tokens in nats; null where it has none, as the next two |
+| channel | null for none |
+| tokens, target_tokens | number of tokens, and of tokens with loss |
+| loss | mean over the target tokens in nats; null without target tokens, as are the next two |
 | perplexity | exp(loss) |
-| token_accuracy | share of its target tokens that are the most likely ones |
-| first_wrong | position among its tokens of the first one that is not; -1 if there is none |
+| token_accuracy | fraction of target tokens to which the model gives the highest probability |
+| first_wrong | position in the sample of the first target token for which that is not so; -1 if there is none |
 
 The metadata's ``packtool`` is a JSON object: model, caches, split, and totals of all samples and of each channel.
 """
@@ -47,11 +47,11 @@ _SCHEMA = pa.schema(
 
 
 def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """Write the file, whole or not at all.
+    """Write the file atomically.
 
     Args:
-        columns: by name, all of one length; numbers that are nan become null.
-        info: for the metadata; see ``plain_json``.
+        columns: values of each column by name, all of one length; NaN becomes null.
+        info: metadata, which are converted with ``plain_json``.
     """
     # from_pandas takes nan for null.
     arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in _SCHEMA]
@@ -62,7 +62,7 @@ def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, A
 
 
 def plain_json(value: Any) -> Any:
-    """Copy plain values, with None for every number that is nan or infinite, because JSON has neither."""
+    """Copy nested mappings and lists, with None for every NaN and infinity, because JSON has neither."""
     if isinstance(value, Mapping):
         return {name: plain_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

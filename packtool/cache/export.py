@@ -91,7 +91,7 @@ def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executo
 
     if is_described:
         return scan_sources(specs, seed, report)
-    progress.start("look through files", len(specs))
+    progress.start("scan files", len(specs))
     scanned = scan_sources(specs, seed, report)
     progress.finish()
     rows, size = sum(each.num_rows for each in scanned), sum(max(each.source.size, 0) for each in scanned)
@@ -224,8 +224,7 @@ class _Export:
             raise DataError(
                 f"{config.output_dir} cannot be finished: {len(missing)} of {len(self.tasks)} shards are missing "
                 f"({shown})",
-                "Run the parts that are missing: task n of --num-tasks N makes the shards whose number leaves n over "
-                "N.",
+                "Run the missing parts: --task-index n of --num-tasks N makes the shards whose number modulo N is n.",
             )
         mine = [result for number, result in results.items() if self._is_mine(number)]
         rows = InputCounts.total(result.counts for result in mine)
@@ -244,11 +243,12 @@ class _Export:
         """Recreate the damaged files of the finished cache."""
         if manifest is None:
             raise ConfigError(
-                f"--repair: {directory} holds no finished cache", "Leave --repair out: the export goes on or begins."
+                f"--repair: {directory} holds no finished cache",
+                "Leave out --repair: the export then resumes or starts.",
             )
         damaged = [file for file, problem, _ in check_all(directory, manifest) if problem]
         for file in damaged:
-            self.progress.note(f"{file} is damaged, and made again")
+            self.progress.note(f"{file} is damaged and will be recreated")
 
         if damaged:
             self._recreate(directory, lock, manifest, damaged)
@@ -331,7 +331,7 @@ class _Export:
         except StoreDownError as error:
             if work.directory is None:
                 raise
-            raise error.with_resume_advice("What was finished is kept: run the same command again to go on.") from error
+            raise error.with_resume_advice("Finished shards are kept: run the same command again to resume.") from error
         progress.finish()
         return results
 
@@ -342,7 +342,7 @@ class _Export:
 
 def _not_the_same(directory: str, file: str) -> MismatchError:
     return MismatchError(
-        f"{storage.join(directory, file)}: what is made of the rows now is not what was there, perhaps since another "
+        f"{storage.join(directory, file)}: the recreated file differs from the original, perhaps because another "
         "version of a library makes other tokens",
         "Export into another --output-dir; --overwrite instead of --repair would delete this cache first.",
     )
@@ -381,10 +381,10 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
                 return
     made_by = manifest.packtool_version
     raise MismatchError(
-        f"{storage.join(directory, split, PREFIXES_NAME)} cannot be made as it was: packtool {made_by} wrote it, and "
-        "older versions hashed what rows with a channel or a long system prompt begin with in another way; or files of "
-        "media have changed since",
-        "The samples themselves are sound: train with --share-prefix false, which does not read this file; or "
+        f"{storage.join(directory, split, PREFIXES_NAME)} cannot be recreated: packtool {made_by} wrote it, and older "
+        "versions computed other hashes for rows with a channel or a long system prompt; or media files have changed "
+        "since the export",
+        "The samples themselves are intact: train with --share-prefix false, which does not read this file; or "
         "export into another --output-dir. --overwrite instead of --repair would delete this cache first.",
     )
 

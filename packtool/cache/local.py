@@ -4,15 +4,15 @@
     CACHE_DIR/<fingerprint of the cache>/<split>-<tag>.index                  a copy of an index
     CACHE_DIR/<fingerprint of the cache>/<digest of the file's path>.checked  a note about a verified file
 
-Copies are named by their content, so that two URLs of one cache share them. One process of a machine fetches a file
-when it is first needed, while the others wait for the lock of the unfinished file, which the operating system releases
+Copies are named by their content, so that two URLs of one cache share them. A file is fetched when it is first needed,
+by one process of the machine; the others wait for the lock of the unfinished file, which the operating system releases
 when a process dies. Before the directory exceeds its limit, or the disk is full, the least recently used copies of
 other caches are removed. A copy that a process has mapped keeps its bytes until that process ends.
 
 A note is a line of JSON with path, size and times of the file, followed by the checksums of its blocks. Each file is
 verified once on a machine: processes that need it wait for the lock of its note and then trust the note. Where no note
-can be kept, each process verifies the file. A file may be damaged later, while it is mapped. So each process compares
-every block with its checksum when it first reads it, and again when the file has changed.
+can be written, each process verifies the file. A file may be damaged later, while it is mapped. So each process
+compares every block with its checksum when it first reads it, and again when the file has changed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _CHUNK_BYTES = 4 * 2**20
 
 @contextmanager
 def locked(path: str) -> Iterator[BinaryIO]:
-    """Open a file, created if it is missing, and hold its lock."""
+    """Open a file, which is created if it is missing, and hold its lock until the end of the block."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield file
         finally:
             file.flush()
-            # Explicit, because a process forked meanwhile would keep the lock with its copy of the descriptor.
+            # Closing is not enough: a process forked meanwhile has a copy of the descriptor, which keeps the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -67,8 +67,8 @@ _SUFFIX = ".checked"
 
 BLOCK_BYTES = 16 * 2**10
 _COPY_AGAIN = (
-    "Copy it again from where it is whole. packtool inspect CACHE --verify finds all that is damaged, and says how to "
-    "mend it."
+    "Copy it again from an intact cache. packtool inspect CACHE --verify lists all damaged files and how to repair "
+    "them."
 )
 
 
@@ -76,15 +76,15 @@ def check_file(path: str, sha256: str, notes: str, since: float | None = None) -
     """Verify a local file against its SHA-256.
 
     Args:
-        sha256: that it should have.
+        sha256: expected checksum.
         notes: directory of the notes.
         since: Unix time in seconds; older notes are not trusted. None trusts all.
 
     Returns:
-        checksums of its blocks, for ``MappedBlocks``.
+        checksums of the file's blocks, for ``MappedBlocks``.
 
     Raises:
-        MismatchError: if it has another one.
+        MismatchError: if the file has another checksum.
     """
     note = os.path.join(notes, hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX)
     with suppress(OSError), open(note, "rb") as file:
@@ -105,7 +105,7 @@ def check_file(path: str, sha256: str, notes: str, since: float | None = None) -
 
 
 def _known_sums(file: BinaryIO, path: str, sha256: str, since: float | None) -> bytes | None:
-    """Return the checksums in a note; None if it does not match the file as it is now."""
+    """Return the block checksums in a note; None if the note is older than ``since`` or the file has changed."""
     file.seek(0)
     try:
         *state, digest, crc, checked = load_json(file.readline())
@@ -113,15 +113,17 @@ def _known_sums(file: BinaryIO, path: str, sha256: str, since: float | None) -> 
         is_same = [*state, digest, crc] == [*_state(path), sha256, zlib.crc32(sums)]
         return sums if is_same and (since is None or checked >= since) else None
     except (ValueError, TypeError):
-        return None  # empty, cut off, or an older packtool's
+        return None  # empty, incomplete, or of an older packtool
 
 
 def _state(path: str) -> list[str | int]:
+    """Return the path, size and times by which a change of a file is noticed."""
     state = os.stat(path)
     return [os.path.realpath(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
 def _compare(path: str, sha256: str) -> bytes:
+    """Read a file; return its block checksums, or raise a MismatchError if its SHA-256 is another."""
     digest, sums = digests_of(path)
     if digest != sha256:
         raise MismatchError(f"{path} is damaged: its SHA-256 is {digest}, the manifest says {sha256}", _COPY_AGAIN)
@@ -140,12 +142,12 @@ def digests_of(path: str) -> tuple[str, bytes]:
 
 
 class MappedBlocks:
-    """The blocks of a mapped file, each compared with its checksum when it is first read.
+    """The blocks of a mapped file, each of which is compared with its checksum before its first use.
 
     Args:
         data: the mapped file.
-        sums: checksums from ``check_file``.
-        remedy: of errors about damage; by default for a file of a local cache.
+        sums: CRC-32 of each block, from ``check_file``.
+        remedy: how to fix a damaged file, for errors; by default for a file of a local cache.
     """
 
     def __init__(self, path: str, data: pa.Buffer, sums: bytes, remedy: str | None = None) -> None:
@@ -156,27 +158,27 @@ class MappedBlocks:
         self._state: os.stat_result | None = None
 
     def note_changes(self) -> None:
-        """Compare all blocks again if the file has changed. Takes 2 microseconds.
+        """Forget which blocks were verified if the file has changed since the last call. Takes 2 microseconds.
 
         Raises:
             MismatchError: if the file was truncated, so that reading the mapped memory would kill this process.
         """
-        with suppress(OSError):  # removed: its content stays mapped
+        with suppress(OSError):  # the file was removed: its content stays mapped
             now, before = os.stat(self._path), self._state
             if before is not None and now.st_ino != before.st_ino:
-                return  # replaced: the old file is mapped
+                return  # the file was replaced: the old one stays mapped
             if now.st_size < len(self._view):
-                raise self.damaged(f"it was cut from {len(self._view):,} to {now.st_size:,} bytes while in use")
+                raise self.damaged(f"it was truncated from {len(self._view):,} to {now.st_size:,} bytes while in use")
             if before is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
                 self._state, self._is_verified = now, bytearray(len(self._sums))
 
     def are_verified(self, address: int, num_bytes: int) -> bool:
-        """Return whether these bytes of memory were verified before, without reading them."""
+        """Return whether all blocks of a memory range were verified before; reads no block."""
         start = address - self._start
         return self._is_verified.find(0, start // BLOCK_BYTES, (start + num_bytes - 1) // BLOCK_BYTES + 1) < 0
 
     def verify(self, address: int, num_bytes: int) -> bool:
-        """Compare the blocks that hold these bytes of memory with their checksums."""
+        """Compare the blocks of a memory range with their checksums; return False if one differs."""
         start = address - self._start
         end = (start + num_bytes - 1) // BLOCK_BYTES + 1
         block = self._is_verified.find(0, start // BLOCK_BYTES, end)
@@ -193,10 +195,10 @@ class MappedBlocks:
 
 
 def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, int]]:
-    """Read all shards and indexes of a cache, ignoring the notes.
+    """Verify all shards, indexes and prefixes of a cache by reading them, without trusting notes.
 
     Yields:
-        (path below the directory, problem or an empty text, bytes read) of each file.
+        for each file: path below the directory, description of the problem or "", size in bytes.
     """
     for split, info in sorted(manifest.splits.items()):
         expected: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
@@ -211,7 +213,7 @@ def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, in
             elif size not in (None, state.size):
                 problem = f"has {state.size:,} bytes, the manifest says {size:,}"
             elif sha256 and sha256_of(path) != sha256:
-                problem = "does not have the SHA-256 that the manifest says"
+                problem = "has another SHA-256 than in the manifest"
             elif name == INDEX_NAME:
                 try:
                     read_index(directory, manifest, split)
@@ -231,14 +233,14 @@ _MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class LocalCopies:
-    """A directory of copies and notes.
+    """A directory with local copies of remote caches, and notes about verified files.
 
     Args:
         directory: on a local disk, the same for all processes of the machine.
-        limit: maximum bytes, or None for the whole disk.
+        limit: maximum size in bytes; None for the whole disk.
         kept: fingerprints of the caches in use, whose copies are not removed.
         verify: when files are compared with their checksums.
-        begun: Unix time in seconds; ``always`` does not trust older notes.
+        begun: Unix time in seconds; with ``--verify-cache always``, older notes are not trusted.
     """
 
     directory: str = field(default_factory=default_cache_dir)
@@ -253,10 +255,14 @@ class LocalCopies:
         return cls(options.cache_dir or default_cache_dir(), options.cache_dir_size, verify=options.verify_cache)
 
     def check(self, path: str, fingerprint: str, sha256: str) -> bytes | None:
-        """Verify a local file of the cache with this fingerprint, unless a note says that it was verified.
+        """Verify a local file, unless a note says that it was verified.
+
+        Args:
+            fingerprint: of the file's cache.
+            sha256: expected checksum.
 
         Returns:
-            checksums of its blocks; None with ``--verify-cache never``.
+            checksums of the file's blocks; None with ``--verify-cache never``.
         """
         if self.verify == "never":
             return None
@@ -264,10 +270,10 @@ class LocalCopies:
         return check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
-        """Return a directory that keeps the copies of these remote caches.
+        """Return this directory with these remote caches in use: their copies are not removed.
 
         Raises:
-            ConfigError: if they are larger than the limit.
+            ConfigError: if the caches are larger than the limit.
         """
         sizes = {(m.fingerprint, s.sha256): s.bytes for m in manifests for p in m.splits.values() for s in p.shards}
         total = sum(sizes.values())
@@ -279,103 +285,117 @@ class LocalCopies:
         return replace(self, kept=frozenset(manifest.fingerprint for manifest in manifests))
 
     def shard(self, path: str, fingerprint: str, info: ShardInfo) -> tuple[str, bytes | None]:
-        """Return the path and the block checksums of the verified copy of a shard, which is fetched if it is missing.
+        """Return the path and block checksums of the verified copy of a remote shard; fetch it if it is missing.
 
         Args:
-            path: of the original.
+            path: URL of the shard.
             fingerprint: of its cache.
         """
-        place = os.path.join(self.directory, fingerprint, info.sha256 + _SHARD)
+        copy = os.path.join(self.directory, fingerprint, info.sha256 + _SHARD)
         return self._read_copy(
-            path, place, info.bytes, info.sha256, lambda copy: (copy, self.check(copy, fingerprint, info.sha256))
+            path, copy, info.bytes, info.sha256, lambda copy: (copy, self.check(copy, fingerprint, info.sha256))
         )
 
     def index(
         self, directory: str, split: str, fingerprint: str, read: Callable[[str], T], name: str = INDEX_NAME
     ) -> T:
-        """Return ``read(path)`` of the copy of an index, or of the file ``name``; a damaged copy is fetched again."""
+        """Return ``read(path)`` of a copy of a split's index, or of its file ``name``.
+
+        Args:
+            directory: URL of the cache.
+            fingerprint: of the cache.
+            read: reads a local file and raises a MismatchError if it is damaged; the copy is then fetched again, once.
+        """
         path = storage.join(directory, split, name)
         state = storage.stat(path)
         tag = hashlib.sha256(f"{state.size} {state.modified} {path}".encode()).hexdigest()[:16]
-        place = os.path.join(self.directory, fingerprint, f"{split}-{tag}{_INDEX}")
-        return self._read_copy(path, place, state.size, None, read)
+        copy = os.path.join(self.directory, fingerprint, f"{split}-{tag}{_INDEX}")
+        return self._read_copy(path, copy, state.size, None, read)
 
-    def _read_copy(self, path: str, place: str, size: int, sha256: str | None, read: Callable[[str], T]) -> T:
-        """Return ``read(place)`` of a copy; a damaged one is fetched again, once."""
+    def _read_copy(self, path: str, copy: str, size: int, sha256: str | None, read: Callable[[str], T]) -> T:
+        """Return ``read(copy)`` of the copy of a remote file; fetch a damaged copy again, once."""
         try:
-            return read(self._copy(path, place, size, sha256))
+            return read(self._fetch_if_missing(path, copy, size, sha256))
         except MismatchError:
-            _remove(place)
-            return read(self._copy(path, place, size, sha256))
+            _remove(copy)
+            return read(self._fetch_if_missing(path, copy, size, sha256))
 
-    def _copy(self, path: str, place: str, size: int, sha256: str | None) -> str:
+    def _fetch_if_missing(self, path: str, copy: str, size: int, sha256: str | None) -> str:
+        """Fetch a remote file unless its copy exists; return the path of the copy, marked as used now.
+
+        Of several processes, the one that locks the unfinished copy fetches the file, while the others wait.
+        """
+        unfinished = copy + _UNFINISHED
         try:
-            while not _is_there(place, size):
-                os.makedirs(os.path.dirname(place), exist_ok=True)
-                with locked(place + _UNFINISHED) as file:
-                    if not _is_at(file, place + _UNFINISHED):
+            while not _is_there(copy, size):
+                os.makedirs(os.path.dirname(copy), exist_ok=True)
+                with locked(unfinished) as file:
+                    if not _is_at(file, unfinished):
                         continue
-                    if _is_there(place, size):  # fetched meanwhile: the locked file is a new, empty one
-                        os.remove(place + _UNFINISHED)
+                    if _is_there(copy, size):  # another process has fetched it: the locked file is a new, empty one
+                        os.remove(unfinished)
                     else:
-                        self._fetch(path, place, file, size, sha256)
+                        self._fetch(path, copy, file, size, sha256)
             with suppress(FileNotFoundError):
-                os.utime(place)
+                os.utime(copy)
         except OSError as error:
             raise StorageError(
                 f"{self.directory}: {error.strerror or error} (while copying {storage.masked(path)})",
-                "Give a --cache-dir on a disk of this machine that has room.",
+                "Give a --cache-dir on a local disk with enough space.",
             ) from error
-        return place
+        return copy
 
-    def _fetch(self, path: str, place: str, file: BinaryIO, size: int, sha256: str | None) -> None:
-        """Fill the unfinished file, whose lock is held, and publish it."""
+    def _fetch(self, path: str, copy: str, file: BinaryIO, size: int, sha256: str | None) -> None:
+        """Download a file into the unfinished copy, whose lock is held, and rename it to the finished one."""
         try:
-            self._make_room(file, size)
+            self._reserve(file, size)
             for _ in range(_MAX_ATTEMPTS):
-                arrived_size, digest = _download(path, file)
-                if arrived_size == size and sha256 in (None, digest):
+                num_bytes, digest = _download(path, file)
+                if num_bytes == size and sha256 in (None, digest):
                     break
             else:
-                arrived, expected = f"the SHA-256 {digest}", sha256
-                if arrived_size != size:
-                    arrived, expected = f"{arrived_size} bytes", str(size)
+                actual, expected = f"the SHA-256 {digest}", sha256
+                if num_bytes != size:
+                    actual, expected = f"{num_bytes} bytes", str(size)
                 raise StorageError(
-                    f"{storage.masked(path)}: what arrives has {arrived}, the manifest says {expected}",
+                    f"{storage.masked(path)}: the download has {actual}, the manifest says {expected}",
                     "Copy the cache again, or export it again.",
                 )
             file.flush()
             os.fsync(file.fileno())
-            os.replace(place + _UNFINISHED, place)
+            os.replace(copy + _UNFINISHED, copy)
         except BaseException:
             with suppress(OSError):
-                os.remove(place + _UNFINISHED)
+                os.remove(copy + _UNFINISHED)
             raise
 
-    def _make_room(self, file: BinaryIO, size: int) -> None:
-        """Remove copies of other caches until ``size`` more bytes fit, and reserve these bytes."""
+    def _reserve(self, file: BinaryIO, size: int) -> None:
+        """Extend the unfinished copy ``file`` to ``size`` bytes, after removing copies of other caches if necessary.
+
+        The least recently used copies go first. Raises a StorageError if the disk is still too full.
+        """
         with locked(os.path.join(self.directory, _LOCK_NAME)):
             copies = list(self._copies())
             used = sum(state.st_size for _, _, state in copies)
-            excess = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
+            bytes_to_free = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
             if self.limit is not None:
-                excess = max(excess, used + size - self.limit)
+                bytes_to_free = max(bytes_to_free, used + size - self.limit)
             for path, fingerprint, state in sorted(copies, key=lambda copy: copy[2].st_mtime):
-                if excess <= 0:
+                if bytes_to_free <= 0:
                     break
                 if fingerprint not in self.kept and _remove(path):
-                    excess -= state.st_size
+                    bytes_to_free -= state.st_size
             free = shutil.disk_usage(self.directory).free
             if size + _SPARE_BYTES > free:
                 raise StorageError(
-                    f"{self.directory}: {size / 1e6:,.1f} MB more do not fit, the disk has {free / 1e9:,.2f} GB left, "
-                    f"of which {_SPARE_BYTES / 1e9:,.2f} GB stay free",
-                    "Give a --cache-dir on a larger disk, or make room.",
+                    f"{self.directory}: no space for {size / 1e6:,.1f} MB more: the disk has {free / 1e9:,.2f} GB "
+                    f"left, of which {_SPARE_BYTES / 1e9:,.2f} GB stay free",
+                    "Give a --cache-dir on a larger disk, or free some space.",
                 )
-            file.truncate(size)  # counts as used from now on
+            file.truncate(size)  # reserves the space: other processes count the size of unfinished files
 
     def _copies(self) -> Iterator[tuple[str, str, os.stat_result]]:
-        """Yield (path, fingerprint, state) of all copies, also unfinished ones."""
+        """Yield path, fingerprint of the cache, and state of all copies, finished and unfinished."""
         for fingerprint in os.listdir(self.directory):
             folder = os.path.join(self.directory, fingerprint)
             for name in os.listdir(folder) if os.path.isdir(folder) else ():
@@ -386,7 +406,7 @@ class LocalCopies:
 
 
 def _download(path: str, file: BinaryIO) -> tuple[int, str]:
-    """Copy a file and return its size and SHA-256."""
+    """Write the content of a remote file to ``file``; return its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     file.seek(0)
     with storage.open_read(path, _FETCH_BLOCK) as source:

@@ -5,9 +5,9 @@
 
 A lock names host, process and start time. It is created by a write that succeeds for only one of several processes, on
 local disks and in object stores, and renewed every half minute. A lock is stale when its process on this machine has
-ended, and on other machines after five minutes without a renewal. The next holder takes the next number, so that no
-two processes take the same and nobody removes a new lock. A holder that was taken for dead sees the larger number at
-its next check, and stops.
+ended, and on other machines after five minutes without a renewal. The next holder creates a lock with the next number,
+so that two processes cannot take the same lock, and none removes a new one. A holder whose lock was considered stale,
+for example after a suspension, sees the larger number at its next check and stops.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ class Holder:
     """The content of a lock.
 
     Args:
-        run: random, unique to the run.
-        host, space: name of the machine; boot and container, in which ``pid`` is unique.
-        pid, started: of the process; its start time in ticks, because ids are reused.
-        since, renewed: Unix time in seconds.
-        part: "2 of 8" for a part of a job array.
-        what: kind of the run, for messages.
+        run: random identifier of the run.
+        host: name of the machine.
+        space: boot and container, within which ``pid`` is unique.
+        pid: process id.
+        started: start time of the process in ticks, because process ids are reused.
+        since, renewed: when the lock was taken and last renewed, Unix time in seconds.
+        part: "2 of 8" for a part of a job array, else empty.
+        what: kind of run ("export", "training"), for messages.
     """
 
     run: str
@@ -57,17 +59,17 @@ class Holder:
 
     @classmethod
     def this_process(cls, part: str = "", what: str = "export") -> Holder:
-        """Return the holder for a run of this process that starts now."""
+        """Return the lock content of a run that starts now in this process."""
         now = time.time()
         pid = os.getpid()
-        started = _started(pid) or ""
-        return cls(secrets.token_hex(8), socket.gethostname(), _space(), pid, started, now, now, part, what)
+        started = _start_ticks(pid) or ""
+        return cls(secrets.token_hex(8), socket.gethostname(), _pid_space(), pid, started, now, now, part, what)
 
     @property
     def is_live(self) -> bool:
-        """True unless the process that holds the lock is known to have ended."""
-        if (self.host, self.space) == (socket.gethostname(), _space()):
-            return _started(self.pid) == self.started
+        """True unless the process has ended, or on another machine has not renewed the lock for five minutes."""
+        if (self.host, self.space) == (socket.gethostname(), _pid_space()):
+            return _start_ticks(self.pid) == self.started
         return time.time() - self.renewed < _STALE_S
 
     def to_json(self) -> bytes:
@@ -78,11 +80,11 @@ class Holder:
         what = f"part {self.part}" if self.part else self.what
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         ago = max(time.time() - self.renewed, 0.0)
-        return f"{what} on host {self.host}, process {self.pid}, since {since} (last sign of life {ago:.0f} s ago)"
+        return f"{what} on host {self.host}, process {self.pid}, since {since} (last renewed {ago:.0f} s ago)"
 
 
-def _space() -> str:
-    """Return an identifier of this boot of the machine and this container, in which process ids are unique."""
+def _pid_space() -> str:
+    """Return an identifier of this boot of the machine and this container, within which process ids are unique."""
     parts = []
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -91,17 +93,18 @@ def _space() -> str:
     return " ".join(parts)
 
 
-def _started(pid: int) -> str | None:
-    """Return the start time of a local process in ticks; empty if it is unknown, None if the process has ended."""
+def _start_ticks(pid: int) -> str | None:
+    """Return the start time of a local process in clock ticks; "" if it is unknown, None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            state, *fields = file.read().rpartition(")")[2].split()  # the name may hold anything
+            state, *fields = file.read().rpartition(")")[2].split()  # the process name before it may hold anything
         return None if state in "ZX" else fields[18]
     except FileNotFoundError:
         if os.path.isdir("/proc/self"):
             return None
     except OSError:
         return ""
+    # A system without /proc.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -117,22 +120,27 @@ def is_lock(name: str) -> bool:
 
 
 def is_of_lock(name: str) -> bool:
-    """Return whether a file name is that of a lock, finished or still being written."""
+    """Return whether a file name is that of a lock, or of a temporary file that becomes one."""
     return name.startswith(_PREFIX)
 
 
 def holders(directory: str) -> dict[str, Holder]:
-    """Return the readable locks of a directory by name, live and stale ones."""
+    """Return the content of all readable locks of a directory by file name, live and stale."""
     locks = {}
     for name in storage.list_names(directory):
         if is_lock(name):
-            with suppress(StorageError, ValueError, TypeError):  # gone again, or broken
+            with suppress(StorageError, ValueError, TypeError):  # removed meanwhile, or damaged
                 locks[name] = Holder(**load_json(storage.read_bytes(storage.join(directory, name))))
     return locks
 
 
 def refuse_if_busy(directory: str, *, is_part: bool = False, own: str = "") -> None:
-    """Raise a MismatchError if a run with another lock than ``own`` writes there; parts do not exclude each other."""
+    """Raise a MismatchError if another run writes to a directory.
+
+    Args:
+        is_part: this run is a part of a job array; other parts may write at the same time.
+        own: file name of this run's lock, which is ignored.
+    """
     for name, holder in holders(directory).items():
         if name != own and holder.is_live and not (is_part and holder.part):
             raise MismatchError(
@@ -143,21 +151,23 @@ def refuse_if_busy(directory: str, *, is_part: bool = False, own: str = "") -> N
 
 
 def remove_stale(directory: str, *, own: str = "") -> bool:
-    """Remove stale locks except ``own``; return whether nobody else is writing there."""
-    alive = {name for name, holder in holders(directory).items() if holder.is_live}
+    """Remove stale locks except ``own``; return whether no other run is writing to the directory."""
+    live = {name for name, holder in holders(directory).items() if holder.is_live}
     for name in storage.list_names(directory):
-        if is_lock(name) and name != own and name not in alive:
+        if is_lock(name) and name != own and name not in live:
             storage.remove(storage.join(directory, name))
-    return not alive - {own}
+    return not live - {own}
 
 
 class DirectoryLock:
-    """The right to write to a directory, alone or with other parts of the same export; a context manager.
+    """A context manager that holds a directory's lock, alone or together with other parts of the same export.
+
+    A thread renews the lock every half minute.
 
     Args:
-        directory: normalized.
+        directory: normalized path.
         part: "2 of 8" for a part of a job array; empty for a whole export.
-        what: kind of this run, for the messages of others.
+        what: kind of this run, for the messages of other runs.
 
     Raises:
         MismatchError: on entering, if the directory is busy.
@@ -173,7 +183,7 @@ class DirectoryLock:
 
     @property
     def is_held(self) -> Callable[[], bool]:
-        """A function that returns whether the lock still holds, for workers in other processes too."""
+        """A function that returns whether the lock is still held; it can be sent to other processes."""
         return partial(_is_held, self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
@@ -203,12 +213,12 @@ class DirectoryLock:
         self._release()
 
     def check(self) -> None:
-        """Raise a MismatchError if another run has taken the directory over, as after a long suspension."""
+        """Read the lock; raise a MismatchError if another run has taken over the directory."""
         self._is_lost = self._is_lost or not self.is_held()
         self.check_last_renewal()
 
     def check_last_renewal(self) -> None:
-        """Raise as ``check`` does, by the result of the last renewal; costs nothing."""
+        """Raise a MismatchError if the last renewal or check found that another run has taken over; reads nothing."""
         if self._is_lost:
             raise lost_error(self._directory)
 
@@ -223,25 +233,27 @@ class DirectoryLock:
 
     def _release(self) -> None:
         with suppress(StorageError):
-            if self._name and not self._is_lost and _reads(self._directory, self._name, self._holder.run):
+            if self._name and not self._is_lost and _is_lock_of(self._directory, self._name, self._holder.run):
                 storage.remove(storage.join(self._directory, self._name))
 
 
 def _is_held(directory: str, name: str, run: str) -> bool:
+    """Return whether the lock ``name`` belongs to ``run``, and no other run has created a lock with a larger number."""
     names = [name for name in storage.list_names(directory) if is_lock(name)]
     newer = any(_number(other) > _number(name) for other in names)
-    return name in names and (not newer or _number(name) == 0) and _reads(directory, name, run)
+    return name in names and (not newer or _number(name) == 0) and _is_lock_of(directory, name, run)
 
 
 def lost_error(directory: str) -> MismatchError:
     """Return the error of a lock that is no longer held."""
     return MismatchError(
-        f"{directory} was taken over by another run while this one stood still: nothing more is written",
+        f"{directory} was taken over by another run while this one was suspended: nothing more is written",
         "Run the same command again when the other one has ended, or give another --output-dir.",
     )
 
 
-def _reads(directory: str, name: str, run: str) -> bool:
+def _is_lock_of(directory: str, name: str, run: str) -> bool:
+    """Read a lock and return whether it belongs to a run; a StorageError passes through."""
     try:
         return bool(Holder(**load_json(storage.read_bytes(storage.join(directory, name)))).run == run)
     except (ValueError, TypeError):
@@ -249,6 +261,6 @@ def _reads(directory: str, name: str, run: str) -> bool:
 
 
 def _number(name: str) -> int:
-    """Return the number of a lock; 0 for a part of an export."""
+    """Return the number in a lock's file name; 0 for the lock of a part of an export."""
     digits = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     return int(digits) if digits.isdigit() else 0

@@ -1,7 +1,7 @@
 """``packtool.json``, the manifest: identity, sources, files and counts of a cache.
 
-It is written last: a directory without it is unfinished. Reading checks every value against its field's type, because
-somebody else may have written the file.
+It is written last: a directory without it is unfinished. Every value is checked when it is read, because a cache may
+come from anyone.
 """
 
 from __future__ import annotations
@@ -34,79 +34,91 @@ _MAX_SHOWN = 60
 _type_hints = cache(partial(get_type_hints, include_extras=True))
 
 
-class WrongValue(ValueError):
-    """A value of the wrong type or range; the message names its place and what is expected."""
+class ManifestError(ValueError):
+    """An error in a manifest, whose message names the field and the problem."""
 
-    def __init__(self, place: str, value: object, expected: str) -> None:
+
+class WrongValue(ManifestError):
+    """A value of the wrong type or range; the message names the field, its value and what is expected."""
+
+    def __init__(self, path: str, value: object, expected: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
-        super().__init__(f"{place or 'it'} is {shown}, not {expected}")
+        super().__init__(f"{path or 'it'} is {shown}, not {expected}")
 
 
-def build(kind: type[T], raw: object, place: str = "") -> T:
-    """Rebuild a dataclass from the result of ``dataclasses.asdict``; numbers must be finite and not negative.
+def build(cls: type[T], raw: object, path: str = "") -> T:
+    """Build a dataclass from the result of ``dataclasses.asdict``, checking every value against its field's type.
 
     Args:
-        place: of the value in its file, for messages: ``splits.train.shards[3]``.
+        raw: parsed JSON.
+        path: of the value in its file, for messages: ``splits.train.shards[3]``.
 
     Raises:
-        WrongValue: naming place, value and what is expected.
+        ManifestError: for the first field that is unknown, missing or has a wrong value.
     """
     if not isinstance(raw, dict):
-        raise WrongValue(place, raw, "an object")
-    types_by_name = _type_hints(cast(Hashable, kind))
+        raise WrongValue(path, raw, "an object")
+    types_by_name = _type_hints(cast(Hashable, cls))
     for name in raw:
         if name not in types_by_name:
-            raise WrongValue(_at(place, str(name)), raw[name], f"known: {', '.join(types_by_name)} are")
+            raise ManifestError(f"{_join(path, str(name))} is unknown; the fields are {', '.join(types_by_name)}")
     values = {}
-    for member in dataclasses.fields(cast(Any, kind)):
+    for member in dataclasses.fields(cast(Any, cls)):
+        member_path = _join(path, member.name)
         if member.name in raw:
-            values[member.name] = value_of(types_by_name[member.name], raw[member.name], _at(place, member.name))
+            values[member.name] = value_of(types_by_name[member.name], raw[member.name], member_path)
         elif member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING:
-            raise WrongValue(_at(place, member.name), None, "there, and must be")
-    return kind(**values)
+            raise ManifestError(f"{member_path} is missing")
+    return cls(**values)
 
 
-def _at(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
-def value_of(kind: Any, raw: Any, place: str) -> Any:
-    """Convert a JSON value to a dataclass, str, int, float, bool, a union with None, a literal, tuple or mapping.
+def value_of(kind: Any, raw: Any, path: str) -> Any:
+    """Convert a JSON value to a declared type; numbers must be from 0 to 2**62.
 
-    ``Annotated[int, -1]`` is an int that may also be -1.
+    Args:
+        kind: a dataclass, str, int, float, bool, Any, a union with None, a literal, tuple or mapping.
+            ``Annotated[int, -1]`` is an int that may also be -1.
+        path: of the value in its file, for messages.
+
+    Raises:
+        ManifestError: if the value does not fit.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return raw if raw == arguments[1] else value_of(arguments[0], raw, place)
+        return raw if raw == arguments[1] else value_of(arguments[0], raw, path)
     if kind is Any:
         return raw
     if dataclasses.is_dataclass(kind):
-        return build(cast(type, kind), raw, place)
+        return build(cast(type, kind), raw, path)
     if origin in (Union, types.UnionType):
         (other,) = (each for each in arguments if each is not type(None))
-        return None if raw is None else value_of(other, raw, place)
+        return None if raw is None else value_of(other, raw, path)
     if origin is Literal:
         if not isinstance(raw, str) or raw not in arguments:
-            raise WrongValue(place, raw, f"one of {', '.join(map(str, arguments))}")
+            raise WrongValue(path, raw, f"one of {', '.join(map(str, arguments))}")
         return raw
     if origin is tuple:
         if not isinstance(raw, list):
-            raise WrongValue(place, raw, "a list")
-        return tuple(value_of(arguments[0], value, f"{place}[{i}]") for i, value in enumerate(raw))
+            raise WrongValue(path, raw, "a list")
+        return tuple(value_of(arguments[0], value, f"{path}[{i}]") for i, value in enumerate(raw))
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(raw, dict):
-            raise WrongValue(place, raw, "an object")
-        return {name: value_of(arguments[1], value, _at(place, name)) for name, value in raw.items()}
-    expected, accepted = _PLAIN_TYPES[kind]
-    if not isinstance(raw, accepted) or (kind is not bool and isinstance(raw, bool)):
-        raise WrongValue(place, raw, expected)
+            raise WrongValue(path, raw, "an object")
+        return {name: value_of(arguments[1], value, _join(path, name)) for name, value in raw.items()}
+    expected, json_types = _PLAIN_TYPES[kind]
+    if not isinstance(raw, json_types) or (kind is not bool and isinstance(raw, bool)):
+        raise WrongValue(path, raw, expected)
     if isinstance(raw, (int, float)) and not 0 <= raw < _MAX_NUMBER:
-        raise WrongValue(place, raw, expected)
+        raise WrongValue(path, raw, expected)
     return raw
 
 
-# The name of each type in messages, and the types of its values in JSON.
+# Description of each type in messages, and the Python types of its JSON values.
 _PLAIN_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
     str: ("a text", (str,)),
     bool: ("true or false", (bool,)),
@@ -114,7 +126,7 @@ _PLAIN_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
     float: ("a number that is not negative", (int, float)),
 }
 
-# Settings that are paths: the content counts, by its hash.
+# Settings that are paths. They are not compared: hashes of the files are part of the identity.
 PATH_SETTINGS = ("model", "chat_template")
 
 # Reasons of drops that a larger --max-length would have avoided.
@@ -123,7 +135,16 @@ LENGTH_REASONS = ("over_max_length", "media_over_limit")
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """A file of rows and its state at the time of the export; ``settings`` is ``SourceSpec.settings``."""
+    """A file of rows at the time of the export.
+
+    Args:
+        path: absolute, or a URL without secrets.
+        size: bytes.
+        modified: time of the last change or entity tag, as in ``storage.FileState``.
+        digest: hash of the content.
+        rows: number of rows.
+        settings: of its source as JSON (``SourceSpec.settings``).
+    """
 
     path: str
     size: Annotated[int, -1]  # -1: unknown
@@ -135,7 +156,7 @@ class SourceInfo:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One data file of a split: name, rows, bytes and SHA-256."""
+    """A data file of a split: name, number of rows, size in bytes, SHA-256."""
 
     file: str
     rows: int
@@ -148,11 +169,11 @@ class Counts:
 
     @classmethod
     def total(cls, parts: Iterable[Counts]) -> Self:
-        """Return the sum of several; names of mappings in ascending order."""
-        counts = list(parts)
+        """Return the sum of several counts, which may be of subclasses; mappings are sorted by name."""
+        parts = list(parts)
         sums: dict[str, Any] = {}
         for member in dataclasses.fields(cast(Any, cls)):
-            values = [getattr(each, member.name) for each in counts]
+            values = [getattr(part, member.name) for part in parts]
             if member.type == "int":
                 sums[member.name] = sum(values)
             else:
@@ -168,13 +189,13 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class InputCounts(Counts):
-    """Counts of rows: each is dropped, or kept as one or several samples.
+    """Counts of input rows, each of which is dropped or becomes one or several samples.
 
     Args:
-        rows: of the input.
+        rows: number of rows.
         dropped: dropped rows by reason.
-        marks_added: rows whose missing picture marks were added.
-        parts_left_out: dropped turns and responses by reason, of rows that are kept.
+        marks_added: rows in which missing media marks were inserted.
+        parts_left_out: dropped turns and responses of kept rows, by reason.
     """
 
     rows: int
@@ -184,9 +205,10 @@ class InputCounts(Counts):
 
     @classmethod
     def of_dropped(cls, item: Dropped) -> InputCounts:
-        """Return the counts of one dropped row, or part of a row; ``rows`` is 0, because rows are counted elsewhere."""
-        dropped, left_out = ({item.reason: 1}, {}) if item.part is None else ({}, {item.reason: 1})
-        return cls(rows=0, dropped=dropped, marks_added=0, parts_left_out=left_out)
+        """Return the counts of a dropped row or part of a row; ``rows`` is 0, because rows are counted when read."""
+        if item.part is None:
+            return cls(rows=0, dropped={item.reason: 1}, marks_added=0)
+        return cls(rows=0, dropped={}, marks_added=0, parts_left_out={item.reason: 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +216,10 @@ class SampleCounts(Counts):
     """Counts of the samples of a split.
 
     Args:
-        rows: samples.
-        truncated, truncated_tokens: truncated samples, and tokens removed from them.
-        pieces_added: samples in excess of one per row: pieces of texts, turns, responses.
+        rows: number of samples.
+        tokens, target_tokens, media_tokens: of all samples; target tokens have loss.
+        truncated, truncated_tokens: number of truncated samples, and of tokens removed from them.
+        pieces_added: samples in excess of one per row, where texts, turns or responses of a row become samples.
     """
 
     rows: int
@@ -213,8 +236,8 @@ class SplitInfo(SampleCounts):
     """Counts and files of a split.
 
     Args:
-        length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
-        index_sha256: of the index; empty in older caches.
+        length_histogram: number of samples by length, in 64 equal bins up to ``max_length``.
+        index_sha256: of ``index.arrow``; empty in older caches.
         prefixes_sha256: of ``prefixes.arrow``; empty in older caches, which have none.
     """
 
@@ -226,13 +249,13 @@ class SplitInfo(SampleCounts):
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that determines the content of a cache: equal identities, equal bytes.
+    """Settings that determine the content of a cache: the same rows and identity give the same bytes.
 
     Args:
-        spec: the EncodeSpec as recorded.
+        spec: result of ``EncodeSpec.recorded``.
         model_type, tokenizer_hash, template_hash, processor_hash: of the model's files.
         media_limits: resolved from processor settings, environment and options.
-        seed, split_dataset_ratio, rows_per_shard: of the export.
+        seed, split_dataset_ratio, rows_per_shard: options of the export.
     """
 
     spec: Mapping[str, Any]
@@ -252,9 +275,10 @@ class Manifest(InputCounts):
     """The content of ``packtool.json``.
 
     Args:
-        packtool_version: that wrote it.
-        channels: names in the order of the index's codes.
-        splits: ``train`` and perhaps ``val``.
+        packtool_version: version that wrote it.
+        channels: names; the index stores their positions here.
+        splits: ``train``, ``val`` or both.
+        fingerprint: result of ``fingerprint_of``.
     """
 
     packtool_version: str
@@ -271,22 +295,21 @@ class Manifest(InputCounts):
 
     @property
     def num_shortened(self) -> int:
-        """Rows that truncation changed or a length limit dropped."""
-        lost = [*self.dropped.items(), *self.parts_left_out.items()]
-        return sum(split.truncated for split in self.splits.values()) + sum(
-            count for reason, count in lost if reason in LENGTH_REASONS
-        )
+        """Number of truncated samples, and of rows and parts of rows that were dropped for their length."""
+        dropped = [*self.dropped.items(), *self.parts_left_out.items()]
+        num_too_long = sum(count for reason, count in dropped if reason in LENGTH_REASONS)
+        return num_too_long + sum(split.truncated for split in self.splits.values())
 
     def to_json(self) -> bytes:
         """Return the content of the file; equal exports have equal content."""
-        plain = dataclasses.asdict(dataclasses.replace(self, sources=()))
-        plain = {name: plain.pop(name) for name in ("packtool_version", "identity", "sources")} | plain
+        values = dataclasses.asdict(dataclasses.replace(self, sources=()))
+        values = {name: values.pop(name) for name in ("packtool_version", "identity", "sources")} | values
         # Counts that older caches lack come last, and only if there are any, so that other caches keep their bytes.
-        if left_out := plain.pop("parts_left_out"):
-            plain["parts_left_out"] = left_out
-        text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+        if parts_left_out := values.pop("parts_left_out"):
+            values["parts_left_out"] = parts_left_out
+        text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
         if self.sources:
-            # There may be many thousand, and json is a few times faster without an indent.
+            # There may be many thousand sources, and json is a few times faster without an indent.
             encode = json.JSONEncoder(ensure_ascii=False, separators=(",\n   ", ": ")).encode
             lines = ",\n".join(f"  {{\n   {encode(vars(source))[1:-1]}\n  }}" for source in self.sources)
             text = text.replace('\n "sources": []', f'\n "sources": [\n{lines}\n ]', 1)
@@ -303,14 +326,15 @@ class Manifest(InputCounts):
         if not storage.exists(path):
             if amount := amount_behind(directory):
                 raise MismatchError(
-                    f"{directory} is no cache, and #{amount} behind one is for training: caches are taken whole here",
+                    f"{directory} is not a cache: the suffix #{amount} selects samples for training, and this command "
+                    "reads whole caches",
                     f"Leave out #{amount}.",
                 )
             is_there = storage.is_remote(directory) or storage.is_directory(directory)
             raise MismatchError(
                 f"{directory} is no finished cache: "
-                + (f"it has no {MANIFEST_NAME}" if is_there else "there is no such directory"),
-                "Run packtool export to make it, or to finish it, with that --output-dir.",
+                + (f"it has no {MANIFEST_NAME}" if is_there else "the directory does not exist"),
+                "Run packtool export with this --output-dir to create or finish it.",
             )
         data = storage.read_bytes(path)
         try:
@@ -321,15 +345,15 @@ class Manifest(InputCounts):
                 _check(manifest)
                 return manifest
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            detail = str(error) if isinstance(error, WrongValue) else repr(error)
+            detail = str(error) if isinstance(error, ManifestError) else repr(error)
             raise MismatchError(f"{path} is broken: {detail}", "Copy the cache again, or export it again.") from error
         raise MismatchError(
-            f"{directory} has format {str(version)[:20]}, this packtool reads format {FORMAT_VERSION}",
+            f"{directory} has cache format {str(version)[:20]}, this packtool reads format {FORMAT_VERSION}",
             "Export it again.",
         )
 
 
-# Names of files and directories in a manifest, which somebody else may have written.
+# Names of files and directories in a manifest: anything else could lead out of the cache.
 _PATTERNS = {
     "fingerprint": re.compile(r"[0-9a-f]{16}"),
     "shard": re.compile(r"data-[0-9]{5,9}-of-[0-9]{5,9}\.arrow"),
@@ -339,19 +363,16 @@ _PATTERNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSummary:
-    """The counts of an export, under the names of ``packtool export --json``.
+    """The counts of an export, with the field names of ``packtool export --json``.
 
     Args:
-        truncated: samples that truncation changed.
-        dropped: rows left out by reason.
-        marks_added: rows whose missing picture marks were added.
+        truncated, pieces_added: as in ``SampleCounts``.
+        dropped, marks_added, parts_left_out: as in ``InputCounts``.
         length: p50, p90, p99 and max of the kept samples' tokens.
-        already_finished: nothing was done, because the cache was there.
-        pieces_added: samples beyond one a row: pieces of texts, turns, responses.
-        parts_left_out: turns and responses by reason, of rows of which others are kept.
-        num_missing_shards: shards that other parts of a job array have not finished; the counts are this part's then.
+        already_finished: the cache existed, and nothing was exported.
+        num_missing_shards: shards that other parts of a job array have not finished; then all counts are this part's.
         num_reused: shards that an earlier, interrupted run had finished.
-        rows_made: rows that this run encoded, without those of an earlier one's shards.
+        rows_made: rows that this run encoded.
     """
 
     num_rows: int
@@ -374,65 +395,65 @@ class ExportSummary:
     rows_made: int = 0
 
     @classmethod
-    def of(cls, rows: InputCounts, samples: SampleCounts, **figures: Any) -> ExportSummary:
-        """Return the summary of these counts and further ``figures``."""
+    def of(cls, rows: InputCounts, samples: SampleCounts, **other_fields: Any) -> ExportSummary:
+        """Return the summary of these counts; ``other_fields`` are those that neither has."""
         names = {member.name for member in dataclasses.fields(cls)}
         counts = {name: value for name, value in (vars(rows) | vars(samples)).items() if name in names}
-        return cls(num_rows=rows.rows, num_samples=samples.rows, **counts, **figures)
+        return cls(num_rows=rows.rows, num_samples=samples.rows, **counts, **other_fields)
 
     @classmethod
-    def of_manifest(cls, manifest: Manifest, **figures: Any) -> ExportSummary:
-        """Return the summary of a finished cache."""
-        by_split = {name: split.rows for name, split in manifest.splits.items()}
+    def of_manifest(cls, manifest: Manifest, **other_fields: Any) -> ExportSummary:
+        """Return the summary of a finished cache; ``other_fields`` are those that its manifest lacks."""
+        num_samples = {name: split.rows for name, split in manifest.splits.items()}
         rows, samples = InputCounts.total([manifest]), SampleCounts.total(manifest.splits.values())
-        return cls.of(rows, samples, num_samples_by_split=by_split, **figures)
+        return cls.of(rows, samples, num_samples_by_split=num_samples, **other_fields)
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise a WrongValue for the first name or number that an export would not write."""
-    _named("fingerprint", manifest.fingerprint, "fingerprint")
+    """Raise a WrongValue for the first value that has the right type, but that an export would not write."""
+    _check_name("fingerprint", manifest.fingerprint, "fingerprint")
     for name, split in manifest.splits.items():
-        place = f"splits.{name}"
+        path = f"splits.{name}"
         if name not in (TRAIN_SPLIT, VAL_SPLIT):
-            raise WrongValue(place, name, f"{TRAIN_SPLIT} or {VAL_SPLIT}")
+            raise WrongValue(path, name, f"{TRAIN_SPLIT} or {VAL_SPLIT}")
         if split.index_sha256:
-            _named(f"{place}.index_sha256", split.index_sha256, "sha256")
+            _check_name(f"{path}.index_sha256", split.index_sha256, "sha256")
         for i, shard in enumerate(split.shards):
-            _named(f"{place}.shards[{i}].file", shard.file, "shard")
-            _named(f"{place}.shards[{i}].sha256", shard.sha256, "sha256")
+            _check_name(f"{path}.shards[{i}].file", shard.file, "shard")
+            _check_name(f"{path}.shards[{i}].sha256", shard.sha256, "sha256")
         files = [shard.file for shard in split.shards]
         if len(set(files)) < len(files):
-            raise WrongValue(f"{place}.shards", files, "files of different names")
+            raise WrongValue(f"{path}.shards", files, "distinct names")
         if (rows := sum(shard.rows for shard in split.shards)) != split.rows:
-            raise WrongValue(f"{place}.rows", split.rows, f"the {rows} of its shards")
+            raise WrongValue(f"{path}.rows", split.rows, f"{rows}, the sum of its shards")
     if len(set(manifest.channels)) < len(manifest.channels):
-        raise WrongValue("channels", manifest.channels, "different names")
+        raise WrongValue("channels", manifest.channels, "distinct names")
     for i, source in enumerate(manifest.sources):
         if source.settings and not isinstance(load_json(source.settings), dict):
-            raise WrongValue(f"sources[{i}].settings", source.settings, "an object as JSON")
+            raise WrongValue(f"sources[{i}].settings", source.settings, "a JSON object")
     identity = manifest.identity
-    kinds = get_type_hints(EncodeSpec)
+    spec_types = get_type_hints(EncodeSpec)
     for name, value in identity.spec.items():
-        if name in kinds:
-            value_of(kinds[name], value, f"identity.spec.{name}")
+        if name in spec_types:
+            value_of(spec_types[name], value, f"identity.spec.{name}")
     for name, minimum in (("model", ""), ("max_length", 2)):
         if name not in identity.spec or identity.spec[name] < minimum:
             raise WrongValue(f"identity.spec.{name}", identity.spec.get(name), f"at least {minimum!r}")
     if identity.split_dataset_ratio > 1:
-        raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "a share")
+        raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "at most 1")
     for limits in (identity.media_limits.image, identity.media_limits.video):
         if limits is not None and 0 in (limits.patch_size, limits.merge_size, limits.temporal_patch_size):
             raise WrongValue("identity.media_limits", limits, "patches of at least one pixel")
 
 
-def _named(place: str, value: str, kind: str) -> None:
+def _check_name(path: str, value: str, kind: str) -> None:
     if not _PATTERNS[kind].fullmatch(value):
-        raise WrongValue(place, value, f"such a name as an export gives ({_PATTERNS[kind].pattern})")
+        raise WrongValue(path, value, f"a name of the form {_PATTERNS[kind].pattern}")
 
 
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:
     """Return the fingerprint of a cache: a digest of its identity and of the digests of its sources."""
-    plain = dataclasses.asdict(identity)
-    plain["spec"] = {key: value for key, value in plain["spec"].items() if key not in PATH_SETTINGS}
-    text = json.dumps([plain, [(source.digest, source.settings) for source in sources]], sort_keys=True)
+    values = dataclasses.asdict(identity)
+    values["spec"] = {name: value for name, value in values["spec"].items() if name not in PATH_SETTINGS}
+    text = json.dumps([values, [(source.digest, source.settings) for source in sources]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Origins and contents of the samples of a cache, to match them with the samples of a re-exported cache."""
+"""Origins and content keys of the samples of a cache, by which they are found again in a re-exported cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PART = ("turn", "num_turns", "response", "num_responses")
 
 @dataclass(frozen=True, eq=False)
 class Origins:
-    """The files and rows of the N samples of a cache's split.
+    """The source file and row of each of the N samples of a cache's split.
 
     Args:
-        files: paths of the files of rows.
-        digests: of their contents, which identify them.
+        files: paths of the source files.
+        digests: hashes of their contents.
         file: (N,), position of each sample's file in ``files``.
-        row: int64 (N,), row in the file.
-        part: (N, 4), part of the row, as in ``RowPart``; zeros for a whole row. None if all rows are whole.
+        row: int64 (N,), 0-based row in the file.
+        part: (N, 4), part of the row: the fields of ``RowPart``, zeros for a whole row. None if all rows are whole.
     """
 
     files: tuple[str, ...]
@@ -41,8 +41,9 @@ class Origins:
     part: npt.NDArray[np.int32] | None
 
     def write(self, path: str) -> None:
-        """Write a compressed file, of a few bits per sample if rows are consecutive."""
+        """Write a compressed file, of a few bits per sample where rows are consecutive."""
         sink = io.BytesIO()
+        # Differences of neighbours are small and repetitive, so that they compress well.
         names = json.dumps({"files": self.files, "digests": self.digests}).encode()
         columns: dict[str, npt.NDArray[Any]] = {
             "told": np.frombuffer(names, np.uint8),
@@ -56,7 +57,7 @@ class Origins:
 
     @classmethod
     def read(cls, path: str) -> Origins:
-        """Read a file of ``write``; raise a MismatchError if it is damaged."""
+        """Read a file that ``write`` wrote; raise a MismatchError if it is damaged."""
         try:
             with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as arrays:
                 names = load_json(arrays["told"].tobytes())
@@ -64,7 +65,7 @@ class Origins:
                 part = np.stack([arrays[name].astype(np.int32) for name in _PART], 1) if "turn" in arrays else None
         except (OSError, ValueError, KeyError) as error:
             raise MismatchError(
-                f"{path} cannot be read: {error}", "Remove it; a checkpoint writes it again."
+                f"{path} cannot be read: {error}", "Remove it; the next checkpoint writes it again."
             ) from error
         return cls(tuple(names["files"]), tuple(names["digests"]), file, row, part)
 
@@ -77,39 +78,43 @@ def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]
 
 
 def read_origins(reader: CacheReader, cache: int) -> Origins:
-    """Return the origins of one of a reader's caches; reads three columns of all its shards."""
-    shard, row_in_shard = reader.places(cache)
-    names: dict[str, int] = {}
-    num = len(shard)
-    file, row = np.zeros(num, np.int64), np.zeros(num, np.int64)
+    """Return the origins of the samples of one cache; reads three columns of all its shards.
+
+    Args:
+        cache: number of the cache among the reader's.
+    """
+    shard, row_in_shard = reader.locations(cache)
+    names: dict[str, int] = {}  # of source files as samples name them, with their position in ``files``
+    num_samples = len(shard)
+    file, row = np.zeros(num_samples, np.int64), np.zeros(num_samples, np.int64)
     part: npt.NDArray[np.int32] | None = None
     for number in range(int(shard.max(initial=-1)) + 1):
-        here = np.flatnonzero(shard == number)
-        table = reader.shard_table(cache, number, ("source", "row", "part")).take(pa.array(row_in_shard[here]))
+        in_shard = np.flatnonzero(shard == number)
+        table = reader.shard_table(cache, number, ("source", "row", "part")).take(pa.array(row_in_shard[in_shard]))
         sources = table.column("source").combine_chunks().dictionary_encode()
         codes = np.array([names.setdefault(name, len(names)) for name in sources.dictionary.to_pylist()], np.int64)
-        file[here] = codes[sources.indices.to_numpy()]
-        row[here] = table.column("row").to_numpy()
+        file[in_shard] = codes[sources.indices.to_numpy()]
+        row[in_shard] = table.column("row").to_numpy()
         if "part" in table.column_names:
-            part = np.zeros((num, len(_PART)), np.int32) if part is None else part
+            part = np.zeros((num_samples, len(_PART)), np.int32) if part is None else part
             column = table.column("part").combine_chunks()
-            part[here] = np.stack([column.field(name).fill_null(0).to_numpy() for name in _PART], 1)
+            part[in_shard] = np.stack([column.field(name).fill_null(0).to_numpy() for name in _PART], 1)
     files, digests = [], []
     for name in names:
-        # The name in samples is the path of the source, or a relative path, which is the end of it.
+        # Samples have the absolute path of the source, or a relative one, which is its end.
         tail = "/" + name.removeprefix("./").lstrip("/")
-        same = [source for source in reader.manifests[cache].sources if source.path == name]
-        ends = [source for source in reader.manifests[cache].sources if source.path.endswith(tail)]
-        source = next(iter([*same, *ends]), None)
+        same_path = [source for source in reader.manifests[cache].sources if source.path == name]
+        same_end = [source for source in reader.manifests[cache].sources if source.path.endswith(tail)]
+        source = next(iter([*same_path, *same_end]), None)
         files.append(name if source is None else source.path)
-        digests.append(name if source is None else source.digest)  # the name identifies a file of unknown content
+        digests.append(name if source is None else source.digest)  # without a digest, the name identifies it
     return Origins(tuple(files), tuple(digests), file, row, None if part is None or not part.any() else part)
 
 
 def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return a key of each sample's tokens and media, uint64 (M,); reads the samples.
+    """Return a hash of the tokens and media of each of M samples, uint64 (M,); reads the samples.
 
-    Media are identified by their bytes or the names of their files without folders, and by their sizes.
+    Media are identified by file name (without folder), embedded bytes, and size.
     """
     digests = []
     for position in positions:

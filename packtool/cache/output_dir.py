@@ -131,12 +131,14 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
         different.append("dataset: {} there, {} here".format(*shown))
     else:
         pairs = zip(manifest.sources, specs, strict=True)
-        different += [f"{source.path} has changed since" for source, spec in pairs if _has_changed(source, spec)]
+        different += [
+            f"{source.path} has changed since the export" for source, spec in pairs if _has_changed(source, spec)
+        ]
     if different:
         lines = "\n".join(f"  - {line}" for line in different)
         raise MismatchError(
-            f"{directory} holds a finished cache of other settings:\n{lines}",
-            "Give another --output-dir; --overwrite would delete what is there.",
+            f"{directory} holds a finished cache with other settings:\n{lines}",
+            "Give another --output-dir; --overwrite would delete the existing files.",
         )
     return manifest
 
@@ -203,8 +205,8 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
 
 def _other_export(directory: str, num_finished: int) -> MismatchError:
     return MismatchError(
-        f"{directory} holds {num_finished} finished shards of an export of other settings or other rows",
-        "Give another --output-dir; --overwrite would delete what is there.",
+        f"{directory} holds {num_finished} finished shards of an export with other settings or rows",
+        "Give another --output-dir; --overwrite would delete the existing files.",
     )
 
 
@@ -304,7 +306,7 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
     dropped = sum(manifest.dropped.values())
     if manifest.rows != kept + dropped:
         raise PacktoolError(
-            f"the numbers do not add up: {manifest.rows:,} rows went in, {kept:,} are kept and {dropped:,} dropped",
+            f"the counts do not add up: {manifest.rows:,} rows were read, {kept:,} kept and {dropped:,} dropped",
             "This is a bug: the cache is not finished, do not train on it.",
         )
     return manifest
@@ -376,7 +378,7 @@ def publish_cache(
     manifest = replace(manifest, splits=splits)
     if not storage.publish_new(storage.join(directory, MANIFEST_NAME), manifest.to_json()):
         raise MismatchError(
-            f"{directory}: another cache was published there while this one was made",
+            f"{directory}: another export published a cache there at the same time",
             "Give each export an --output-dir of its own.",
         )
     tidy(directory, manifest)
@@ -410,9 +412,9 @@ def check_written(directory: str, results: Sequence[TaskResult]) -> None:
     if wrong:
         shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
         raise MismatchError(
-            f"{directory}: {len(wrong)} shards are not those that this export wrote ({shown}): another process writes "
-            "there too, and nothing was published",
-            "Run the same command again: it makes those shards anew. Give each export an --output-dir of its own.",
+            f"{directory}: {len(wrong)} shards differ from those that this export wrote ({shown}): another process "
+            "writes there too, and nothing was published",
+            "Run the same command again to recreate those shards. Give each export an --output-dir of its own.",
         )
 
 
@@ -456,8 +458,9 @@ def _read_part(path: str, sha256: str) -> bytes:
     data = storage.read_bytes(path)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise MismatchError(
-            f"{path} is not what this export wrote: another process writes there too, and nothing was published",
-            "Give each export an --output-dir of its own; --overwrite would delete what both wrote here.",
+            f"{path} differs from the file that this export wrote: another process writes there too, and nothing was "
+            "published",
+            "Give each export an --output-dir of its own; --overwrite would delete the files of both.",
         )
     return data
 
@@ -487,7 +490,7 @@ def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: s
     """Raise a DataError if an export kept no row; only the list of reasons stays in its directory, if it has one."""
     if any(split.rows for split in manifest.splits.values()):
         return
-    where = "Without --dry-run each row's reason is kept in the output directory."
+    where = "Without --dry-run, the output directory lists each row with its reason."
     if directory is not None:
         merge_dropped(directory, results)
         _clear_tasks(directory)
@@ -497,7 +500,7 @@ def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: s
     firsts: dict[str, str] = {}
     for result in results:
         firsts = result.first_dropped | firsts
-    raise all_dropped(f"none of {manifest.rows:,} rows is left", manifest.dropped, firsts, where)
+    raise all_dropped(f"none of {manifest.rows:,} rows was kept", manifest.dropped, firsts, where)
 
 
 def percentiles(counts: Mapping[int, int]) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Plan files: the packs of a plan and their assignment to steps and ranks, as an Arrow file that any tool can read.
 
-Columns in pack order: ``pack`` int64, ``sample`` int64 (position in the caches), ``length`` int32; ``step``, ``rank``
-and ``micro_batch`` int32, the placement in the first epoch, which older files lack; and in plans with shared prefixes
-``shared`` int32, the tokens that a sample has in common with the one before it, which its ``length`` excludes. The
-metadata of the file name the caches that it belongs to.
+There is one row per sample, in pack order. Columns: ``pack`` int64; ``sample`` int64, position in the caches;
+``length`` int32. Newer files also have the assignment in the first epoch: ``step``, ``rank`` and ``micro_batch``,
+int32. Plans with shared prefixes have ``shared`` int32: the tokens that a sample has in common with the one before it,
+which its ``length`` excludes. The metadata identify the caches.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _BATCH_ROWS = 1 << 20
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SavedPlan:
-    """K packs of N samples, as in ``planning.pack_plan.PackPlan``, with their caches and settings.
+    """The content of a plan file: K packs of N samples, their assignment, caches and settings.
 
     Args:
-        samples: int64 (N,).
-        offsets: int64 (K + 1,).
-        lengths: int32 (N,).
-        shared: int32 (N,), or None without shared prefixes.
+        samples: int64 (N,), position of each sample in the caches, in pack order.
+        offsets: int64 (K + 1,): pack ``k`` has the samples from ``offsets[k]`` up to ``offsets[k + 1]``.
+        lengths: int32 (N,), tokens of each sample, without its shared prefix.
+        shared: int32 (N,), tokens of each sample's shared prefix; None for a plan without shared prefixes.
         places: int32 (N, 3): 0-based step of the first epoch, data-parallel rank, and micro-batch of the rank in the
             step; None if the packs are not assigned.
         capacity: maximum tokens of a pack.
-        max_length: longer samples are left out.
+        max_length: maximum tokens of a sample; longer ones are left out.
         seed: of the plan.
-        cache: fingerprint of the caches together, in their order.
+        cache: fingerprint of the caches, in their order.
         plan: fingerprint of the packs.
-        num_cached: samples in the caches.
-        parts: steps of the parts of divided trees, as ``planning.prefix_trees.PartsIn``; empty if no tree is divided.
+        num_cached: number of samples in the caches.
+        parts: steps of the parts of divided trees (``planning.prefix_trees.PartsIn``); empty if none is divided.
     """
 
     samples: npt.NDArray[np.int64]
@@ -74,8 +74,8 @@ class SavedPlan:
 
 def write_plan(path: str, plan: SavedPlan) -> None:
     """Write a plan file."""
-    sizes = np.diff(plan.offsets)
-    packs = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+    pack_sizes = np.diff(plan.offsets)
+    packs = np.repeat(np.arange(len(pack_sizes), dtype=np.int64), pack_sizes)
     schema = _SCHEMA
     columns: list[npt.NDArray[np.integer[Any]]] = [packs, plan.samples, plan.lengths]
     if plan.places is not None:
@@ -94,7 +94,7 @@ def write_plan(path: str, plan: SavedPlan) -> None:
 
 
 def read_plan(path: str) -> SavedPlan:
-    """Read a plan file; raise a MismatchError if it is none, or damaged."""
+    """Read a plan file; raise a MismatchError if it is another file, or damaged."""
     data = storage.read_bytes(path)
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
@@ -115,10 +115,12 @@ def read_plan(path: str) -> SavedPlan:
         )
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
         raise MismatchError(
-            f"--plan {path} is no plan file, or is damaged: {error!r}", "Make it again with packtool plan --save."
+            f"--plan {path} is not a plan file, or is damaged: {error!r}", "Create it again with packtool plan --save."
         ) from error
     if file_format not in (_FORMAT, _SHARED_FORMAT):
-        raise MismatchError(f"--plan {path} has format {file_format!r}, not {_FORMAT!r}", "Make it again.")
+        raise MismatchError(
+            f"--plan {path} has format {file_format!r}, not {_FORMAT!r}", "Create it again with packtool plan --save."
+        )
     return plan
 
 
@@ -127,7 +129,7 @@ def read_plan_of(reader: CacheReader, path: str) -> SavedPlan:
     plan = read_plan(path)
     if plan.cache != reader.fingerprint:
         raise MismatchError(
-            f"--plan {path} belongs to the cache {plan.cache}, and {' '.join(reader.directories)} is "
+            f"--plan {path} was made for the cache {plan.cache}, but {' '.join(reader.directories)} is "
             f"{reader.fingerprint}",
             "Give the cache that the plan was made for.",
         )

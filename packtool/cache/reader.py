@@ -33,23 +33,23 @@ Medium = TypeVar("Medium", EncodedImage, EncodedVideo, EncodedAudio)
 # Each mapped shard holds a file descriptor.
 _MAX_OPEN_SHARDS = 128
 _TARGET_COLUMNS = ("input_ids", "labels", "turns", "truncated")
-_FETCH_AGAIN = "It is a copy of a remote cache's shard: run again with --verify-cache always, which fetches it again."
+_FETCH_AGAIN = "It is a local copy of a remote shard: run again with --verify-cache always to fetch it again."
 
 
 @dataclass(frozen=True)
 class SplitIndex:
-    """The index of a split, which planning reads; arrays of shape (N,).
+    """The index of N samples, from which planning works; arrays have the shape (N,).
 
     Args:
         length: tokens of each sample.
-        target_tokens: tokens with loss.
-        media_tokens: placeholder tokens of its media.
-        audio_tokens: those of them that represent sounds.
-        patch_squares: int64, sum over the frames of its media of (patches of the frame)^2, which determines the cost of
-            attention in a vision tower.
-        num_images, num_videos, num_audios: media by kind.
-        channel: position in ``channels``, or -1.
-        channels: names.
+        target_tokens: its tokens with loss.
+        media_tokens: its placeholder tokens for media.
+        audio_tokens: those of its placeholder tokens that represent sounds.
+        patch_squares: int64, sum over the frames of its media of (patches of the frame)^2, to which the cost of
+            attention in a vision tower is proportional.
+        num_images, num_videos, num_audios: its media by kind.
+        channel: position of its channel in ``channels``; -1 for none.
+        channels: names of the channels.
     """
 
     length: IntArray
@@ -65,24 +65,25 @@ class SplitIndex:
 
     @property
     def vision_tokens(self) -> IntArray:
-        """Placeholder tokens of its pictures and videos, (N,)."""
+        """Placeholder tokens of the pictures and videos of each sample, (N,)."""
         return self.media_tokens - self.audio_tokens
 
 
 class CacheReader:
     """Samples of one split of one or several caches, numbered consecutively.
 
-    It can be sent to other processes. Files are opened when they are first needed; a shard of a remote cache is then
+    It can be sent to other processes. Files are opened when they are first needed. A shard of a remote cache is then
     copied to this machine, once for all its processes.
 
     Args:
-        directories: of the caches, in order.
-        manifests: theirs.
+        directories: of the C caches.
+        manifests: of the caches.
         split: ``train`` or ``val``.
-        copies: directory of copies of remote caches, and whether files are verified.
+        copies: where remote caches are copied to, and whether files are verified.
 
     Attributes:
-        offsets: int64 (C + 1,), where the samples of each of the C caches begin, and their number at the end.
+        index: of all samples.
+        offsets: int64 (C + 1,): cache ``c`` has the samples from ``offsets[c]`` up to ``offsets[c + 1]``.
     """
 
     def __init__(
@@ -97,14 +98,15 @@ class CacheReader:
         self._shard = np.concatenate([part["shard"] for part in parts])
         self._row_in_shard = np.concatenate([part["row_in_shard"] for part in parts])
         channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
-        codes, known = [], []
+        channel_columns, estimated_parts = [], []
         for part, manifest in zip(parts, manifests, strict=True):
-            common = [*map(channels.index, manifest.channels), -1]  # the last is the code of samples without a channel
-            codes.append(np.array(common, np.int32)[part["channel"]])
-            known.append(with_estimates(part, manifest.identity.media_limits))
+            # Position of each of the cache's channels in ``channels``; its last element is what -1 selects.
+            positions = np.array([*map(channels.index, manifest.channels), -1], np.int32)
+            channel_columns.append(positions[part["channel"]])
+            estimated_parts.append(with_estimates(part, manifest.identity.media_limits))
         names = [field.name for field in fields(SplitIndex) if not field.name.startswith("channel")]
-        joined: dict[str, Any] = {name: np.concatenate([part[name] for part in known]) for name in names}
-        self.index = SplitIndex(channel=np.concatenate(codes), channels=channels, **joined)
+        columns: dict[str, Any] = {name: np.concatenate([part[name] for part in estimated_parts]) for name in names}
+        self.index = SplitIndex(channel=np.concatenate(channel_columns), channels=channels, **columns)
         self._open: OrderedDict[tuple[int, int], ShardFile] = OrderedDict()
         self._prefixes: dict[int, pa.ChunkedArray | None] = {}
 
@@ -112,20 +114,22 @@ class CacheReader:
     def open(
         cls, directories: Sequence[str], split: str = TRAIN_SPLIT, copies: LocalCopies | None = None
     ) -> CacheReader:
-        """Open compatible caches without reading shards; ``DIR/train`` is accepted for ``DIR``.
+        """Open caches and check that they can be trained together; reads manifests and indexes, but no shards.
 
         Args:
-            copies: directory of copies of remote caches; by default that of the environment.
+            directories: of the caches; ``DIR/train`` is accepted for ``DIR``.
+            copies: where remote caches are copied to; by default the directory that the environment names.
 
         Raises:
-            MismatchError: if one is unfinished, has no such split, or was made for another model or other limits.
+            MismatchError: if a cache is unfinished, has no such split, or was exported for another model or with other
+                media limits than the first.
         """
         roots = [_root(directory) for directory in directories]
         manifests = [Manifest.read(root) for root in roots]
         for root, manifest in zip(roots, manifests, strict=True):
             if split not in manifest.splits:
                 raise MismatchError(
-                    f"{root} has no {split} split", "packtool export --split-dataset-ratio 0.01 makes one."
+                    f"{root} has no {split} split", "packtool export --split-dataset-ratio 0.01 creates one."
                 )
             check_sizes(root, manifest, split)
             a, b = manifests[0].identity, manifest.identity
@@ -139,7 +143,7 @@ class CacheReader:
             lines = [f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
             if lines:
                 raise MismatchError(
-                    f"{roots[0]} and {root} cannot be trained together, they were exported with different settings:\n"
+                    f"{roots[0]} and {root} cannot be trained together: they were exported with different settings:\n"
                     + "\n".join(lines),
                     "Export one of them again with the settings of the other.",
                 )
@@ -150,7 +154,7 @@ class CacheReader:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of all caches in their order."""
+        """Fingerprint of the split and of all caches in their order."""
         names = [self.split, *(manifest.fingerprint for manifest in self.manifests)]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
@@ -159,6 +163,8 @@ class CacheReader:
 
     def sample(self, position: int) -> EncodedSample:
         """Return a sample; its arrays are views of the mapped file and must not be written to.
+
+        A sample with local media files also gets the hashes of its prefixes, by which changed files are noticed.
 
         Raises:
             MismatchError: if its shard is damaged, naming the shard and the sample's row there.
@@ -173,7 +179,7 @@ class CacheReader:
         sample = file.sample(row)
         files = [file for medium in sample.media for file in files_of(medium)]
         if not any(path is not None and data is None and not storage.is_remote(path) for path, data in files):
-            return sample  # it has no files that may change after the export
+            return sample  # it has no media files that may have changed since the export
         if cache not in self._prefixes:
             self._prefixes[cache] = self._mapped_prefixes(cache)
         if (prefixes := self._prefixes[cache]) is None:
@@ -181,28 +187,29 @@ class CacheReader:
         hashes = {prefix["length"]: prefix["hash"] for prefix in prefixes[position_in_cache].as_py()}
         return replace(sample, prefix_hashes=hashes)
 
-    def places(self, cache: int) -> tuple[IntArray, IntArray]:
-        """Return shard and row in the shard of the samples of a cache, (N,) each."""
-        here = slice(int(self.offsets[cache]), int(self.offsets[cache + 1]))
-        return self._shard[here], self._row_in_shard[here]
+    def locations(self, cache: int) -> tuple[IntArray, IntArray]:
+        """Return the shard, and the row in the shard, of each of the N samples of a cache, (N,) each."""
+        samples = slice(int(self.offsets[cache]), int(self.offsets[cache + 1]))
+        return self._shard[samples], self._row_in_shard[samples]
 
     def cache_of(self, position: int) -> tuple[int, int]:
-        """Return the cache of a sample, and its position there."""
+        """Return the number of the cache that has a sample, and the sample's position in that cache."""
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
         cache = int(np.searchsorted(self.offsets, position, side="right")) - 1
         return cache, position - int(self.offsets[cache])
 
     def shard_table(self, cache: int, shard: int, names: Sequence[str]) -> pa.Table:
-        """Return columns of a shard, except those that it lacks."""
+        """Return the columns ``names`` of a shard, without those that the shard lacks."""
         return self._shard_file(cache, shard).table(names)
 
     def _shard_file(self, cache: int, shard: int) -> ShardFile:
+        """Return an open shard; the least recently used one of more than 128 is closed."""
         key = cache, shard
         if key not in self._open:
             path, sums = self._local_shard(cache, shard)
             if (is_copy := storage.is_remote(self.directories[cache])) and not os.path.exists(path):
-                path, sums = self._local_shard(cache, shard)  # another run has just made room
+                path, sums = self._local_shard(cache, shard)  # another run has just removed it for lack of space
             self._open[key] = ShardFile(path, sums, _FETCH_AGAIN if is_copy else None)
             if len(self._open) > _MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)
@@ -210,7 +217,7 @@ class CacheReader:
         return self._open[key]
 
     def _local_shard(self, cache: int, shard: int) -> tuple[str, bytes | None]:
-        """Return the shard's path on this machine, and the checksums of its blocks unless nothing is verified."""
+        """Return the path of a shard or its copy on this machine, and its block checksums; None if not verified."""
         info = self.manifests[cache].splits[self.split].shards[shard]
         path = storage.join(self.directories[cache], self.split, info.file)
         fingerprint = self.manifests[cache].fingerprint
@@ -219,7 +226,7 @@ class CacheReader:
         return path, self.copies.check(path, fingerprint, info.sha256)
 
     def _read_file(self, cache: int, name: str, read: Callable[[str], T]) -> T:
-        """Return ``read(path)`` of a file of the split, or of its local copy."""
+        """Return ``read(path)`` for the path of a file of the split, or of its local copy if the cache is remote."""
         directory = self.directories[cache]
         if storage.is_remote(directory):
             return self.copies.index(directory, self.split, self.manifests[cache].fingerprint, read, name)
@@ -233,20 +240,20 @@ class CacheReader:
         return self._read_file(cache, INDEX_NAME, partial(read_index, self.directories[cache], manifest, self.split))
 
     def prefixes(self) -> SplitPrefixes | None:
-        """Return the prefixes of all samples; None if a cache has none."""
+        """Return the prefixes of all samples; None if one of the caches has no ``prefixes.arrow``."""
         digests = [manifest.splits[self.split].prefixes_sha256 for manifest in self.manifests]
         if not all(digests):
             return None
         lengths = np.split(self.index.length, self.offsets[1:-1])
         parts = []
         for cache, (directory, sha256) in enumerate(zip(self.directories, digests, strict=True)):
-            place = storage.join(directory, self.split, PREFIXES_NAME)
+            path = storage.join(directory, self.split, PREFIXES_NAME)
             expected = None if self.copies.verify == "never" else sha256
-            parts.append(self._read_file(cache, PREFIXES_NAME, partial(read_prefixes, place, expected, lengths[cache])))
+            parts.append(self._read_file(cache, PREFIXES_NAME, partial(read_prefixes, path, expected, lengths[cache])))
         return SplitPrefixes.joined(parts)
 
     def _mapped_prefixes(self, cache: int) -> pa.ChunkedArray | None:
-        """Map the prefixes of a cache, a list for each sample; None if unreadable: samples are usable without them."""
+        """Map the prefixes of a cache, a list per sample; None if they cannot be read: samples work without them."""
         manifest = self.manifests[cache]
         sha256 = manifest.splits[self.split].prefixes_sha256
 
@@ -262,11 +269,11 @@ class CacheReader:
             return None
 
     def prefetch(self) -> threading.Thread | None:
-        """Copy the shards of remote caches in the background; called by one process of a machine.
+        """Copy the shards of remote caches in a thread, which is returned; None if no cache is remote.
 
-        After an error, the rest is copied when it is needed. None if no cache is remote.
+        Called in one process of each machine. After an error, the thread ends, and shards are copied when needed.
         """
-        wanted = [
+        remote_shards = [
             (cache, shard)
             for cache, directory in enumerate(self.directories)
             if storage.is_remote(directory)
@@ -275,12 +282,12 @@ class CacheReader:
 
         def fetch() -> None:
             try:
-                for cache, shard in wanted:
+                for cache, shard in remote_shards:
                     self._local_shard(cache, shard)
             except PacktoolError:
                 return
 
-        thread = threading.Thread(target=fetch, name="prefetch", daemon=True) if wanted else None
+        thread = threading.Thread(target=fetch, name="prefetch", daemon=True) if remote_shards else None
         if thread is not None:
             thread.start()
         return thread
@@ -290,15 +297,14 @@ class CacheReader:
 
 
 class ShardFile:
-    """A mapped data file.
+    """A shard, mapped into memory; a remote one is read into memory.
 
     Args:
-        path: of the file.
         sums: checksums of its blocks, which are compared when they are first read; None skips the check.
-        remedy: of errors about damage; by default for a file of a local cache.
+        remedy: how to fix a damaged file, for errors; by default for a file of a local cache.
 
     Raises:
-        MismatchError: if it cannot be read; from the methods, if what they read is damaged, with the row.
+        MismatchError: if the file cannot be read; in methods, if rows are damaged, naming them.
     """
 
     def __init__(self, path: str, sums: bytes | None = None, remedy: str | None = None) -> None:
@@ -310,7 +316,7 @@ class ShardFile:
             head, *messages = pa.ipc.MessageReader.open_stream(data)
             headers = [message.metadata for message in (head, *messages)]
             if self._blocks and not all(self._blocks.verify(each.address, each.size) for each in headers):
-                raise self._blocks.damaged("the description of its rows changed after it was verified")
+                raise self._blocks.damaged("the headers of its record batches changed after they were verified")
             self._batches = [pa.ipc.read_record_batch(message, pa.ipc.read_schema(head)) for message in messages]
             for batch in self._batches:
                 batch.validate()
@@ -325,14 +331,14 @@ class ShardFile:
         return int(self._starts[-1])
 
     def table(self, names: Sequence[str]) -> pa.Table:
-        """Return columns of the file, except those that it lacks."""
+        """Return the columns ``names`` of the file, without those that it lacks."""
         batches = [batch.select([name for name in names if name in batch.schema.names]) for batch in self._batches]
         for number, batch in enumerate(batches):
             self._check(number, batch, 0, batch.num_rows)
         return pa.Table.from_batches(batches)
 
     def _check(self, number: int, columns: pa.RecordBatch, start: int, stop: int) -> None:
-        """Verify the blocks of rows of a batch; ``columns`` are some columns of the batch with this number."""
+        """Verify the blocks that hold rows [start, stop) of some columns of the batch ``number``."""
         if self._blocks is None:
             return
         self._blocks.note_changes()
@@ -367,9 +373,9 @@ class ShardFile:
 
 
 def _ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield address and size of the memory of elements of an array, nested ones included.
+    """Yield (address, size in bytes) of the memory of elements [start, stop) of an array, nested arrays included.
 
-    Offsets come before the memory that they refer to: they are read only after the caller has verified them.
+    The range of offsets is yielded before they are read, so that the caller has verified them by then.
     """
     if start == stop:
         return
@@ -394,7 +400,7 @@ def _ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]
 
 
 def _values(column: pa.ListArray, i: int) -> Any:
-    """Return a list of numbers as an array; None for null."""
+    """Return the numbers of row ``i`` of a list column as an array; None for null."""
     if not column[i].is_valid:
         return None
     start, end = column.offsets[i].as_py(), column.offsets[i + 1].as_py()
@@ -406,7 +412,7 @@ def _media(kind: type[Medium], rows: pa.ListScalar) -> tuple[Medium, ...]:
 
 
 def _medium(kind: type[Medium], row: dict[str, Any]) -> Medium:
-    """Return a medium from a row of its column."""
+    """Build a medium of class ``kind`` from an element of its column: the inverse of ``shard.media_row``."""
     names = [field.name for field in fields(kind)]
     values: dict[str, Any] = {name: row.get(MEDIA_COLUMNS.get(name, name)) for name in names}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -417,6 +423,7 @@ def _medium(kind: type[Medium], row: dict[str, Any]) -> Medium:
 
 
 def _root(directory: str) -> str:
+    """Return the normalized path of a cache; ``DIR/train`` stands for ``DIR``."""
     path = storage.normalize(directory.rstrip("/") or directory)
     if storage.name(path) == TRAIN_SPLIT and storage.exists(storage.join(path, INDEX_NAME)):
         return storage.parent(path)
@@ -424,7 +431,7 @@ def _root(directory: str) -> str:
 
 
 def exported_model(directory: str) -> str:
-    """Return the model that a cache was exported for: a directory, or a hub id."""
+    """Return the model that a cache was exported for: a directory or a hub id."""
     return str(Manifest.read(_root(directory)).identity.spec["model"])
 
 
@@ -445,62 +452,62 @@ def check_sizes(root: str, manifest: Manifest, split: str) -> None:
     for shard in manifest.splits[split].shards:
         state = states.get(shard.file)
         if state is None or state.size != shard.bytes:
-            problem = "is missing" if state is None else f"has {state.size} bytes"
+            problem = "is missing" if state is None else f"has {state.size} bytes, the manifest says {shard.bytes}"
             raise MismatchError(
-                f"{storage.join(root, split, shard.file)} {problem}, the manifest says {shard.bytes}",
+                f"{storage.join(root, split, shard.file)} {problem}",
                 "Copy the cache again, or export it again.",
             )
 
 
 class SampleReader(Protocol):
-    """A source of samples, such as a ``CacheReader``; it must be picklable for worker processes."""
+    """The interface of readers: ``CacheReader`` and its wrappers; picklable, because data workers have copies."""
 
     def sample(self, position: int) -> EncodedSample:
-        """Return the sample at a position of the plan's numbering."""
+        """Return a sample by its position in the plan's numbering."""
 
 
 class RelabeledReader:
-    """A reader of samples with other labels than exported.
+    """A reader of samples whose target tokens are not those of the export.
 
     Args:
-        reader: of the samples as they were exported.
-        choices: target tokens for each of its caches; None for those of the export.
+        reader: of the exported samples.
+        choices: target tokens for each of its caches; None keeps the labels of the export.
     """
 
     def __init__(self, reader: CacheReader, choices: Sequence[TargetChoice | None]) -> None:
         self._reader, self._choices = reader, tuple(choices)
 
     def sample(self, position: int) -> EncodedSample:
-        """See ``SampleReader``."""
+        """Return a sample by its position in the plan's numbering."""
         sample, choice = self._reader.sample(position), self._choices[self._reader.cache_of(position)[0]]
         return sample if choice is None else choice(sample)
 
     def target_tokens(self) -> npt.NDArray[np.int32]:
-        """Count the labels of each sample that carry loss, int32 (N,).
+        """Count the tokens with loss of each of the N samples, int32 (N,).
 
-        Reads every sample of a cache whose targets differ, about 40,000 samples of 400 tokens a second.
+        Reads all samples of the caches with other targets, about 40,000 samples of 400 tokens per second.
         """
         counts = np.array(self._reader.index.target_tokens, np.int32)
-        ranges = enumerate(zip(self._choices, pairwise(self._reader.offsets.tolist()), strict=True))
-        for cache, (choice, (start, stop)) in ranges:
+        caches = enumerate(zip(self._choices, pairwise(self._reader.offsets.tolist()), strict=True))
+        for cache, (choice, (start, stop)) in caches:
             if choice is not None:
                 counts[start:stop] = self._counts(cache, choice)
         return counts
 
     def _counts(self, cache: int, choice: TargetChoice) -> npt.NDArray[np.int32]:
-        """Count the targets of each sample of one cache, reading only the columns that they depend on."""
-        shards, rows = self._reader.places(cache)
+        """Count the tokens with loss of each sample of a cache, from the columns that decide about them."""
+        shards, rows = self._reader.locations(cache)
         counts = np.zeros(len(rows), np.int32)
         for shard in np.unique(shards):
-            here = np.flatnonzero(shards == shard)
+            in_shard = np.flatnonzero(shards == shard)
             table = self._reader.shard_table(cache, int(shard), _TARGET_COLUMNS)
-            in_shard = (np.count_nonzero(choice.targets(sample)[1:]) for sample in _bare_samples(table))
-            counts[here] = np.fromiter(in_shard, np.int32, len(table))[rows[here]]
+            counts_by_row = (np.count_nonzero(choice.targets(sample)[1:]) for sample in _bare_samples(table))
+            counts[in_shard] = np.fromiter(counts_by_row, np.int32, len(table))[rows[in_shard]]
         return counts
 
 
 def _bare_samples(table: pa.Table) -> Iterator[EncodedSample]:
-    """Yield the samples of a shard without their media and origins."""
+    """Yield the samples of a table with ``_TARGET_COLUMNS``, without media and origin."""
     for batch in table.to_batches():
         ids, labels, turns = (_lists(batch.column(name)) for name in _TARGET_COLUMNS[:3])
         for each in zip(ids, labels, turns, batch.column("truncated").to_pylist(), strict=True):
@@ -508,20 +515,21 @@ def _bare_samples(table: pa.Table) -> Iterator[EncodedSample]:
 
 
 def _lists(column: pa.ListArray) -> Iterator[npt.NDArray[np.int32]]:
+    """Yield each row of a list column as an array."""
     values = column.values.to_numpy(zero_copy_only=True)
     for start, stop in pairwise(column.offsets.to_pylist()):
         yield values[start:stop]
 
 
 class MixedSamples:
-    """A reader of samples with the name of their source as channel, and with loss weights.
+    """A reader of the samples of a mixture, with the name of their source as channel, and with loss weights.
 
     Args:
-        reader: of the samples as they were exported, or with other targets.
-        offsets: int64 (S + 1,), position of the first sample of each source.
-        names: of the sources.
+        reader: of the samples without the mixture.
+        offsets: int64 (S + 1,): source ``s`` has the samples from ``offsets[s]`` up to ``offsets[s + 1]``.
+        names: of the S sources.
         loss_weights: factor of each source's losses.
-        keeps_channels: samples that have a channel keep it.
+        keeps_channels: samples that already have a channel keep it.
     """
 
     def __init__(
@@ -537,7 +545,7 @@ class MixedSamples:
         self._loss_weights, self._keeps_channels = tuple(loss_weights), keeps_channels
 
     def sample(self, position: int) -> EncodedSample:
-        """See ``SampleReader``."""
+        """Return a sample by its position in the plan's numbering."""
         source = int(np.searchsorted(self._offsets, position, side="right")) - 1
         sample, weight = self._reader.sample(position), self._loss_weights[source]
         channel = sample.channel if self._keeps_channels and sample.channel is not None else self._names[source]

@@ -1,4 +1,4 @@
-"""The columns of a cache's files, and the writer of a shard with its part of the index."""
+"""The columns of a cache's files, and the writer of shards."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ SAMPLES = pa.schema(
         ("truncated", pa.int32()),
     ]
 )
-"""The columns of a shard, one row a sample: the fields of ``EncodedSample`` and of its media.
+"""The columns of a shard, which has a row for each sample: the fields of ``EncodedSample`` and of its media.
 
-``turns``: [start, end) of each assistant turn that may be trained, flat. ``loss_scale``: null where all labels weigh 1.
-``truncated``: tokens removed.
+``turns``: start and end of each assistant turn that can be trained, [start, end, start, end, ...]. ``loss_scale``:
+weight of each label; null if all are 1. ``truncated``: number of tokens removed.
 """
 
 PARTS = pa.schema(
@@ -69,9 +69,9 @@ PARTS = pa.schema(
         ("borders", _INTS),
     ]
 )
-"""Further columns if rows may become several samples, by ``--expand-turns`` or by their responses.
+"""Additional columns if rows may become several samples, by ``--expand-turns`` or because they have several responses.
 
-``part``: the part of its row that a sample is, null for a whole row. ``borders``: where its turns begin and end.
+``part``: which part of its row a sample is; null for a whole row. ``borders``: where its turns begin and end.
 """
 
 INDEX = pa.schema(
@@ -89,10 +89,10 @@ INDEX = pa.schema(
         ("patch_squares", pa.int64()),
     ]
 )
-"""The columns of an index, which planning reads; ``channel`` is -1 or a position in the manifest's list.
+"""The columns of an index, which has a row for each sample; ``channel`` is a position in the manifest's list, or -1.
 
-The last two determine the cost of towers: tokens of sounds, and the sum over frames of (patches of the frame)^2. Older
-caches lack them.
+Older caches lack the last two, from which the cost of vision and audio towers is estimated: placeholder tokens of
+sounds, and the sum over frames of (patches of the frame)^2.
 """
 
 UNKNOWN = -1
@@ -110,17 +110,17 @@ PREFIX = pa.struct(
         ("target_tokens", pa.int32()),
     ]
 )
-"""One prefix of a sample: the fields of ``PrefixHashes``."""
+"""A prefix of a sample: the fields of ``PrefixHashes``."""
 
 PREFIX_BEFORE = pa.struct([field for field in PREFIX if field.name != "target_tokens"])
 """The fields of a prefix in older caches."""
 
 PREFIXES = pa.schema([("prefixes", pa.list_(PREFIX))])
-"""One row for each row of the index: some prefixes of the sample, the shorter ones first."""
+"""The column of ``prefixes.arrow``; a row holds prefixes of the sample in the same row of the index, shortest first."""
 
 
 def with_added_columns(table: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
-    """Add the columns that an index, or a part of one, lacks, filled with ``UNKNOWN``."""
+    """Add the columns that the index of an older cache lacks, filled with ``UNKNOWN``."""
     for name in ADDED:
         if name not in table.schema.names:
             field = INDEX.field(name)
@@ -129,6 +129,7 @@ def with_added_columns(table: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.
 
 
 def _feature(kind: pa.DataType) -> dict[str, Any]:
+    """Return the description of a column's type in ``dataset_info.json``."""
     if pa.types.is_list(kind):
         return {"feature": _feature(kind.value_type), "_type": "List"}
     if pa.types.is_struct(kind):
@@ -164,7 +165,7 @@ def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
 
 @contextmanager
 def atomic_file(path: str) -> Iterator[AtomicFile]:
-    """Open a file that appears under its path at the end of the block, and not at all after an error."""
+    """Open a file for writing that appears under its path at the end of the block, and not at all after an error."""
     file = AtomicFile(path)
     try:
         yield file
@@ -177,7 +178,7 @@ def atomic_file(path: str) -> Iterator[AtomicFile]:
 def arrow_bytes(
     batches: Iterable[pa.RecordBatch], schema: pa.Schema, new: Callable[..., pa.RecordBatchWriter] = pa.ipc.new_file
 ) -> bytes:
-    """Return record batches in the form of an Arrow file, or of a stream with ``pa.ipc.new_stream`` for ``new``."""
+    """Return record batches as the bytes of an Arrow file; of an Arrow stream if ``new`` is ``pa.ipc.new_stream``."""
     sink = pa.BufferOutputStream()
     with new(sink, schema) as writer:
         for batch in batches:
@@ -200,11 +201,10 @@ IndexPart = dict[str, npt.NDArray[np.integer[Any]]]
 
 
 class ShardWriter:
-    """Writes samples in batches; the file appears on ``close``.
+    """A shard that is written in batches of samples and appears under its path on ``close``.
 
     Args:
-        path: of the data file.
-        has_parts: whether rows may become several samples.
+        has_parts: rows may become several samples, so the shard has the columns ``PARTS``.
     """
 
     def __init__(self, path: str, has_parts: bool = False) -> None:
@@ -219,7 +219,7 @@ class ShardWriter:
             self._writer.write_batch(_batch(samples, self._schema))
 
     def close(self) -> tuple[str, FileState]:
-        """Finish the file; return its SHA-256, and its size and time as the store has them."""
+        """Finish the file; return its SHA-256, and its size and modification time as the store has them."""
         self._writer.close()
         return self._sink.digest.hexdigest(), self._file.commit()
 
@@ -229,7 +229,7 @@ class ShardWriter:
 
 
 class HashingSink:
-    """A file for pyarrow to write to, which computes the SHA-256 on the way."""
+    """A file object for pyarrow that writes to an ``AtomicFile`` and computes the SHA-256 of the written bytes."""
 
     closed = False
 
@@ -246,13 +246,13 @@ class HashingSink:
         return view.nbytes
 
     def discard(self) -> None:
-        """Remove the unfinished file; what a garbage-collected writer still writes is ignored."""
+        """Remove the unfinished file, and ignore later writes, as of a writer that is garbage-collected."""
         if self._file is not None:
             self._file.discard()
         self._file = None
 
     def flush(self) -> None:
-        """Do nothing: writes are not buffered. pyarrow calls it."""
+        """Do nothing, because writes are not buffered; pyarrow calls it."""
 
     def close(self) -> None:
         """Mark as closed; the owner of the file commits it."""
@@ -260,6 +260,7 @@ class HashingSink:
 
 
 def _ints(arrays: Sequence[IntArray]) -> pa.ListArray:
+    """Return a list column of int32 with one row per array."""
     offsets = np.zeros(len(arrays) + 1, np.int32)
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
     values = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
@@ -267,11 +268,11 @@ def _ints(arrays: Sequence[IntArray]) -> pa.ListArray:
 
 
 MEDIA_COLUMNS = {"data": "bytes", "num_samples": "samples", "num_features": "features", "num_tokens": "tokens"}
-"""Columns of media whose fields have other names."""
+"""Columns of media whose names differ from those of the fields."""
 
 
 def media_row(medium: EncodedImage | EncodedVideo | EncodedAudio) -> dict[str, Any]:
-    """Return a medium as a row of its column."""
+    """Return a medium as an element of the column ``images``, ``videos`` or ``audios``."""
     row = {MEDIA_COLUMNS.get(name, name): value for name, value in vars(medium).items()}
     if isinstance(medium, EncodedVideo):
         row["frames"] = [{"path": path, "bytes": data} for path, data in medium.frames]
@@ -280,6 +281,7 @@ def media_row(medium: EncodedImage | EncodedVideo | EncodedAudio) -> dict[str, A
 
 
 def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatch:
+    """Return samples as rows of a shard with this schema: ``SAMPLES``, perhaps with ``PARTS``."""
     arrays = []
     for column in schema:
         name = "num_truncated" if column.name == "truncated" else column.name
@@ -296,14 +298,20 @@ def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatc
 
 
 def num_targets(sample: EncodedSample) -> int:
-    """Count the tokens with loss: labels from the second position on, since nothing predicts the first."""
+    """Count the tokens with loss: labels from the second token on, because no token predicts the first."""
     return int(np.count_nonzero(sample.labels[1:] >= 0))
 
 
 def index_part(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
 ) -> IndexPart:
-    """Return the index columns of consecutive samples of a shard, (S,) each; new channels get the next code."""
+    """Return the index columns of S consecutive samples of a shard, (S,) each.
+
+    Args:
+        shard: number of the shard.
+        first_row: row of the first sample in the shard.
+        channel_codes: number of each channel by name; channels that it lacks are added with the next number.
+    """
     codes = [
         -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
         for sample in samples
@@ -329,19 +337,21 @@ def index_batch(columns: IndexPart) -> pa.RecordBatch:
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in INDEX], schema=INDEX)
 
 
-# A batch of long videos must not fill the memory.
+# Size of media after which a group of rows ends, so that long videos do not fill the memory.
 _GROUP_BYTES = 64 << 20
 
 
-def embedded(
+def embed_media(
     rows: Sequence[list[EncodedSample]], policies: Mapping[str, MediaPolicy], drop: Callable[[Dropped], None]
 ) -> Iterator[list[list[EncodedSample]]]:
-    """Yield rows with the bytes of their samples' media, in groups of bounded size; paths stay, for messages.
+    """Read the media files of samples and yield the samples with their bytes, in groups of rows.
+
+    A group ends when its media exceed 64 MiB. The paths of media are kept for messages, without secrets.
 
     Args:
         rows: the samples of each row.
         policies: media access policy of each source, by the source's label.
-        drop: called with each row that has a medium which became unreadable after it was measured.
+        drop: called for each row with a medium that cannot be read any more; the row is left out.
     """
     group: list[list[EncodedSample]] = []
     size = 0
@@ -361,21 +371,23 @@ def embedded(
 
 
 def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
+    """Return a sample with the bytes of its media files; raise a MediaProblem if one cannot be read."""
+
     def read(path: str | None, data: bytes | None) -> bytes:
         if data is not None:
             return data
         with open_medium(MediaRef(path, policy=policy), storage.ROWS_BLOCK) as file:
             return file.read()
 
-    def files(medium: Any) -> dict[str, Any]:
+    def file_fields(medium: Any) -> dict[str, Any]:
         path = None if medium.path is None else storage.masked(medium.path)
         if not isinstance(medium, EncodedVideo) or not medium.frames:
             return {"path": path, "data": read(medium.path, medium.data)}
         frames = [(None if name is None else storage.masked(name), read(name, data)) for name, data in medium.frames]
         return {"path": path, "data": None, "frames": tuple(frames)}
 
-    kinds: dict[str, tuple[Any, ...]] = {"images": sample.images, "audios": sample.audios, "videos": sample.videos}
-    embedded_media: dict[str, Any] = {
-        kind: tuple(replace(medium, **files(medium)) for medium in media) for kind, media in kinds.items()
+    media_fields: dict[str, tuple[Any, ...]] = {name: getattr(sample, name) for name in ("images", "audios", "videos")}
+    embedded: dict[str, Any] = {
+        name: tuple(replace(medium, **file_fields(medium)) for medium in media) for name, media in media_fields.items()
     }
-    return replace(sample, **embedded_media)
+    return replace(sample, **embedded)

@@ -5,8 +5,8 @@ of the machine that runs it. At its end it writes a marker with its counts, its 
 task with a marker need not run again. Only shards are written durably: if a power failure leaves no marker, or files
 that differ from it, the task runs again.
 
-Tasks run in this process, in worker processes of this machine, or on actors of a Ray cluster, and write the same bytes.
-Each worker process and each actor has one encoder.
+Tasks run in this process, in worker processes of this machine, or on actors of a Ray cluster, and always write the same
+bytes. Each worker process and each actor has one encoder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from packtool import storage
 from packtool.cache.index import joined_batches, prefix_batch
 from packtool.cache.lock import lost_error
 from packtool.cache.manifest import InputCounts, SampleCounts
-from packtool.cache.shard import INDEX, PREFIXES, IndexPart, ShardWriter, arrow_bytes, embedded, index_batch, index_part
+from packtool.cache.shard import (
+    INDEX,
+    PREFIXES,
+    IndexPart,
+    ShardWriter,
+    arrow_bytes,
+    embed_media,
+    index_batch,
+    index_part,
+)
 from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.config.settings import load_json
 from packtool.constants import MIN_SHARED, TRAIN_SPLIT, VAL_SPLIT
@@ -49,13 +58,14 @@ BATCH_ROWS = 128
 
 @dataclass(frozen=True)
 class Task:
-    """A stretch of rows that one worker encodes.
+    """Consecutive rows that are encoded together, into one shard of each split.
 
     Args:
         number: 0-based among all tasks.
-        stretches: blocks of one source or, if these are small, of several.
-        val_rows: ascending positions in this task of the rows of the val split; all rows if there is no train shard.
-        shards: number and file name of the task's shard in each split that it writes to.
+        stretches: source and blocks of rows; several if the sources are small.
+        val_rows: ascending positions of the val split's rows among the task's rows. Without a train shard, all rows
+            belong to the val split.
+        shards: number and file name of the task's shard, for each split that it writes to.
     """
 
     number: int
@@ -74,11 +84,12 @@ class Work:
     """Settings that all tasks of an export share.
 
     Args:
-        directory: of the cache; None to count and write nothing.
-        strict: the first unusable row is an error.
-        has_parts: whether rows may become several samples.
-        export: identifier of the export by settings and rows (``output_dir.export_id``).
-        is_locked: whether the lock still holds, checked before shards are published; None if nobody else writes there.
+        spec: of encoding.
+        directory: of the cache; None to count samples and write nothing.
+        strict: raise an error at the first unusable row.
+        has_parts: rows may become several samples.
+        export: identifier of the export (``output_dir.export_id``).
+        is_locked: returns whether the lock is still held; called before shards are published. None without a lock.
     """
 
     spec: EncodeSpec
@@ -94,10 +105,11 @@ class SplitResult:
     """The counts and files of a task in one split.
 
     Args:
+        shard, file: number and file name of the shard.
         bytes, sha256, modified: of the shard; ``modified`` as the store returned it after writing.
-        index_sha256: of its part of the index.
-        prefixes_sha256: of its part of the prefixes; empty if an older packtool wrote it.
-        lengths: number of samples by tokens.
+        index_sha256: of the task's part of the index.
+        prefixes_sha256: of the task's part of the prefixes; empty if an older packtool wrote it.
+        lengths: number of samples by length in tokens.
     """
 
     shard: int = 0
@@ -113,12 +125,13 @@ class SplitResult:
 
 @dataclass
 class TaskResult:
-    """Counts of a finished task: its rows are samples of its splits (except added pieces) or dropped.
+    """The counts and files of a task, which its marker file stores.
 
     Args:
         export: identifier of the export.
-        dropped_sha256: of its part of ``dropped.jsonl``.
-        first_dropped: description of the first dropped row, by reason.
+        dropped_sha256: of the task's part of ``dropped.jsonl``; empty if it dropped nothing.
+        first_dropped: description of the first dropped row for each reason.
+        channels: names; the task's part of the index stores their positions here.
     """
 
     number: int
@@ -145,20 +158,27 @@ class TaskResult:
 
 
 def task_file(directory: str, number: int, suffix: str) -> str:
-    """Return the path of a file that a task writes for the end of the export.
+    """Return the path of a task's file in ``.tasks``.
 
     Args:
-        suffix: ``json`` of the marker, ``SPLIT.arrow`` of the index, ``SPLIT.prefixes.arrow``, or ``dropped.jsonl``.
+        number: of the task.
+        suffix: ``json`` for the marker, ``SPLIT.arrow`` for the part of the index, ``SPLIT.prefixes.arrow`` or
+            ``dropped.jsonl``.
     """
     return storage.join(directory, TASKS_DIR, f"{number:05d}.{suffix}")
 
 
 Report = Callable[[int, int, int], None]
-"""Takes rows, drops and tokens since the last call."""
+"""Called with the numbers of rows, drops and tokens since its last call."""
 
 
 def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *_: None) -> TaskResult:
-    """Encode a task's rows and write its shards, its parts of index and drops, and at the end its marker."""
+    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker.
+
+    Raises:
+        RowError: in strict mode, for the first unusable row.
+        MismatchError: if the lock of the directory was lost.
+    """
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, work, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
@@ -166,22 +186,23 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *
     rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
     try:
         while group := tuple(islice(rows, BATCH_ROWS)):
-            kept: dict[str, list[list[EncodedSample]]] = {name: [] for name in task.shards}
-            before = outputs.num_dropped
-            for item in encode_samples(group, encoder):
+            samples_of_rows: dict[str, list[list[EncodedSample]]] = {name: [] for name in task.shards}
+            num_dropped_before = outputs.num_dropped
+            for item in encode_samples(group, encoder):  # the samples of a row, or a dropped row
                 split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
                 position += 1
                 if isinstance(item, Dropped):
                     outputs.drop(item)
                     continue
-                kept[split].append(item)
+                samples_of_rows[split].append(item)
                 for part in left_out_of(item):
                     outputs.drop(part)
             num_marked = sum(isinstance(item, Sample) and item.num_marks_added > 0 for item in group)
             outputs.result.counts += InputCounts(rows=len(group), dropped={}, marks_added=num_marked)
-            outputs.write(kept)
-            tokens = sum(sample.length for of_split in kept.values() for row in of_split for sample in row)
-            report(len(group), outputs.num_dropped - before, tokens)
+            outputs.write(samples_of_rows)
+            samples = (sample for of_split in samples_of_rows.values() for row in of_split for sample in row)
+            num_tokens = sum(sample.length for sample in samples)
+            report(len(group), outputs.num_dropped - num_dropped_before, num_tokens)
         return outputs.commit()
     except BaseException:
         outputs.discard()
@@ -189,15 +210,15 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *
 
 
 class _Outputs:
-    """The files of one task."""
+    """The files of one task and their counts, which ``commit`` publishes."""
 
     def __init__(self, task: Task, work: Work, media_tokens: MediaTokens, embed: bool) -> None:
         self.result = TaskResult(task.number, work.export)
         self._embed, self._strict, self._media_tokens = embed, work.strict, media_tokens
         self._task, self._directory, self._is_locked = task, work.directory, work.is_locked
         self._drops: list[str] = []
-        self._codes: dict[str, int] = {}
-        self._policy = {source.label: source.media_policy for source, _ in task.stretches} if embed else {}
+        self._channel_codes: dict[str, int] = {}
+        self._policies = {source.label: source.media_policy for source, _ in task.stretches} if embed else {}
         self._index: dict[str, list[IndexPart]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
@@ -220,33 +241,35 @@ class _Outputs:
         self.result.counts += InputCounts.of_dropped(item)
         self._drops.append(item.to_json())
 
-    def write(self, kept: Mapping[str, list[list[EncodedSample]]]) -> None:
-        for split, of_split in kept.items():
+    def write(self, samples_of_rows: Mapping[str, list[list[EncodedSample]]]) -> None:
+        """Append the samples of rows, given by split, to the shards and to the parts of index and prefixes."""
+        for split, of_split in samples_of_rows.items():
             result = self.result.splits[split]
             embeds = self._embed and self._directory is not None
-            for rows in embedded(of_split, self._policy, self.drop) if embeds else (of_split,):
-                part = [sample for row in rows for sample in row]
-                index = index_part(part, result.shard, result.counts.rows, self._codes)
-                removed = [sample.num_truncated for sample in part]
+            for rows in embed_media(of_split, self._policies, self.drop) if embeds else (of_split,):
+                samples = [sample for row in rows for sample in row]
+                index = index_part(samples, result.shard, result.counts.rows, self._channel_codes)
+                num_removed = [sample.num_truncated for sample in samples]  # tokens
                 result.counts += SampleCounts(
-                    rows=len(part),
+                    rows=len(samples),
                     tokens=int(index["length"].sum()),
                     target_tokens=int(index["target_tokens"].sum()),
                     media_tokens=int(index["media_tokens"].sum()),
-                    truncated=sum(num > 0 for num in removed),
-                    truncated_tokens=sum(removed),
-                    pieces_added=len(part) - len(rows),
+                    truncated=sum(num > 0 for num in num_removed),
+                    truncated_tokens=sum(num_removed),
+                    pieces_added=len(samples) - len(rows),
                 )
                 for length in index["length"].tolist():
                     result.lengths[length] = result.lengths.get(length, 0) + 1
                 if self._directory is not None:
                     self._index[split].append(index)
-                    hashes = prefix_hashes(part, self._media_tokens, longer_than=MIN_SHARED)
+                    hashes = prefix_hashes(samples, self._media_tokens, longer_than=MIN_SHARED)
                     self._prefixes[split].append(prefix_batch(*hashes))
-                    self._writers[split].write(part)
+                    self._writers[split].write(samples)
 
     def commit(self) -> TaskResult:
-        self.result.channels = list(self._codes)
+        """Publish the files, the marker last; raise a MismatchError if the directory's lock was lost."""
+        self.result.channels = list(self._channel_codes)
         if self._directory is None:
             return self.result
         if self._is_locked is not None and not self._is_locked():
@@ -272,6 +295,7 @@ class _Outputs:
         return self.result
 
     def discard(self) -> None:
+        """Remove the unfinished shards."""
         for writer in self._writers.values():
             writer.discard()
 
@@ -280,21 +304,24 @@ Stretches = tuple[tuple[Source, RowBlocks], ...]
 
 MIN_SHARD_ROWS = 256
 """Minimum rows of a shard, unless ``--rows-per-shard`` is given or there are fewer."""
-_MAX_SHARD_ROWS, _SHARDS = 16384, 64
+_MAX_SHARD_ROWS, _NUM_SHARDS = 16384, 64  # shards have a 64th of all rows, within these limits
 
 
 def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
-    """Divide all sources into tasks."""
+    """Divide the rows of all sources into tasks, the same for any number of processes.
+
+    ``--split-dataset-ratio`` of the rows of ``--dataset``, drawn at random from all, belong to the val split.
+    """
     total = sum(source.num_rows for source in scanned)
-    shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
+    shard_rows = config.rows_per_shard or min(max(-(-total // _NUM_SHARDS), MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
     num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
     ratio = config.split_dataset_ratio
     num_val = max(round(num_train * ratio), 1) if ratio and num_train > 1 else 0
     val_rows = np.sort(np.random.default_rng(config.seed).choice(num_train, num_val, replace=False, shuffle=False))
-    first = 0  # among the rows of --dataset
-    parts: list[tuple[Stretches, tuple[int, ...], list[str]]] = []
+    first = 0  # position of the task's first row among the rows of --dataset
+    parts: list[tuple[Stretches, tuple[int, ...], list[str]]] = []  # stretches, val rows and splits of each task
     for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
-        for stretches in _filled([(each.source, each.blocks) for each in sources], shard_rows):
+        for stretches in _divide([(each.source, each.blocks) for each in sources], shard_rows):
             if split == VAL_SPLIT:
                 parts.append((stretches, (), [VAL_SPLIT]))
                 continue
@@ -316,8 +343,11 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     return tasks
 
 
-def _filled(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
-    """Yield neighbouring blocks of about ``shard_rows`` rows, which continue in the next source if one is too small."""
+def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
+    """Divide the blocks of all sources, in order, into stretches of at least ``shard_rows`` rows; the last has fewer.
+
+    A block is never divided. A stretch continues in the next source if the present one is too small.
+    """
     stretches: list[tuple[Source, RowBlocks]] = []
     rows = 0
     for source, blocks in sources:
@@ -343,14 +373,14 @@ _MAX_ATTEMPTS = 3
 
 
 class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
-    """Runs an export's tasks on worker processes of this machine; a context manager that kills them at its end.
+    """Worker processes of this machine that run an export's tasks; a context manager that kills them at its end.
 
     Workers may start before there are tasks, because loading a tokenizer takes a second.
 
     Args:
-        spec: of all tasks.
-        num_proc: number of processes; one works in this process.
-        start_at_rows: expected rows at which workers start.
+        spec: of encoding, the same for all tasks.
+        num_proc: number of processes; with 1, tasks run in this process.
+        start_at_rows: number of announced rows at which the workers start.
     """
 
     def __init__(self, spec: EncodeSpec, num_proc: int, start_at_rows: int) -> None:
@@ -359,10 +389,10 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
         self._next_check = 0.0
 
     def expect(self, num_rows: int) -> None:
-        """Announce rows, so that workers may start before there are tasks."""
+        """Announce rows: the workers start once enough rows are announced. Raises what prevents them from encoding."""
         self._missing_rows -= num_rows
         if self.has_started:
-            # Called for each of many thousand files.
+            # At intervals, because this is called for each of many thousand files.
             if (now := time.monotonic()) >= self._next_check:
                 self._next_check = now + _CHECK_EVERY_S
                 self.check_ready()
@@ -370,11 +400,15 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
             self.start(self.num_proc)
 
     def check_ready(self, wait_s: float | None = 0.0) -> None:
-        """Raise what prevents the first worker from encoding, after waiting ``wait_s`` seconds, or until it can."""
+        """Raise the error of a worker that cannot encode, such as a ConfigError for an unsupported model.
+
+        Args:
+            wait_s: seconds to wait for the first worker; None waits until it can encode.
+        """
         try:
             super().check_ready(wait_s)
         except WorkerDied:
-            raise _death("0") from None
+            raise _worker_died_error("0") from None
 
     def run(
         self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
@@ -382,11 +416,11 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
         """Run tasks and yield their results as they finish, in any order.
 
         Args:
-            encoder: makes one for this process, if the tasks run here.
-            report: called with rows, drops and tokens while tasks run.
+            encoder: returns the encoder of this process, for tasks that run here.
+            report: called while tasks run.
 
         Raises:
-            PacktoolError: if a worker died; the errors of tasks pass through, and the other tasks are stopped.
+            PacktoolError: if a worker died. An error of a task passes through and stops the other tasks.
         """
         if self.num_proc == 1 or len(tasks) <= 1:
             for task in tasks:
@@ -398,13 +432,14 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
                 num_done += 1
                 yield result
         except WorkerDied:
-            raise _death(f"{num_done} of {len(tasks)}") from None
+            raise _worker_died_error(f"{num_done} of {len(tasks)}") from None
 
 
-def _death(num_done: str) -> PacktoolError:
+def _worker_died_error(num_done: str) -> PacktoolError:
     return PacktoolError(
         f"a worker process died after {num_done} shards (killed, or out of memory?)",
-        "Run the same command again to go on after the finished shards; fewer --dataset-num-proc need less memory.",
+        "Run the same command again to resume after the finished shards. A smaller --dataset-num-proc needs less "
+        "memory.",
     )
 
 
@@ -419,6 +454,7 @@ def _run_tasks(report: Callable[..., None], spec: EncodeSpec) -> Callable[[tuple
         counts, reported_at = [0, 0, 0], time.monotonic()
 
         def add(rows: int, dropped: int, tokens: int) -> None:
+            """Add to the counts that are not yet reported; report them four times a second."""
             nonlocal counts, reported_at
             counts = [count + more for count, more in zip(counts, (rows, dropped, tokens), strict=True)]
             if time.monotonic() - reported_at >= _REPORT_EVERY_S:
@@ -434,30 +470,30 @@ def _run_tasks(report: Callable[..., None], spec: EncodeSpec) -> Callable[[tuple
 
 
 def _block_pandas() -> None:
-    """Keep pyarrow from importing pandas in this process, as if it were not installed.
+    """Keep pyarrow from importing pandas when it makes its first array, as if pandas were not installed.
 
-    pyarrow imports it with the first array, only to check the type of the values. That takes a quarter of the start-up
-    time of a worker.
+    It would only check the type of the values. The import takes a quarter of the start-up time of a worker.
     """
 
     def find_spec(name: str, *_: object) -> None:
         if name == "pandas":
-            raise ImportError(f"{name} is not looked for")
+            raise ImportError("pandas is blocked")
 
     finder = SimpleNamespace(find_spec=find_spec)
     sys.meta_path.insert(0, finder)
-    pa.array([])  # tries the import once
+    pa.array([])  # pyarrow tries the import once
     sys.meta_path.remove(finder)
 
 
 class RayExecutor(Executor):
-    """Runs tasks on actors of a Ray cluster, one core each; no worker process starts here.
+    """Actors of a Ray cluster that run an export's tasks, with one core each; no worker process starts here.
 
-    Tasks are idempotent, so that a task whose actor or machine died runs again on another.
+    A task whose actor or machine died runs again on another one, at most three times.
 
     Args:
-        spec, num_actors: as of ``Executor``.
-        address: of a running cluster; None for ``RAY_ADDRESS``, or a Ray started on this machine for this run.
+        spec: of encoding.
+        num_actors: number of actors.
+        address: of a running cluster; None for ``RAY_ADDRESS``, or else a cluster on this machine for this run.
     """
 
     def __init__(self, spec: EncodeSpec, num_actors: int, address: str | None) -> None:
@@ -467,10 +503,10 @@ class RayExecutor(Executor):
     def run(
         self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
     ) -> Iterator[TaskResult]:
-        """Run tasks, and report each at its end.
+        """Run tasks and yield their results as they finish; ``report`` is called at the end of each.
 
         Raises:
-            ConfigError: if Ray is not installed or the cluster is not there.
+            ConfigError: if Ray is not installed or the cluster cannot be reached.
         """
         try:
             import ray
@@ -487,6 +523,7 @@ class RayExecutor(Executor):
 
 
 def _connect(ray: Any, address: str | None, num_actors: int) -> None:
+    """Connect to a cluster, or start one on this machine; raise a ConfigError if that fails."""
     settings: dict[str, Any] = {"address": address} if address else {"num_cpus": num_actors, "include_dashboard": False}
     try:
         ray.init(log_to_driver=False, logging_level="error", **settings)
@@ -495,6 +532,7 @@ def _connect(ray: Any, address: str | None, num_actors: int) -> None:
 
 
 def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: Report) -> Iterator[TaskResult]:
+    """Run tasks on actors of a connected cluster; replace actors that died and run their tasks again."""
     actor_class = ray.remote(num_cpus=1, max_restarts=0)(_Actor)
     waiting, attempts = list(reversed(tasks)), dict.fromkeys((task.number for task in tasks), 0)
     running: dict[Any, tuple[Any, Task]] = {}
@@ -516,7 +554,7 @@ def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: R
             if attempts[task.number] == _MAX_ATTEMPTS:
                 raise PacktoolError(
                     f"the Ray actor of shard {task.number} died {_MAX_ATTEMPTS} times: {error}",
-                    "Run the same command again to go on after the finished shards, on machines with more memory.",
+                    "Run the same command again on machines with more memory to resume after the finished shards.",
                 ) from error
             waiting.append(task)
             assign(actor_class.remote(work))
@@ -533,7 +571,7 @@ def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: R
 
 
 class _Actor:
-    """A process of the cluster."""
+    """A Ray actor with one encoder, which runs a task at a time."""
 
     def __init__(self, work: Work) -> None:
         tokenize_in_one_thread()

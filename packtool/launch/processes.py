@@ -72,7 +72,7 @@ class Processes:
         if node_rank >= num_nodes:
             problems.append(f"NODE_RANK={node_rank}: with NNODES={num_nodes} it must be below {num_nodes}")
         if num_nodes > 1 and not environ.get("NODE_RANK"):
-            problems.append(f"NODE_RANK is missing: with NNODES={num_nodes} every machine must know its number")
+            problems.append(f"NODE_RANK is missing: with NNODES={num_nodes} give each machine its number, from 0 on")
         if num_nodes > 1 and address is None:
             problems.append(f"MASTER_ADDR is missing: with NNODES={num_nodes} it names the machine with NODE_RANK=0")
         if problems:

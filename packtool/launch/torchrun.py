@@ -98,7 +98,7 @@ class SignalForwarder:
             self.received, self._at = number, now
         if not (_signal_ranks(number) or again):
             raise SignalException(
-                f"process {self._process} was told to end before there were ranks", signal.Signals(number)
+                f"process {self._process} received a signal before any rank was started", signal.Signals(number)
             )
 
 
@@ -232,7 +232,7 @@ class Nodes:
         if met.get(str(self.rank)) == self._record["id"]:
             self._met.set()
         elif self._met.is_set():
-            self._store, self._trouble = None, "another run is there now"
+            self._store, self._trouble = None, "another run uses this address now"
 
     def _connect(self) -> TCPStore:
         """Connect to the store of node 0; first by a plain socket, because torch prints a stack on errors."""
@@ -244,7 +244,7 @@ class Nodes:
                     if error.errno == errno.EADDRINUSE:
                         self._fatal = ConfigError(
                             f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
-                            "Another job may have the port: give a free MASTER_PORT, the same on every machine.",
+                            "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
                         )
                     raise
             sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
@@ -307,7 +307,7 @@ class Nodes:
                 lost[rank] = f"{who} failed with exit code {record['end']['code']}"
                 lost[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
             elif not record["end"] and record["silent"] >= _SILENT_SECONDS:
-                lost[rank] = f"{who} has not answered for {record['silent']:.0f} s: killed, or cut off"
+                lost[rank] = f"{who} has not answered for {record['silent']:.0f} s: killed, or disconnected"
         return lost
 
     def _line(self) -> str:
@@ -323,7 +323,7 @@ class Nodes:
         if met is not None:
             record = self._state["nodes"][str(self.rank)]
             return (
-                f"waiting for the next run: the one at {self.place} has begun with another NODE_RANK={self.rank} "
+                f"waiting for the next run: the one at {self.place} has started with another NODE_RANK={self.rank} "
                 f"({record['host']})"
             )
         if different := self._different():
@@ -396,7 +396,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
             raise nodes.failure(str(error).splitlines()[0]) from error
         raise ConfigError(
             f"the processes cannot meet: {str(error).splitlines()[0]}",
-            "Another job may have the port: give a free MASTER_PORT, or leave it out.",
+            "Another job may have the port: set MASTER_PORT to a free port, or leave it out.",
         ) from error
     except SignalException as error:
         code, reason = _SIGNAL_BASE + int(error.sigval), signal.Signals(error.sigval).name
@@ -426,7 +426,7 @@ def _run(arguments: Sequence[str], passed: SignalForwarder) -> tuple[int, str]:
         reason += " (out of memory?)" if name == "SIGKILL" else ""
         show(
             f"packtool: {reason}; all others were stopped.\n"
-            "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one.",
+            "--resume-from-checkpoint true resumes from the newest checkpoint, if there is one.",
             error=True,
         )
         return _SIGNAL_BASE - code, reason

@@ -47,7 +47,7 @@ class World:
         rank, size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
         if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
             raise ConfigError(
-                f"RANK={rank} and WORLD_SIZE={size} in the environment do not name one of several processes",
+                f"RANK={rank} and WORLD_SIZE={size} in the environment do not name a process of a run",
                 "torchrun sets them; unset both, and give NPROC_PER_NODE to train in several processes.",
             )
         return cls(int(rank), int(size))
@@ -61,8 +61,8 @@ class World:
         """Raise a ConfigError if the weights cannot be sharded over this number of processes."""
         if config.fsdp and self.size == 1:
             raise ConfigError(
-                f"--fsdp {' '.join(config.fsdp)} spreads weights over processes, and there is one",
-                "NPROC_PER_NODE=8 in front starts eight; leave --fsdp out to train in one.",
+                f"--fsdp {' '.join(config.fsdp)} shards weights over processes, but there is only one",
+                "Put NPROC_PER_NODE=8 before the command to start eight, or leave out --fsdp.",
             )
         self._check_groups("--expert-parallel-size", config.expert_parallel_size)
 
@@ -72,7 +72,7 @@ class World:
             raise ConfigError(
                 f"{option} {group_size}: {self.size} process{'es' if self.size > 1 else ''} cannot be divided into "
                 f"groups of {group_size}",
-                f"NPROC_PER_NODE={group_size} in front, or a multiple of it, starts enough.",
+                f"Put NPROC_PER_NODE={group_size}, or a multiple of it, before the command.",
             )
 
     @property
@@ -112,7 +112,7 @@ def gpu_names(pattern: str = "/proc/driver/nvidia/gpus/*/information") -> tuple[
 
 T = TypeVar("T")
 
-LOST_PEER = "another process has ended, and this one with it; what that one says is what went wrong"
+LOST_PEER = "another process of this run has ended, and so did this one; see the other one's message for the cause"
 # Messages of gloo, NCCL and torch's store about a process that has ended.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 

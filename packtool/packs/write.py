@@ -26,7 +26,7 @@ from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
-from packtool.cache.shard import SAMPLES, HashingSink, embedded, media_row
+from packtool.cache.shard import SAMPLES, HashingSink, embed_media, media_row
 from packtool.config.plan import PackConfig, PacksFormat
 from packtool.constants import IGNORE_INDEX, PACKS_MANIFEST_NAME, VERSION
 from packtool.encode.encoded import EncodedSample, IntArray
@@ -492,7 +492,7 @@ def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[E
     """
     policy = policy_for_cache(config)
     rows = [[sample] for sample in samples]
-    for group in embedded(rows, {sample.source: policy for sample in samples}, _refuse):
+    for group in embed_media(rows, {sample.source: policy for sample in samples}, _refuse):
         for sample in (sample for row in group for sample in row):
             media: list[Any] = [*sample.images, *sample.audios, *sample.videos]
             files = [(medium.path, medium.data) for medium in media]

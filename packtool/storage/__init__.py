@@ -79,7 +79,7 @@ def _store(scheme: str) -> S3Store | HttpStore:
 def _listable(path: str) -> tuple[LocalStore | S3Store, str]:
     store, path = _store_of(path)
     if path.startswith("http"):
-        raise StorageError(f"{masked(path)}: a web server lists no files", "Name the files, or use s3:// or oss://.")
+        raise StorageError(f"{masked(path)}: a web server cannot list files", "Name the files, or use s3:// or oss://.")
     return cast("LocalStore | S3Store", store), path
 
 
@@ -155,7 +155,7 @@ def open_read(path: str, first_block: int = ROWS_BLOCK, bounds: Bounds | None = 
     if bounds is not None:
         if (size := file.seek(0, os.SEEK_END)) > bounds.max_bytes:
             file.close()
-            raise TooLarge(f"{masked(path)}: {size:,} bytes, more than {bounds.max_bytes:,}")
+            raise TooLarge(f"{masked(path)}: the file has {size:,} bytes, more than the limit of {bounds.max_bytes:,}")
         file.seek(0)
     return file
 

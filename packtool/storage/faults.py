@@ -112,7 +112,7 @@ def _explained(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
     if code in _DENIED or status in (401, 403):
         if scheme in ("http", "https"):
             return f"the server refuses ({text})", "Check the address; a signed one may have expired.", fault
-        return f"access denied ({code})", f"Let these credentials do it to bucket {bucket}, or check {keys}.", fault
+        return f"access denied ({code})", f"Allow these credentials to access bucket {bucket}, or check {keys}.", fault
     if code in _MISSING:
         return "no such file", "Check the path.", "missing"
     if is_temporary(error):
@@ -125,5 +125,5 @@ def _explained(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
             fault,
         )
     if kind == "TooManyRedirects":
-        return "it redirects in a circle", "Check the address.", fault
+        return "the address redirects in a loop", "Check the address.", fault
     return f"{kind}: {text}", f"Check the path and {endpoint}.", fault

@@ -53,7 +53,7 @@ class _PublicNames:
         hosts = [address["host"] for address in addresses]
         private = [name for name in hosts if not ipaddress.ip_address(name.partition("%")[0]).is_global]
         if private and host != "localhost":
-            raise RedirectRefused(f"{host}: the name leads to {private[0]}, an address of a private network")
+            raise RedirectRefused(f"{host}: the name resolves to {private[0]}, an address in a private network")
         return addresses
 
     async def close(self) -> None:
@@ -69,7 +69,7 @@ def server_of(address: str) -> str:
     try:
         return _server_of_url(_url(address))
     except ValueError as error:
-        raise RemoteError(f"{masked(address)}: no valid address: {error}", "Check the address.") from None
+        raise RemoteError(f"{masked(address)}: invalid address: {error}", "Check the address.") from None
 
 
 def _url(address: str) -> Any:
@@ -187,7 +187,7 @@ async def _chunks(path: str, response: Any, max_bytes: int | None) -> AsyncItera
     async for chunk in response.content.iter_chunked(_CHUNK):
         num_bytes += len(chunk)
         if max_bytes is not None and num_bytes > max_bytes:
-            raise TooLarge(f"{masked(path)}: more than {max_bytes:,} bytes, and the server sends on")
+            raise TooLarge(f"{masked(path)}: the server sends more than the limit of {max_bytes:,} bytes")
         if time.monotonic() - start > options().limit(num_bytes):
             raise TimeoutError
         yield chunk

@@ -109,7 +109,7 @@ def _number(
     except ValueError:
         value = float("nan")
     if not low <= value <= high:
-        problems.append(f"environment variable {name}: {text!r} is no number from {low:g} to {high:g}")
+        problems.append(f"environment variable {name}: {text!r} is not a number from {low:g} to {high:g}")
         return default
     return value
 

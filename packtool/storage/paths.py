@@ -54,19 +54,19 @@ def normalize(path: str) -> str:
         host, slash, tail = rest[1:].partition("/") if rest.startswith("/") else ("", "/", rest)
         if host not in ("", "localhost"):
             raise StorageError(
-                f"{masked(path)}: a file:// path of another machine, {host}", "Mount it, or copy it here."
+                f"{masked(path)}: a file:// path on another machine, {host}", "Mount it, or copy it here."
             )
         return slash + tail.lstrip("/")
     scheme = scheme_of(path)
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
         raise StorageError(
-            f"{masked(path)}: {match[1]}:// is none of the places that can be reached: {known}, this machine's paths",
+            f"{masked(path)}: unknown scheme {match[1]}://; supported are {known} and local paths",
             "Copy the data here first, or mount the bucket.",
         )
     rest = rest.lstrip("/")
     if not rest:
-        raise StorageError(f"{path}: names no {'host' if scheme in ('http', 'https') else 'bucket'}")
+        raise StorageError(f"{path}: the URL names no {'host' if scheme in ('http', 'https') else 'bucket'}")
     return f"{scheme}://{rest}"
 
 

@@ -256,7 +256,7 @@ class RemoteReader(io.RawIOBase):
         block = answer(self._path, "reading", work)
         if (block.size, block.tag) != (self._size, self.tag) or (not block.data and begin < self._size):
             raise StorageError(
-                f"{self._path} was replaced while it was being read", "Run again when nobody writes to it any more."
+                f"{self._path} was replaced while it was being read", "Run again when no process writes to it."
             )
         return block.data
 

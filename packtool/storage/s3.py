@@ -212,8 +212,8 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
     if scheme == "oss":
         if not settings.oss_endpoint:
             raise RemoteError(
-                "oss:// needs to know where it is: OSS_ENDPOINT is not set",
-                "For example OSS_ENDPOINT=https://oss-cn-hangzhou.aliyuncs.com, with OSS_ACCESS_KEY_ID and "
+                "oss://: OSS_ENDPOINT is not set",
+                "Set it, for example OSS_ENDPOINT=https://oss-cn-hangzhou.aliyuncs.com, with OSS_ACCESS_KEY_ID and "
                 "OSS_ACCESS_KEY_SECRET.",
                 "unreachable",
             )
@@ -391,7 +391,7 @@ class S3Store:
     def remove(self, path: str) -> None:
         bucket, key = split(path)
         if not key.strip("/"):
-            raise StorageError(f"{path}: a whole bucket is not removed", "Name a directory in it.")
+            raise StorageError(f"{path}: packtool does not remove a whole bucket", "Name a directory in it.")
         answer(path, "removing", self._remove(bucket, key.rstrip("/")))
 
     async def _remove(self, bucket: str, key: str) -> None:

@@ -78,7 +78,7 @@ def test_a_store_that_is_down_stops_the_export(
         raise StoreDownError("http://h: 100 media in a row could not be had", "Look at it.")
 
     monkeypatch.setattr(shard, "open_medium", down)
-    with pytest.raises(StoreDownError, match=r"in a row could not be had\nLook at it. What was finished is kept: run"):
+    with pytest.raises(StoreDownError, match=r"in a row could not be had\nLook at it. Finished shards are kept: run"):
         run_export(media="embed")
     with pytest.raises(MismatchError, match="no finished cache"):
         CacheReader.open([str(tmp_path / "cache")])

@@ -133,7 +133,7 @@ def test_strict_names_file_and_row_and_leaves_no_cache(run_export: Export, tmp_p
 def test_nothing_left_names_the_remedy_and_stands_in_nobodys_way(
     run_export: Export, rows: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=r"none of 600 rows is left: .* over_max_length(.|\n)*--max-length"):
+    with pytest.raises(DataError, match=r"none of 600 rows was kept: .* over_max_length(.|\n)*--max-length"):
         run_export(max_length=3)
     elsewhere = tmp_path / "elsewhere.jsonl"
     turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "!"}]
@@ -141,7 +141,7 @@ def test_nothing_left_names_the_remedy_and_stands_in_nobodys_way(
     (tmp_path / "pictures").mkdir()
     for i in range(3):
         (tmp_path / f"{i}.png").rename(tmp_path / "pictures" / f"{i}.png")
-    with pytest.raises(DataError, match=r"none of 3 rows is left: 3 media_missing(.|\n)*--media-root"):
+    with pytest.raises(DataError, match=r"none of 3 rows was kept: 3 media_missing(.|\n)*--media-root"):
         run_export(dataset=(str(elsewhere),))
     assert "media_missing" in (tmp_path / "cache" / "dropped.jsonl").read_text()
     assert run_export(dataset=(str(elsewhere),), media_root=str(tmp_path / "pictures")).num_samples == 3
@@ -249,7 +249,7 @@ def test_many_files_are_counted_and_not_listed(model: Path, rows: Path, tmp_path
     export_module.export(ExportConfig(max_length=200, dry_run=True, **given), told)
     assert len(told.notes) <= 3
     assert any(note.startswith("30 files: 18,000 rows") for note in told.notes)
-    assert told.started[0] == ("look through files", 30)
+    assert told.started[0] == ("scan files", 30)
 
 
 def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_rows_that_reach_too_far_are_told_before_and_after(run_export: Export, t
     lines = [json.dumps({"messages": turns, "images": [str(tmp_path / "a.png")]})] * 100
     (tmp_path / "rows" / "far.jsonl").write_text("\n".join(lines))
     dataset, told = (str(tmp_path / "rows" / "far.jsonl"),), Told()
-    with pytest.raises(DataError, match="none of 100 rows is left: 100 media_not_allowed") as caught:
+    with pytest.raises(DataError, match="none of 100 rows was kept: 100 media_not_allowed") as caught:
         run_export(dataset=dataset, progress=told)
     assert "--media-root DIR" in str(caught.value.remedy)
     assert ["the first 64 rows with media will be dropped" in line for line in told.notes] == [False, True]

@@ -44,7 +44,7 @@ def test_nothing_left_shows_a_row_and_the_remedy(
     file.write_text((row if isinstance(row, str) else json.dumps(row)) + "\n")
     with pytest.raises(DataError) as caught:
         run_export(dataset=(str(file),), dry_run=dry_run, **settings)
-    assert caught.value.message.startswith(f"none of 1 rows is left: 1 {reason}\nThe first: {file}, row 0: ")
+    assert caught.value.message.startswith(f"none of 1 rows was kept: 1 {reason}\nThe first: {file}, row 0: ")
     assert detail in caught.value.message
     assert remedy in str(caught.value.remedy)
 

@@ -33,5 +33,5 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "b.plan"
     path.write_bytes(content)
-    with pytest.raises(MismatchError, match=r"b\.plan is no plan file"):
+    with pytest.raises(MismatchError, match=r"b\.plan is not a plan file"):
         read_plan(str(path))

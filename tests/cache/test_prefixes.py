@@ -283,8 +283,8 @@ def test_a_file_whose_media_have_changed_is_not_made_as_another(ask: Export, tmp
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ([[5, 9]], "1 lines, not 24"),
-        ([[5, 9]] * 23 + [[9, 5]], "do not rise"),
+        ([[5, 9]], "1 rows, not 24"),
+        ([[5, 9]] * 23 + [[9, 5]], "not in ascending order"),
         ([[5, 9]] * 23 + [[5, 10_000]], "longer than its sample"),
         ([[0, 9]] * 24, "longer than its sample"),
     ],
@@ -312,7 +312,7 @@ def test_hashes_that_nobody_makes_any_more_are_told_of(
     ask()
     (tmp_path / "cache" / PLACE).unlink()
     monkeypatch.setattr(export_module, "MIN_SHARED", 1000)
-    with pytest.raises(MismatchError, match=r"prefixes\.arrow cannot be made as it was: packtool .* wrote it") as error:
+    with pytest.raises(MismatchError, match=r"prefixes\.arrow cannot be recreated: packtool .* wrote it") as error:
         ask(repair=True)
     assert "--share-prefix false" in str(error.value.remedy)
     reader = CacheReader.open([str(tmp_path / "cache")])

@@ -53,7 +53,7 @@ def test_how_rows_are_read_is_part_of_a_cache(
     run_export: Export, mixed: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     run_export(**mixed)
-    with pytest.raises(MismatchError, match="holds a finished cache of other settings:\n  - dataset: "):
+    with pytest.raises(MismatchError, match="holds a finished cache with other settings:\n  - dataset: "):
         run_export(**{**mixed, **changed})
 
 

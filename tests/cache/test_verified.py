@@ -147,7 +147,7 @@ def test_a_shard_that_is_cut_off_while_it_is_mapped_is_an_error_and_no_crash(sha
     mapped = ShardFile(str(shard), local.digests_of(str(shard))[1])
     mapped.sample(0)
     os.truncate(shard, shard.stat().st_size // 2)
-    with pytest.raises(MismatchError, match="is damaged: it was cut from"):
+    with pytest.raises(MismatchError, match="is damaged: it was truncated from"):
         mapped.sample(0)
 
 

@@ -160,7 +160,7 @@ def test_peer_killed_between_meeting_and_torchruns_rendezvous(
             wait_for(lambda: "has not answered" in told(0), lambda: not first.is_alive())
             os.kill(first.pid or 0, number)
         assert ended(first) == (128 + number if number else ConfigError.exit_code)
-    assert re.search(r"node 1 \(\S+, rank 1 of 2\) has not answered for \d+ s: killed, or cut off", told(0))
+    assert re.search(r"node 1 \(\S+, rank 1 of 2\) has not answered for \d+ s: killed, or disconnected", told(0))
 
 
 def test_peer_killed_while_ranks_run(node: Node, told: Told) -> None:
@@ -263,7 +263,7 @@ def test_a_node_rank_that_two_machines_have(node: Node, told: Told, tmp_path: Pa
         (tmp_path / "told-1.txt").rename(tmp_path / "told-taken.txt")
         with node(1, limit=2) as third:
             assert ended(third) == ConfigError.exit_code
-    assert "has begun with another NODE_RANK=1" in told(1)
+    assert "has started with another NODE_RANK=1" in told(1)
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux' unshare")

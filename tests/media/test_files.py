@@ -228,7 +228,7 @@ def test_a_name_that_leads_into_a_private_network_is_not_followed(
         monkeypatch.delenv(name.upper(), raising=False)
     path = web.url.replace("127.0.0.1", "data.example") + "/a.png"
     named = frozenset({storage.store_name(path)})
-    with pytest.raises(MediaProblem, match=r"leads to 127\.0\.0\.1, an address of a private network.*any") as caught:
+    with pytest.raises(MediaProblem, match=r"resolves to 127\.0\.0\.1, an address in a private network.*any") as caught:
         measure_image(MediaRef(path, policy=MediaPolicy(stores=named)))
     assert caught.value.reason == "media_not_allowed"
     assert not web.requested

@@ -141,7 +141,7 @@ def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_p
     few = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), shows_all=False)
     assert 1 <= len(given(few.content("data/packs-0.js"))) < 6
     run_export("other")
-    with pytest.raises(MismatchError, match="belongs to the cache"):
+    with pytest.raises(MismatchError, match="was made for the cache"):
         Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), shows_all=False)
 
 

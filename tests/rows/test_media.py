@@ -135,7 +135,7 @@ def test_videos_and_their_frames() -> None:
         ({"images": [{"bytes": "no base64!"}]}, "no base64"),
         ({"images": [{"bytes": 5}]}, "a int as bytes"),
         ({"images": ["data:image/png;base64"]}, "without a comma"),
-        ({"images": ["gopher://host/a.png"]}, "none of the places"),
+        ({"images": ["gopher://host/a.png"]}, "unknown scheme gopher://"),
         ({"videos": [[]]}, "video 0 is"),
         ({"videos": [{"frames": ["a"], "fps": 0}]}, "0 frames a second"),
         ({"videos": [{"video": "a.mp4", "video_start": "x"}]}, "'x' as video_start, not seconds"),

@@ -38,8 +38,8 @@ def test_paths_are_mended(given: str, mended: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("gs://bucket/x", "gs:// is none of the places"),
-        ("hdfs:/x", "hdfs:// is none of the places"),
+        ("gs://bucket/x", "unknown scheme gs://"),
+        ("hdfs:/x", "unknown scheme hdfs://"),
         ("s3://", "names no bucket"),
         ("file://elsewhere/x", "another machine"),
         ("gs://user:pw@bucket/x", r"gs://\*\*\*@bucket/x"),
