@@ -67,17 +67,21 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         return _Export(config, progress, executor).run(collect)
 
 
-def _finished(directory: str, manifest: Manifest) -> ExportSummary:
+def _summary_of_finished(directory: str, manifest: Manifest) -> ExportSummary:
+    """Return the summary of a cache that an earlier run or another part has finished."""
     lengths = np.concatenate([read_index(directory, manifest, split)["length"] for split in manifest.splits])
     values, counts = np.unique(lengths, return_counts=True)
     length = output_dir.percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     return ExportSummary.of_manifest(manifest, length=length, seconds=0.0, output_dir=directory, already_finished=True)
 
 
-def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
-    """Scan all sources, and describe each or, for very many, show the progress."""
+def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
+    """Scan all sources and announce their rows to the executor.
+
+    Up to 20 sources are described in a note each; of more, the progress is shown.
+    """
     is_described = len(specs) <= _MAX_DESCRIBED
-    numbers = count(1)
+    numbers = count(1)  # of sources
 
     def report(scanned: ScannedSource) -> None:
         executor.expect(scanned.num_rows)
@@ -100,7 +104,15 @@ def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, executo
 
 
 class _Export:
-    """An export: scans the sources, runs the tasks and publishes the cache."""
+    """An export: scans the sources, runs the tasks and publishes the cache.
+
+    Attributes:
+        specs: of the sources.
+        directory: normalized output directory; None with ``--dry-run``.
+        identity: settings that determine the cache.
+        encoder: returns the encoder of this process, made by the first call.
+        sources, tasks, has_parts: set by ``_make_tasks``.
+    """
 
     def __init__(self, config: ExportConfig, progress: Progress, executor: Executor) -> None:
         self.config, self.progress, self.executor = config, progress, executor
@@ -109,24 +121,28 @@ class _Export:
         self.specs = sources_of(config)
         self.directory = None if config.dry_run else storage.normalize(config.output_dir)
         if self.directory is None or not storage.exists(storage.join(self.directory, MANIFEST_NAME)):
-            executor.expect(len(self.specs))  # most files hold a row or more
+            executor.expect(len(self.specs))  # most files have at least one row
         self.media = media_encoding(self.files, config)
         self.identity = output_dir.identity_of(config, self.files, self.media.limits)
         self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))
 
     def run(self, collect: Callable[[], None]) -> ExportSummary:
-        """Run the export; ``collect`` ends the delay of garbage collection once all sources are scanned."""
+        """Run the export.
+
+        Args:
+            collect: called when all sources are scanned, to enable garbage collection.
+        """
         config, directory = self.config, self.directory
         if directory is not None:
             if config.overwrite or config.repair:
                 output_dir.check_is_ours(directory, may_be_finished=True)
             elif (manifest := output_dir.find_finished(directory, self.identity, self.specs)) is not None:
-                return _finished(directory, manifest)
+                return _summary_of_finished(directory, manifest)
             else:
                 output_dir.check_is_ours(directory)
-            refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
+            refuse_if_busy(directory, is_part=config.is_part)  # before all sources are read
         if not self.executor.has_started:
-            self.encoder()  # refuses unsupported models before anything is read, as workers do
+            self.encoder()  # raises for unsupported models before sources are read; else workers do
         for warning in remarks_on(config.encode_spec, self.files, self.media):
             self.progress.note(warning)
         self._make_tasks()
@@ -143,13 +159,13 @@ class _Export:
                 not config.overwrite
                 and (manifest := output_dir.find_finished(directory, self.identity, self.specs)) is not None
             ):
-                return _finished(directory, manifest)
+                return _summary_of_finished(directory, manifest)
             return self._write(directory, lock)
 
     def _make_tasks(self) -> None:
-        """Scan the sources and divide their rows into tasks."""
+        """Scan the sources, divide their rows into tasks, and print notes about the rows."""
         config, progress = self.config, self.progress
-        scanned = _scanned(self.specs, config.seed, progress, self.executor)
+        scanned = _scan(self.specs, config.seed, progress, self.executor)
         self.sources = tuple(
             SourceInfo(
                 storage.absolute(each.source.label),
@@ -167,13 +183,13 @@ class _Export:
         self.tasks = make_tasks(scanned, config)
         if not self.tasks:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
-        # Before the work begins, because rows may name media which they may not access.
+        # Warn early about rows that name media which they may not access.
         warnings = (first_row_error(each.source, each.blocks) for each in scanned[:_NUM_CHECKED])
         if (warning := next(filter(None, warnings), None)) is not None:
             progress.note(warning)
         close_readers()  # workers have their own
         columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
-        # Whether rows may become several samples; the cache then stores each sample's part of its row.
+        # True if rows may become several samples; the cache then stores each sample's part of its row.
         self.has_parts = "expand_turns" in self.identity.spec or "responses" in columns
 
     def _count(self) -> ExportSummary:
@@ -189,7 +205,7 @@ class _Export:
         """Write the cache, or this part of it."""
         config = self.config
         if config.overwrite:
-            output_dir.clear(directory)  # only now: a mistake in the settings must not cost the old cache
+            output_dir.clear(directory)  # only now, so that wrong settings do not destroy the old cache
         state = output_dir.export_state(self.identity, self.sources)
         export_id = output_dir.export_id(state)
         splits = {split for task in self.tasks for split in task.shards}
@@ -201,9 +217,11 @@ class _Export:
         if missing := [task.number for task in self.tasks if task.number not in results]:
             if (
                 config.is_part
-                and (manifest := output_dir.published(directory, self.identity, self.sources)) is not None
+                and (manifest := output_dir.read_published(directory, self.identity, self.sources)) is not None
             ):
-                return _finished(directory, manifest)  # by another part, which has cleared the tasks away
+                return _summary_of_finished(
+                    directory, manifest
+                )  # another part has finished the cache and removed .tasks
             return self._part(results, missing)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
@@ -212,12 +230,17 @@ class _Export:
             output_dir.publish_cache(directory, manifest, ordered, lock.check, self.has_parts)
         except (StorageError, MismatchError):
             # Two parts that finish last at the same time publish the same cache; the slower one fails here.
-            if not config.is_part or output_dir.published(directory, self.identity, self.sources) is None:
+            if not config.is_part or output_dir.read_published(directory, self.identity, self.sources) is None:
                 raise
         return self._summary(manifest, ordered, done, storage.join(directory, DROPPED_NAME))
 
     def _part(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
-        """Return the summary of a part of an export whose other parts are not finished; ``--finalize`` raises."""
+        """Return the summary of a part of a job array while other parts are unfinished; raise with ``--finalize``.
+
+        Args:
+            results: of all finished tasks, by task number.
+            missing: numbers of the unfinished tasks.
+        """
         config = self.config
         if config.finalize:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -252,13 +275,19 @@ class _Export:
 
         if damaged:
             self._recreate(directory, lock, manifest, damaged)
-        return _finished(directory, manifest)
+        return _summary_of_finished(directory, manifest)
 
     def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
-        """Recreate damaged files; raise a MismatchError if one differs, as with another version of a library.
+        """Recreate damaged files.
 
-        An export is a function of rows, settings and model: the task that wrote a shard writes the same bytes again,
-        which the manifest's checksum proves. Index and prefixes are rebuilt from the shards.
+        The task that wrote a shard writes the same bytes again, because they depend only on rows, settings and model.
+        Index and prefixes are rebuilt from the shards. All are compared with the checksums in the manifest.
+
+        Args:
+            damaged: paths below the directory, such as ``train/index.arrow``.
+
+        Raises:
+            MismatchError: if a file differs from the original, for example with another version of a library.
         """
         scratch = storage.join(directory, TASKS_DIR, "repair")
         storage.remove(scratch)
@@ -279,7 +308,7 @@ class _Export:
                 for file, sha256 in ((f"{split}/{shard.file}", shard.sha256) for shard in info.shards):
                     if file in damaged:
                         if made.get(file) != sha256:
-                            raise _not_the_same(directory, file)
+                            raise _differs_error(directory, file)
                         copy, path = storage.join(scratch, file), storage.join(directory, file)
                         with storage.open_read(copy) as source, atomic_file(path) as target:
                             shutil.copyfileobj(source, target, _CHUNK_BYTES)
@@ -308,14 +337,22 @@ class _Export:
     def _run(
         self, tasks: Sequence[Task], done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]
     ) -> dict[int, TaskResult]:
-        """Run the unfinished tasks; return the results of all finished ones by task number."""
+        """Run this part's unfinished tasks and show the progress.
+
+        Args:
+            done: results of finished tasks, by task number.
+            check: raises a MismatchError if this run has lost the directory's lock.
+
+        Returns:
+            results of all finished tasks, by task number.
+        """
         config, progress = self.config, self.progress
-        waiting = [task for task in tasks if self._is_mine(task.number) and task.number not in done]
-        waiting = [] if config.finalize else waiting
+        unfinished = [task for task in tasks if self._is_mine(task.number) and task.number not in done]
+        unfinished = [] if config.finalize else unfinished
         if done:
             progress.note(f"{len(done)} of {len(tasks)} shards were finished by an earlier run")
-        progress.start("export", sum(task.num_rows for task in waiting))
-        begin_time, totals = time.perf_counter(), [0, 0]
+        progress.start("export", sum(task.num_rows for task in unfinished))
+        begin_time, totals = time.perf_counter(), [0, 0]  # drops and tokens
 
         def report(rows: int, dropped: int, tokens: int) -> None:
             check()
@@ -326,7 +363,7 @@ class _Export:
 
         results = dict(done)
         try:
-            for result in self.executor.run(waiting, work, self.encoder, report):
+            for result in self.executor.run(unfinished, work, self.encoder, report):
                 results[result.number] = result
         except StoreDownError as error:
             if work.directory is None:
@@ -336,11 +373,12 @@ class _Export:
         return results
 
     def _is_mine(self, task_number: int) -> bool:
+        """Return whether this part of a job array runs a task."""
         config = self.config
         return not config.is_part or task_number % (config.num_tasks or 1) == config.task_index
 
 
-def _not_the_same(directory: str, file: str) -> MismatchError:
+def _differs_error(directory: str, file: str) -> MismatchError:
     return MismatchError(
         f"{storage.join(directory, file)}: the recreated file differs from the original, perhaps because another "
         "version of a library makes other tokens",
@@ -349,10 +387,11 @@ def _not_the_same(directory: str, file: str) -> MismatchError:
 
 
 def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
+    """Write ``index.arrow`` again from the shards of a split; raise a MismatchError if it differs from the original."""
     info = manifest.splits[split]
-    codes = {name: code for code, name in enumerate(manifest.channels)}
+    channel_codes = {name: code for code, name in enumerate(manifest.channels)}
     batches = [
-        index_batch(index_part(samples, number, 0, codes))
+        index_batch(index_part(samples, number, 0, channel_codes))
         for number, samples in enumerate(_samples_of_shards(directory, manifest, split))
     ]
     # Older caches have fewer columns.
@@ -362,11 +401,12 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
         if info.index_sha256 in ("", hashlib.sha256(data).hexdigest()):
             storage.publish(storage.join(directory, split, INDEX_NAME), data)
             return
-    raise _not_the_same(directory, f"{split}/{INDEX_NAME}")
+    raise _differs_error(directory, f"{split}/{INDEX_NAME}")
 
 
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
-    # Older caches identify media by their addresses, or have fewer fields.
+    """Write ``prefixes.arrow`` again from the shards of a split; raise a MismatchError if it cannot be the original."""
+    # Older caches identify media by their addresses instead of their contents, or have fewer fields.
     for medium_key in (by_content, by_address):
         batches = [
             prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key))
@@ -390,6 +430,7 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
 
 
 def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:
+    """Yield all samples of each shard of a split."""
     for shard in manifest.splits[split].shards:
         rows = ShardFile(storage.join(directory, split, shard.file))
         yield [rows.sample(row) for row in range(len(rows))]

@@ -1,6 +1,6 @@
-"""The output directory of an export: begin or resume an export there, join the tasks' files, publish the manifest last.
+"""The output directory of an export: start or resume the export, merge the tasks' files, publish the manifest last.
 
-Tasks leave markers and parts of the index in ``.tasks``, from which an interrupted export resumes.
+Tasks leave markers and parts of the index in ``.tasks``. From these an interrupted export resumes.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _STATE_NAME = "export.json"
 
 
 def check_is_ours(directory: str, *, may_be_finished: bool = False) -> None:
-    """Raise a ConfigError unless the directory is empty or holds an unfinished export, or perhaps a finished cache.
+    """Raise a ConfigError unless the directory is empty or holds an unfinished export.
 
     Args:
-        may_be_finished: for ``--overwrite`` and ``--repair``.
+        may_be_finished: also allow a finished cache, for ``--overwrite`` and ``--repair``.
     """
     names = [name for name in storage.list_names(directory) if not is_of_lock(name)]
     # An export that kept no row leaves only its list of reasons.
@@ -79,7 +79,7 @@ def check_is_ours(directory: str, *, may_be_finished: bool = False) -> None:
 
 
 def clear(directory: str) -> None:
-    """Remove a cache, finished or not, and nothing else; if interrupted, the next export can continue."""
+    """Remove a finished or unfinished cache and no other files; if this is interrupted, the next export resumes it."""
     storage.make_directory(storage.join(directory, TASKS_DIR))
     _clear_tasks(directory)
     for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME):
@@ -87,14 +87,14 @@ def clear(directory: str) -> None:
 
 
 def _clear_tasks(directory: str) -> None:
-    """Remove the files of ``TASKS_DIR``, markers first, because none may outlive the files that it describes."""
+    """Remove the files in ``.tasks``, markers first, because a marker must not outlive the files that it describes."""
     tasks = storage.join(directory, TASKS_DIR)
     for name in sorted(storage.list_names(tasks), key=_is_marker, reverse=True):
         storage.remove(storage.join(tasks, name))
 
 
-def published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> Manifest | None:
-    """Return the manifest of this export, if another part of it has published it."""
+def read_published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> Manifest | None:
+    """Return the manifest of this export if another part of a job array has published it; else None."""
     manifest = _read_manifest(directory)
     return manifest if manifest and manifest.fingerprint == fingerprint_of(identity, sources) else None
 
@@ -104,30 +104,34 @@ def _read_manifest(directory: str) -> Manifest | None:
 
 
 def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of the finished cache of this export; None if there is no finished cache."""
+    """Return the manifest of the finished cache of this export, after removing left-over files; None if there is none.
+
+    Raises:
+        MismatchError: if the cache has other settings or lacks shards.
+    """
     manifest = find_same(directory, identity, specs)
     if manifest is not None:
         for split in manifest.splits:
             check_sizes(directory, manifest, split)
         with suppress(StorageError):  # a finished cache may be read-only
             if remove_stale(directory):
-                tidy(directory, manifest)  # for an export that was killed at its very end
+                remove_leftovers(directory, manifest)  # of an export that was killed at its very end
     return manifest
 
 
 def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of the finished cache of this export, which may be damaged; None if there is none.
+    """Return the manifest of the finished cache of this export, whose files may be damaged; None if there is none.
 
     Raises:
-        MismatchError: if it has other settings, naming all of them.
+        MismatchError: if the cache has other settings or sources; the message lists all differences.
     """
     if (manifest := _read_manifest(directory)) is None:
         return None
     different = differences(asdict(manifest.identity), asdict(identity))
-    there = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
-    here = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
-    if there != here:
-        shown = (", ".join(f"{path} {settings}".strip() for path, settings in sources) for sources in (there, here))
+    exported = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
+    current = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
+    if exported != current:
+        shown = (", ".join(f"{path} {settings}".strip() for path, settings in each) for each in (exported, current))
         different.append("dataset: {} there, {} here".format(*shown))
     else:
         pairs = zip(manifest.sources, specs, strict=True)
@@ -144,14 +148,19 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
 
 
 def _has_changed(source: SourceInfo, spec: SourceSpec) -> bool:
+    """Return whether a source file differs from the exported one; its content is read only if its time differs."""
     if not storage.exists(spec.path):
-        return False  # only the cache remains
+        return False  # the file was removed after the export
     state = storage.stat(spec.path)
     return state.size != source.size or (state.modified != source.modified and scan(spec).digest != source.digest)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for each value that differs, nested names with dots; paths of model and template are ignored."""
+    """Return a line for each value that differs, sorted by name; the paths of model and template are ignored.
+
+    Args:
+        prefix: of the names in lines, as ``spec.`` for nested values.
+    """
     lines = []
     for key in there.keys() | here.keys():
         a, b = there.get(key), here.get(key)
@@ -163,47 +172,47 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
 
 
 def export_state(identity: Identity, sources: tuple[SourceInfo, ...]) -> bytes:
-    """Return the content of ``.tasks/export.json``, which identifies an unfinished export."""
+    """Return the content of ``.tasks/export.json``: version, fingerprint and sources of an unfinished export."""
     paths = [(source.path, source.settings) for source in sources]
     return json.dumps([VERSION, fingerprint_of(identity, sources), paths]).encode()
 
 
 def export_id(state: bytes) -> str:
-    """Return the identifier of an export in the markers of its tasks."""
+    """Return the identifier by which markers of tasks refer to their export; ``state``: result of ``export_state``."""
     return hashlib.sha256(state).hexdigest()[:16]
 
 
 def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
-    """Make the directories; return the results of tasks that an interrupted run of the same export has finished.
+    """Create the directories; return the results of tasks that an interrupted run of the same export has finished.
 
     Args:
         state: of this export (``export_state``).
-        splits: that will have shards.
-        is_part: other machines may work on the same export, so nothing may be removed.
+        splits: names of the splits that will have shards.
+        is_part: other parts of a job array may be working on the same export, so nothing is removed.
 
     Raises:
         MismatchError: if the directory holds another unfinished export.
     """
     check_is_ours(directory)
-    started = storage.join(directory, TASKS_DIR, _STATE_NAME)
-    there = storage.read_bytes(started) if storage.exists(started) else None
-    if there != state:
-        old = num_finished(directory)
-        if old or (is_part and there is not None):
-            raise _other_export(directory, old)
+    state_path = storage.join(directory, TASKS_DIR, _STATE_NAME)
+    old_state = storage.read_bytes(state_path) if storage.exists(state_path) else None
+    if old_state != state:
+        num_old = num_finished(directory)
+        if num_old or (is_part and old_state is not None):
+            raise _other_export_error(directory, num_old)
     if not is_part:
-        if there != state:
+        if old_state != state:
             clear(directory)
-        with suppress(StorageError):  # unlisted uploads cost money, but do no harm to the cache
+        with suppress(StorageError):  # unfinished uploads cost money, but do not harm the cache
             storage.discard_unfinished(directory)
     for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(storage.join(directory, name))
-    if there != state and not storage.publish_new(started, state):
-        raise _other_export(directory, 0)  # a part of another export was quicker
+    if old_state != state and not storage.publish_new(state_path, state):
+        raise _other_export_error(directory, 0)  # a part of another export has just written its state
     return finished_tasks(directory, export_id(state))
 
 
-def _other_export(directory: str, num_finished: int) -> MismatchError:
+def _other_export_error(directory: str, num_finished: int) -> MismatchError:
     return MismatchError(
         f"{directory} holds {num_finished} finished shards of an export with other settings or rows",
         "Give another --output-dir; --overwrite would delete the existing files.",
@@ -211,8 +220,12 @@ def _other_export(directory: str, num_finished: int) -> MismatchError:
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
-    """Return the results of tasks of this export that have a marker and intact shards and parts."""
-    done = {}
+    """Return the results, by task number, of this export's tasks whose files are all intact.
+
+    Args:
+        export: identifier of the export (``export_id``).
+    """
+    results = {}
     states: dict[str, dict[str, storage.FileState | None]] = {}
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
         if not _is_marker(name):
@@ -220,18 +233,18 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         try:
             result = TaskResult.from_json(storage.read_bytes(storage.join(directory, TASKS_DIR, name)))
         except (ValueError, LookupError, TypeError, AttributeError):
-            continue  # broken, or of another version: the task runs again
+            continue  # damaged, or of another version: the task runs again
         if result.export != export:
             continue
         for split in result.splits:
             if split not in states:
                 states[split] = storage.entries(storage.join(directory, split))
-        if has_parts(directory, result) and all(
+        if _has_intact_parts(directory, result) and all(
             is_shard(storage.join(directory, split, part.file), states[split].get(part.file), part)
             for split, part in result.splits.items()
         ):
-            done[result.number] = result
-    return done
+            results[result.number] = result
+    return results
 
 
 def num_finished(directory: str) -> int:
@@ -244,9 +257,14 @@ def _is_marker(name: str) -> bool:
 
 
 def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
-    """Return the identity of an export's cache; ``limits``: of the model with the user's options."""
+    """Return the identity of an export's cache.
+
+    Args:
+        files: of the model.
+        limits: on media, of the model's processor with the user's options.
+    """
     return Identity(
-        # The path of the model is absolute, so that it is found from any directory; the fingerprint ignores it.
+        # The path of the model is absolute, so that it can be used from any directory; the fingerprint ignores it.
         spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
         | {
             "model": absolute_model(config.model),
@@ -266,10 +284,10 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
 
 @contextlib.contextmanager
 def delayed_gc() -> Iterator[Callable[[], None]]:
-    """Disable garbage collection until the yielded function is called, which also excludes all objects so far.
+    """Disable garbage collection until the yielded function is called; later collections skip the objects made before.
 
-    The descriptions of many thousand files all stay alive, and would be traversed by every collection. If garbage
-    collection is disabled already, nothing changes.
+    An export may describe many thousand files. These objects stay alive, and every collection would traverse them.
+    Nothing changes if garbage collection is already disabled.
     """
     if not gc.isenabled():
         yield lambda: None
@@ -291,7 +309,11 @@ _HISTOGRAM_BINS = 64
 
 
 def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
-    """Add up the counts of all tasks, in the order of their numbers."""
+    """Return the manifest with the sums of all tasks' counts; checksums of indexes and prefixes are still empty.
+
+    Args:
+        results: of all tasks, in the order of their numbers.
+    """
     names = sorted({name for result in results for name in result.splits})
     manifest = Manifest(
         **vars(InputCounts.total(result.counts for result in results)),
@@ -321,12 +343,12 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
         **vars(SampleCounts.total(part.counts for part in parts)),
         length_histogram=tuple(int(count) for count in histogram),
         shards=tuple(ShardInfo(part.file, part.counts.rows, part.bytes, part.sha256) for part in parts),
-        index_sha256="",  # known when it is written, like the other
+        index_sha256="",  # set by publish_cache, like prefixes_sha256
     )
 
 
 def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Counter[int]:
-    """Count samples by exact length, in one split or in all."""
+    """Count samples by length in tokens, in one split or in all."""
     counts: Counter[int] = Counter()
     for result in results:
         for name, part in result.splits.items():
@@ -342,22 +364,23 @@ def publish_cache(
     check: Callable[[], None],
     has_parts: bool,
 ) -> None:
-    """Write the merged files and then the manifest, and remove the tasks' parts.
+    """Merge the tasks' files, write the manifest as the last file, and remove ``.tasks``.
 
     Args:
-        check: raises if this run may no longer write there.
-        has_parts: whether rows may become several samples.
+        results: of all tasks, in the order of their numbers.
+        check: raises a MismatchError if this run has lost the directory's lock.
+        has_parts: rows may become several samples.
 
     Raises:
         MismatchError: if another process changed the shards or published a cache.
     """
-    codes = {name: code for code, name in enumerate(manifest.channels)}
+    channel_positions = {name: position for position, name in enumerate(manifest.channels)}
     splits = {}
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
         files = [shard.file for shard in info.shards]
         index = (
-            _with_common_codes(with_added_columns(batch), result.channels, codes)
+            _with_cache_channels(with_added_columns(batch), result.channels, channel_positions)
             for result, batch in _batches_of(directory, split, results)
         )
         digest = write_arrow_file(storage.join(folder, INDEX_NAME), INDEX, index)
@@ -381,13 +404,13 @@ def publish_cache(
             f"{directory}: another export published a cache there at the same time",
             "Give each export an --output-dir of its own.",
         )
-    tidy(directory, manifest)
+    remove_leftovers(directory, manifest)
 
 
-def tidy(directory: str, manifest: Manifest) -> None:
-    """Remove what a finished cache does not need: tasks' parts, and incomplete files of killed runs."""
+def remove_leftovers(directory: str, manifest: Manifest) -> None:
+    """Remove the tasks' files and the incomplete files of killed runs from a finished cache."""
     if TASKS_DIR not in storage.list_names(directory):
-        return  # done before; other files there belong to somebody else
+        return  # removed before; other files in the directory are not the export's
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
         known = {INDEX_NAME, PREFIXES_NAME, "dataset_info.json", "state.json", *(shard.file for shard in info.shards)}
@@ -400,7 +423,7 @@ def tidy(directory: str, manifest: Manifest) -> None:
 
 
 def check_written(directory: str, results: Sequence[TaskResult]) -> None:
-    """Raise a MismatchError naming the shards that differ from the tasks' by size, or by time and bytes."""
+    """Raise a MismatchError that names the shards which are not those that the tasks wrote."""
     wrong = []
     for split in sorted({split for result in results for split in result.splits}):
         folder = storage.join(directory, split)
@@ -419,7 +442,12 @@ def check_written(directory: str, results: Sequence[TaskResult]) -> None:
 
 
 def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> bool:
-    """Return whether a file is the shard that a task wrote; ``state`` is None if there is no file."""
+    """Return whether a file is the shard that a task wrote, by size and time, or size and SHA-256 if the time differs.
+
+    Args:
+        state: of the file; None if it does not exist.
+        part: the task's result.
+    """
     if state is None or state.size != part.bytes:
         return False
     return state.modified == part.modified or sha256_of(path) == part.sha256  # a copied file has another time
@@ -428,7 +456,7 @@ def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> b
 def _batches_of(
     directory: str, split: str, results: Sequence[TaskResult], *, of_prefixes: bool = False
 ) -> Iterator[tuple[TaskResult, pa.RecordBatch]]:
-    """Yield each task's result with the record batches of its part of a split's index, or of ``prefixes.arrow``."""
+    """Yield the record batches of the tasks' parts of a split's index or prefixes, each with its task's result."""
     suffix = f"{split}.prefixes.arrow" if of_prefixes else f"{split}.arrow"
     for result in results:
         if (part := result.splits.get(split)) is not None:
@@ -437,10 +465,10 @@ def _batches_of(
                 yield result, batch
 
 
-def has_parts(directory: str, result: TaskResult) -> bool:
-    """Return whether the parts that a task wrote for the end of the export are intact.
+def _has_intact_parts(directory: str, result: TaskResult) -> bool:
+    """Return whether a task's parts of index, prefixes and drops are intact.
 
-    Local disks may have lost some of them in a power failure; object stores lose nothing.
+    They are not written durably, so a local disk may lose them in a power failure; object stores lose nothing.
     """
     if storage.is_remote(directory):
         return True
@@ -454,7 +482,7 @@ def has_parts(directory: str, result: TaskResult) -> bool:
 
 
 def _read_part(path: str, sha256: str) -> bytes:
-    """Read a task's part, which must be the one that the task wrote."""
+    """Read a task's part of a file; raise a MismatchError if another process has changed it."""
     data = storage.read_bytes(path)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise MismatchError(
@@ -465,21 +493,26 @@ def _read_part(path: str, sha256: str) -> bytes:
     return data
 
 
-def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mapping[str, int]) -> pa.RecordBatch:
-    """Replace a task's codes of channels by those of the whole cache."""
+def _with_cache_channels(batch: pa.RecordBatch, names: list[str], positions: Mapping[str, int]) -> pa.RecordBatch:
+    """Replace the positions in column ``channel`` of a task's part of the index.
+
+    Args:
+        names: channels of the task, to which the column refers; -1 stands for no channel.
+        positions: of all channels in the manifest, by name.
+    """
     if not names:
         return batch
     import pyarrow.compute as pc  # here, because most rows have no channel
 
-    codes = pa.array([channels[name] for name in names], pa.int32())
+    new_positions = pa.array([positions[name] for name in names], pa.int32())
     column = batch.column("channel")
-    known = pc.if_else(pc.less(column, 0), None, column)
-    common = pc.fill_null(pc.take(codes, known), -1)
-    return batch.set_column(INDEX.get_field_index("channel"), INDEX.field("channel"), common)
+    old_positions = pc.if_else(pc.less(column, 0), None, column)
+    new_column = pc.fill_null(pc.take(new_positions, old_positions), -1)
+    return batch.set_column(INDEX.get_field_index("channel"), INDEX.field("channel"), new_column)
 
 
 def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
-    """Write ``dropped.jsonl`` from the tasks' parts."""
+    """Write ``dropped.jsonl``, the concatenation of the tasks' parts."""
     with atomic_file(storage.join(directory, DROPPED_NAME)) as file:
         for result in results:
             if result.dropped_sha256:
@@ -487,7 +520,11 @@ def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
 
 
 def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: str | None) -> None:
-    """Raise a DataError if an export kept no row; only the list of reasons stays in its directory, if it has one."""
+    """Raise a DataError if an export kept no row, after reducing its directory to ``dropped.jsonl``.
+
+    Args:
+        directory: of the export; None with ``--dry-run``.
+    """
     if any(split.rows for split in manifest.splits.values()):
         return
     where = "Without --dry-run, the output directory lists each row with its reason."
@@ -504,10 +541,14 @@ def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: s
 
 
 def percentiles(counts: Mapping[int, int]) -> dict[str, int]:
-    """Return the lengths that 50, 90 and 99 % of the samples do not exceed, and the largest; 0 without samples."""
+    """Return the 50th, 90th and 99th percentile and the maximum of sample lengths; zeros without samples.
+
+    Args:
+        counts: number of samples by length in tokens.
+    """
     if not counts:
         return {"p50": 0, "p90": 0, "p99": 0, "max": 0}
     lengths = np.array(sorted(counts), np.int64)
-    below = np.cumsum([counts[int(length)] for length in lengths])
-    quantiles = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}
+    num_up_to = np.cumsum([counts[int(length)] for length in lengths])
+    quantiles = {f"p{p}": int(lengths[np.searchsorted(num_up_to, num_up_to[-1] * p / 100)]) for p in (50, 90, 99)}
     return {**quantiles, "max": int(lengths[-1])}

@@ -1,4 +1,4 @@
-"""Start of train, eval and verify: the environment's ``NPROC_PER_NODE`` and the like become a torchrun command line.
+"""Start of train, eval and verify in several processes, as variables of the environment request.
 
 NPROC_PER_NODE=8 packtool train ...                      8 processes on this machine
 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ...
@@ -36,13 +36,13 @@ _DEFAULT_WAIT_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Processes:
-    """Number of processes and their rendezvous.
+    """Number of processes, and the address at which they meet.
 
     Args:
         per_node: processes on each machine.
-        num_nodes: machines.
+        num_nodes: number of machines.
         node_rank: 0-based number of this machine.
-        address, port: of the first machine, or None if the environment does not name them.
+        address, port: of the first machine; None if the environment does not set them.
     """
 
     per_node: int = 1
@@ -61,7 +61,7 @@ class Processes:
         """Read ``NPROC_PER_NODE``, ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
         Raises:
-            ConfigError: listing every variable with a wrong or missing value.
+            ConfigError: listing all variables with wrong or missing values.
         """
         problems: list[str] = []
         per_node = _number(environ, "NPROC_PER_NODE", 1, 1, None, problems)
@@ -81,7 +81,7 @@ class Processes:
 
 
 def environment_of_one_process() -> dict[str, str]:
-    """Return this process's environment without the variables that start several processes."""
+    """Return a copy of this process's environment without the variables that request several processes."""
     return {name: value for name, value in os.environ.items() if name not in ("NPROC_PER_NODE", "NNODES")}
 
 
@@ -95,17 +95,17 @@ def launch_command(
 ) -> list[str] | None:
     """Return the torchrun command that runs ``packtool ARGUMENTS`` in all processes of this machine.
 
-    On a single machine, the processes meet at 127.0.0.1, because the machine's own name may not resolve, and at a free
-    port without ``MASTER_PORT``, so that two jobs do not meet by accident.
+    On a single machine, the processes meet at 127.0.0.1, because the machine's own name may not resolve. Unless
+    ``MASTER_PORT`` is set, they use a free port, so that two jobs do not meet by accident.
 
     Args:
         arguments: of packtool, from the subcommand on.
         environ: the environment.
-        even_one: a single process needs torchrun's environment, too.
+        even_one: also return a command for a single process, which then has torchrun's environment.
         max_wait: seconds to wait for other machines; by default 1800.
 
     Returns:
-        None inside torchrun, and if one process is enough.
+        None inside torchrun, and for a single process unless ``even_one``.
     """
     if is_launched(environ):
         return None
@@ -127,18 +127,18 @@ def launch_command(
 
 
 def share_cores_politely() -> None:
-    """Let waiting OpenMP threads sleep instead of spin; called before torch is imported.
+    """Let waiting OpenMP threads sleep instead of spin; call it before torch is imported.
 
-    On a shared machine, spinning made CPU training ten times slower; on an idle one, sleeping has no measurable cost.
-    ``OMP_WAIT_POLICY`` in the environment overrides it.
+    Spinning made CPU training ten times slower on a shared machine; sleeping has no measurable cost on an idle one. If
+    ``OMP_WAIT_POLICY`` is set, nothing changes.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def end_with_launcher() -> None:
-    """End this process when its launcher ends, even if that is killed; only inside torchrun.
+    """Kill this process when its launcher ends, even if that is killed; does nothing outside torchrun.
 
-    A killed launcher cannot stop its processes, which would keep training on GPUs of the next job. Other signals are
+    A killed launcher cannot stop its processes, which would occupy the GPUs of the next job. Other signals are
     forwarded by ``packtool.launch.torchrun``. On Linux the kernel kills the process at once; elsewhere a thread polls.
     """
     if not is_launched():
@@ -166,9 +166,9 @@ def end_with_launcher() -> None:
 
 
 def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False, max_wait: int | None = None) -> None:
-    """Become torchrun if ``launch_command``, which has the same arguments, returns a command; else return.
+    """Replace this process by torchrun if ``launch_command`` returns a command for these arguments; else return.
 
-    The processes share the cores of this machine, unless ``OMP_NUM_THREADS`` is set.
+    Unless ``OMP_NUM_THREADS`` is set, the processes get equal numbers of threads, together as many as there are cores.
     """
     command = launch_command(arguments, os.environ, even_one=even_one, max_wait=max_wait)
     if command is None:
@@ -185,6 +185,7 @@ def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False, max_wai
 def _number(
     environ: Mapping[str, str], name: str, default: int, low: int, high: int | None, problems: list[str]
 ) -> int:
+    """Return an integer from the environment within inclusive bounds; else the default, and append a problem."""
     text = environ.get(name)
     if not text:
         return default
@@ -196,7 +197,7 @@ def _number(
 
 
 def begins_run() -> bool:
-    """Return whether this command starts a run: outside torchrun, and on the first machine."""
+    """Return whether this process starts a run: it is not a rank of torchrun, and this is the first machine."""
     return not is_launched() and Processes.from_environment(os.environ).node_rank == 0
 
 
@@ -209,13 +210,13 @@ def find_place(
     starts_none: bool = False,
     max_wait: int | None = None,
 ) -> World:
-    """Return this process's place in the run; become torchrun if the environment asks for several processes.
+    """Return the rank of this process; replace it by torchrun if the environment requests several processes.
 
     Args:
         arguments, even_one, max_wait: as for ``launch_command``.
-        sequence_parallel_size: processes that share each sequence.
-        prepare: called with the place of the first process before any is started, to report problems once.
-        starts_none: start no processes, because the run is only previewed or one process does all its work.
+        sequence_parallel_size: number of processes that share each sequence.
+        prepare: called with rank 0 before processes are started, to report problems once.
+        starts_none: start no processes, because the run is only previewed or one process does all the work.
     """
     share_cores_politely()
     world = World.from_environment()
@@ -232,13 +233,13 @@ _STORE_SECONDS = 2.0
 
 
 def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether another process of this run has printed a message; if not, note that this one prints it.
+    """Return whether another process of this run has printed a message; if not, record that this one prints it.
 
-    The processes share torchrun's store, which exists before they have met and after one has failed. Without torchrun,
-    or if the store does not answer, every process prints its messages.
+    The record is kept in torchrun's store, which exists before the processes have met and after one has failed. Without
+    torchrun, or if the store does not respond, every process prints its messages.
 
     Args:
-        environ: of this process by default.
+        environ: environment; by default that of this process.
     """
     environ = os.environ if environ is None else environ
     if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -250,7 +251,9 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
         place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        with socket.create_connection(place, _STORE_SECONDS):  # if it fails, torch would print a stack
+        with socket.create_connection(
+            place, _STORE_SECONDS
+        ):  # raises if the store is gone, where torch would print a stack trace
             pass
         timeout = timedelta(seconds=_STORE_SECONDS)
         store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -261,10 +264,10 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
 
 @contextlib.contextmanager
 def imported_at_once() -> Iterator[None]:
-    """Disable garbage collection while torch and transformers are imported, and exclude their objects from later ones.
+    """Disable garbage collection while torch and transformers are imported; later collections skip their objects.
 
-    Their objects stay alive. Traversing them takes a third of the time of importing. If the modules are imported
-    already, nothing changes.
+    These objects stay alive, and traversing them takes a third of the import time. Nothing changes if transformers is
+    already imported.
     """
     if "transformers" in sys.modules or not gc.isenabled():
         yield

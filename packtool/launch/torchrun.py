@@ -2,12 +2,12 @@
 
 ``python -m packtool.launch.torchrun`` takes the arguments of ``python -m torch.distributed.run``.
 
-The launchers of several machines wait for each other, print the reason, and notice when one has ended. Node 0 serves a
-TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun and the ranks use, too. Every second each launcher writes a record
-of itself, and node 0 publishes all records:
+On several machines (nodes), the launchers wait for each other before they start torchrun, print what they wait for,
+and notice when another one has ended. Node 0 serves a TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun and the ranks
+also use. Every second, each launcher writes its record to the store, and node 0 publishes all records:
 
     packtool/node/R   by node R: host, process, id, NNODES and NPROC_PER_NODE, a counter, and finally its exit code
-    packtool/nodes    by node 0: all records with the seconds since the counter last changed, and the ids that have met
+    packtool/nodes    by node 0: all records with the seconds since the counter changed, and the ids of this run's nodes
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
 _STORE_SECONDS = 3.0
 _FIRST_LINE_SECONDS, _MAX_LINE_SECONDS = 5.0, 60.0
-_GRACE_SECONDS = 30.0  # for ranks to notice that another node has ended
+_GRACE_SECONDS = 30.0  # within which ranks should notice that another node has ended
 _LEAVE_SECONDS = 10.0
 _OPTION = "--ddp-timeout"
 
 
 class SignalForwarder:
-    """Forwards SIGTERM, SIGUSR1 and Ctrl-C to the ranks, which save a checkpoint and end.
+    """Signal handlers that forward SIGTERM, SIGUSR1 and Ctrl-C to the ranks, which save a checkpoint and end.
 
-    torchrun would kill them after 30 seconds, in the middle of a checkpoint. A second Ctrl-C ends all processes at
-    once, and so does any of these signals before there are ranks. After SIGKILL, which cannot be forwarded, the ranks
-    end by ``packtool.launch.processes.end_with_launcher``.
+    torchrun would kill them after 30 seconds, perhaps while they write a checkpoint. A second Ctrl-C ends all processes
+    at once, and so does any of these signals before ranks are started. SIGKILL cannot be forwarded; ranks notice it by
+    ``packtool.launch.processes.end_with_launcher``.
 
     Attributes:
         received: number of the first signal, 0 for none.
@@ -78,7 +78,10 @@ class SignalForwarder:
         threading.Thread(target=self._end_if_stuck, args=(wakeup,), daemon=True).start()
 
     def _end_if_stuck(self, wakeup: socket.socket) -> None:
-        """End after a signal that arrives while the main thread is inside torch's store, where ``_note`` cannot run."""
+        """Exit after a signal that ``_note`` does not handle within a second and without ranks; runs in a thread.
+
+        Python runs signal handlers in the main thread, which may be waiting inside torch's store.
+        """
         while numbers := wakeup.recv(_MAX_SIGNALS):
             received_at = time.monotonic()
             time.sleep(_STUCK_SECONDS)
@@ -88,6 +91,7 @@ class SignalForwarder:
                 os._exit(_SIGNAL_BASE + signals[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal to the ranks; raise a SignalException if there are none, or at the second Ctrl-C."""
         if os.getpid() != self._process:  # between fork and exec of a rank
             return
         again, now = bool(self.received), time.monotonic()
@@ -103,7 +107,7 @@ class SignalForwarder:
 
 
 def _ranks() -> Iterator[psutil.Process]:
-    """Yield the children in other sessions, which the terminal's Ctrl-C does not reach."""
+    """Yield this machine's ranks: the child processes in other sessions, which a terminal's Ctrl-C does not reach."""
     for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(child.pid) != os.getsid(0):
@@ -120,12 +124,12 @@ def _signal_ranks(number: int) -> bool:
 
 
 class Nodes:
-    """This machine's launcher among those of all machines.
+    """The connection of this machine's launcher to those of the other machines.
 
     Args:
-        num_nodes: machines.
-        rank: 0-based number of this one.
-        per_node: processes on each.
+        num_nodes: number of machines.
+        rank: 0-based number of this machine.
+        per_node: processes on each machine.
         address, port: of the store of node 0.
         limit: seconds to wait for other machines.
     """
@@ -137,10 +141,10 @@ class Nodes:
         self._record: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._record |= {"processes": [num_nodes, per_node], "beat": 0, "end": None}
         self._store: TCPStore | None = None
-        self._trouble: str = "not connected yet"
+        self._store_error: str = "not connected yet"
         self._fatal: ConfigError | None = None
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
-        self._seen: dict[str, tuple[tuple[str, int], float]] = {}
+        self._seen: dict[str, tuple[tuple[str, int], float]] = {}  # by rank: id and counter, and when they changed
         self._met, self._leaves = threading.Event(), threading.Event()
         self._printed = ""
         self._ended_at: float | None = None
@@ -157,7 +161,7 @@ class Nodes:
         return f"packtool: node {self.rank} of {self.num_nodes}"
 
     def meet(self) -> None:
-        """Wait for the launchers of all machines; ConfigError after the limit, or if the port is in use."""
+        """Wait for the launchers of all machines; raise a ConfigError after the limit, or if the port is in use."""
         self._thread.start()
         while not self._met.wait(0.1):
             if self._fatal:
@@ -167,7 +171,7 @@ class Nodes:
         show(f"{self.title}: {_names_of_ranks(self.rank, self._record)}, master {self.place}", error=True)
 
     def failure(self, reason: str = "") -> ConfigError:
-        """Return the error of a launcher that gives up: the awaited event or ``reason``, and likely causes."""
+        """Return the error of a launcher that gives up: the event that it waits for, or else ``reason``, and causes."""
         causes = (
             "Every machine needs the same NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its "
             f"own; a firewall may block port {self.port}. {_OPTION} sets the limit, now {self.limit:g} s."
@@ -177,7 +181,7 @@ class Nodes:
         return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._line() or reason}", causes)
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Publish the exit code of this machine, and print which other machine failed first.
+        """Publish this machine's exit code. If the cause of a failure is unknown, print which other machines failed.
 
         Args:
             code: exit code.
@@ -188,24 +192,25 @@ class Nodes:
         if not self._met.is_set():
             return
         self._record["end"] = {"code": code, "reason": reason}
-        asks = code == EXIT_UNEXPECTED and not reason
+        is_cause_unknown = code == EXIT_UNEXPECTED and not reason
         until = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < until:
             self._exchange()
             lost = self._lost()
-            done = [rank for rank, record in self._others() if record["end"] and not record["end"]["code"]]
-            # The store ends with node 0, so the others must read it before.
-            is_read = self.rank > 0 or len(lost) + len(done) == self.num_nodes - 1
-            if (lost or not asks) and is_read:
+            succeeded = [rank for rank, record in self._others() if record["end"] and not record["end"]["code"]]
+            # The store ends with node 0, which must wait until all others have ended too.
+            is_read = self.rank > 0 or len(lost) + len(succeeded) == self.num_nodes - 1
+            if (lost or not is_cause_unknown) and is_read:
                 break
             time.sleep(_BEAT_SECONDS / 2)
-        for text in self._lost().values() if asks else ():
+        for text in self._lost().values() if is_cause_unknown else ():
             if text not in self._printed:
                 show(f"{self.title}: {text}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
 
     def _run(self) -> None:
+        """Exchange records every second until ``leave`` is called; runs in a thread."""
         while not self._leaves.wait(_BEAT_SECONDS):
             self._exchange()
             self._print_line()
@@ -213,7 +218,10 @@ class Nodes:
                 self._give_up()
 
     def _exchange(self) -> None:
-        """Write this machine's record and read the others', after connecting to the store if necessary."""
+        """Write this machine's record and read those of the others; connect to the store if necessary.
+
+        An error of the store is kept in ``_store_error``, and the next call connects again.
+        """
         try:
             store = self._store or self._connect()
             self._record["beat"] += 1
@@ -226,16 +234,16 @@ class Nodes:
             self._store = store
         except (DistError, OSError, RuntimeError) as error:
             self._store = None
-            self._trouble = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+            self._store_error = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
             return
         met = self._state["met"] or {}
         if met.get(str(self.rank)) == self._record["id"]:
             self._met.set()
         elif self._met.is_set():
-            self._store, self._trouble = None, "another run uses this address now"
+            self._store, self._store_error = None, "another run uses this address now"
 
     def _connect(self) -> TCPStore:
-        """Connect to the store of node 0; first by a plain socket, because torch prints a stack on errors."""
+        """Connect to the store of node 0, after trying a plain socket, because torch prints a stack trace on errors."""
         with contextlib.ExitStack() as sockets:
             if self.rank == 0 and not self._serves:
                 try:
@@ -259,25 +267,28 @@ class Nodes:
         )
 
     def _gather(self, store: TCPStore) -> None:
-        """Read all records on node 0; once all are fresh, their ids have met."""
+        """Read all records, on node 0. Once all launchers are live and have equal settings, the run begins.
+
+        ``_state["met"]`` then has their ids, which stay the same.
+        """
         nodes, now = {}, time.monotonic()
         for rank in map(str, range(self.num_nodes)):
             if not store.check([_NODE + rank]):
                 continue
             record = load_json(store.get(_NODE + rank))
-            beat = record["id"], record["beat"]
-            if self._seen.get(rank, (None, 0))[0] != beat:
-                self._seen[rank] = beat, now
+            counter = record["id"], record["beat"]
+            if self._seen.get(rank, (None, 0))[0] != counter:
+                self._seen[rank] = counter, now
             nodes[rank] = record | {"silent": now - self._seen[rank][1]}
         self._state["nodes"] = nodes
         if self._state["met"] is None and not self._missing() and not self._different():
             self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
 
     def _missing(self) -> list[int]:
-        """Return the machines without a live launcher."""
+        """Return the numbers of the machines without a live launcher."""
         nodes = self._state["nodes"]
-        fresh = {rank for rank, record in nodes.items() if record["silent"] < _SILENT_SECONDS and not record["end"]}
-        return [rank for rank in range(self.num_nodes) if str(rank) not in fresh]
+        live = {rank for rank, record in nodes.items() if record["silent"] < _SILENT_SECONDS and not record["end"]}
+        return [rank for rank in range(self.num_nodes) if str(rank) not in live]
 
     def _different(self) -> str:
         """Describe a machine that was started with another number of machines or processes; empty for none."""
@@ -295,9 +306,9 @@ class Nodes:
         return [(rank, each) for rank, each in self._state["nodes"].items() if int(rank) != self.rank and rank in met]
 
     def _lost(self) -> dict[str, str]:
-        """Return descriptions of the other machines that failed or do not answer."""
+        """Describe the other machines that failed or do not answer, by their numbers."""
         if self._store is None:
-            return {} if self.rank == 0 else {"0": f"node 0 at {self.place} has ended: {self._trouble}"}
+            return {} if self.rank == 0 else {"0": f"node 0 at {self.place} has ended: {self._store_error}"}
         lost = {}
         for rank, record in self._others():
             who = f"node {rank} ({record['host']}, {_names_of_ranks(int(rank), record)})"
@@ -311,15 +322,15 @@ class Nodes:
         return lost
 
     def _line(self) -> str:
-        """Describe the event that this launcher waits for; empty for none."""
+        """Describe the event that this launcher waits for, or the failure of other machines; empty for none."""
         met = self._state["met"]
         if self._met.is_set():
             return "; ".join(self._lost().values())
         if self._store is None:
-            whom = (
+            condition = (
                 f"MASTER_ADDR={self.address} to lead to this machine" if self.rank == 0 else f"node 0 at {self.place}"
             )
-            return f"waiting for {whom}: {self._trouble}"
+            return f"waiting for {condition}: {self._store_error}"
         if met is not None:
             record = self._state["nodes"][str(self.rank)]
             return (
@@ -335,7 +346,7 @@ class Nodes:
         )
 
     def _print_line(self) -> None:
-        """Print what this launcher waits for: after a few seconds, then less and less often, at least once a minute."""
+        """Print what this launcher waits for, if anything: after 5 seconds, then less often, at least once a minute."""
         line, now = self._line(), time.monotonic()
         if not line:
             self._waits_since = None
@@ -351,37 +362,43 @@ class Nodes:
             self._next_line = now + self._line_gap
 
     def _give_up(self) -> None:
-        """End ranks that wait for a machine which has ended and do not notice it themselves."""
+        """End this machine's ranks some time after another machine has ended, if they do not end themselves.
+
+        Without ranks, the launcher exits, as its main thread may be waiting inside torch's store.
+        """
         lost, now = self._lost(), time.monotonic()
         has_ranks = _signal_ranks(0)
         self._had_ranks |= has_ranks
         self._ended_at = (self._ended_at or now) if lost else None
         if self._ended_at is None or (self._had_ranks and not has_ranks):
             return
-        is_known = not has_ranks or any(record["end"] and record["end"]["code"] for _, record in self._others())
-        late = now - self._ended_at - (min(_GRACE_SECONDS, self.limit) if is_known else self.limit)
+        # A machine that only does not answer may come back within the limit.
+        has_failed = not has_ranks or any(record["end"] and record["end"]["code"] for _, record in self._others())
+        late = now - self._ended_at - (min(_GRACE_SECONDS, self.limit) if has_failed else self.limit)
         if late >= 0 and has_ranks:
             _signal_ranks(signal.SIGTERM if late < _GRACE_SECONDS else signal.SIGKILL)
-        elif late >= 0:  # the main thread is inside torch's store
+        elif late >= 0:
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
 
 
 def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
+    """Describe the ranks on machine ``rank``, as in ``ranks 8 to 15 of 16``."""
     num_nodes, per_node = record["processes"]
     first, total = rank * per_node, num_nodes * per_node
     return f"rank {first} of {total}" if per_node == 1 else f"ranks {first} to {first + per_node - 1} of {total}"
 
 
 def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun to its end, on several machines once their launchers have met.
+    """Run torchrun to its end; on several machines, wait for their launchers before.
 
     Returns:
-        0, the code of the first process that failed (128 + n for one that signal n ended), or 128 + n if signal n came.
+        exit code: 0, that of the first process that failed (128 + n for one that was ended by signal n), or 128 + n if
+        this launcher received signal n.
     """
-    # The failed process has printed the problem; torchrun would add a table and a stack.
+    # The failed process has printed the problem; torchrun would add a table and a stack trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    passed, nodes = SignalForwarder(), None
+    forwarder, nodes = SignalForwarder(), None
     options = get_args_parser().parse_args(arguments)
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
     if num_nodes > 1:
@@ -390,7 +407,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     try:
         if nodes is not None:
             nodes.meet()
-        code, reason = _run(arguments, passed)
+        code, reason = _run(arguments, forwarder)
     except DistError as error:
         if nodes is not None:
             raise nodes.failure(str(error).splitlines()[0]) from error
@@ -405,19 +422,20 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     return code
 
 
-def _run(arguments: Sequence[str], passed: SignalForwarder) -> tuple[int, str]:
-    """Run torchrun; return the exit code, and the reason if the rank could not print it."""
+def _run(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str]:
+    """Run torchrun; return the exit code, and the reason of a failure if no rank has printed it."""
     try:
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # The other ranks fail because one was killed, perhaps before torchrun notices that one.
+        # If a rank was killed, the others fail too, and torchrun may notice one of them first.
         for other, each in error.failures.items():
             if each.exitcode < 0 and each.exitcode != -signal.SIGTERM:
                 rank, failure = other, each
         code = int(failure.exitcode)
-        if passed.received and code in (-passed.received, _SIGNAL_BASE + passed.received):
-            return _SIGNAL_BASE + passed.received, signal.Signals(passed.received).name  # as asked for
+        number = forwarder.received
+        if number and code in (-number, _SIGNAL_BASE + number):
+            return _SIGNAL_BASE + number, signal.Signals(number).name  # the ranks ended by the forwarded signal
         if code >= 0:
             return code or EXIT_UNEXPECTED, ""
         # The killed rank could not print anything.
@@ -440,7 +458,7 @@ def run_launcher(arguments: Sequence[str]) -> int:
     except ConfigError as refused:
         show(f"packtool: error: {refused}", error=True)
         return refused.exit_code
-    except SignalException as error:  # at the very end
+    except SignalException as error:  # a signal after the ranks have ended
         return _SIGNAL_BASE + int(error.sigval)
 
 

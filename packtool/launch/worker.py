@@ -1,8 +1,8 @@
-"""Worker processes: signals, and the pool that runs jobs of exports, streams and packing.
+"""Worker processes: signal handling, and the pool that runs the jobs of exports, streams and packing.
 
-The parent handles signals to all processes of a job. Workers communicate through one pipe each, which leaves nothing
-behind: the standard library's queues and process pools use named semaphores, which stay in ``/dev/shm`` when a process
-group is killed.
+Signals that go to all processes of a job are handled by the parent. Each worker has a pipe. The queues and process
+pools of the standard library are not used, because their named semaphores stay in ``/dev/shm`` when the processes are
+killed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _POLL_S = 0.5
 def _worker_start() -> Iterator[None]:
     """Block signals and hide the main module while a worker starts.
 
-    The worker inherits the blocked signals until ``begin_worker`` has run in it. It runs functions of packtool only,
-    and would otherwise import the command line or the user's script.
+    The worker inherits the blocked signals until it runs ``begin_worker``. It would also import the main module, which
+    is the command line or the user's script, although it only runs functions of packtool.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     main = sys.modules["__main__"]
@@ -50,10 +50,13 @@ def _worker_start() -> Iterator[None]:
 
 
 def begin_worker(number: int = 0) -> None:
-    """Ignore signals that go to all processes of a job; called in each worker, by DataLoader too with its number.
+    """Ignore signals that go to all processes of a job; called in each worker.
 
-    A scheduler that ends a job sends SIGTERM to every process of it. Without its workers, the parent could not save a
+    A scheduler that ends a job sends SIGTERM to all its processes, but without its workers the parent could not save a
     checkpoint. Only SIGTERM from the parent ends a worker.
+
+    Args:
+        number: of the worker, which DataLoader passes; not used.
     """
     for ignored in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
@@ -65,18 +68,19 @@ def begin_worker(number: int = 0) -> None:
 
 
 def tokenize_in_one_thread() -> None:
-    """Keep the tokenizers library from starting threads in this process, one of as many as there are cores."""
+    """Keep the tokenizers library from starting threads in this process, which is one of as many as there are cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _end_at_sigterm(parent: int | None) -> None:
+    """Exit at the first SIGTERM from the parent process; runs in a thread."""
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
         pass
     os._exit(0)
 
 
 class WorkerDied(Exception):
-    """A worker process ended without a result, for example killed because memory ran out."""
+    """A worker process ended without a result, for example because memory ran out."""
 
 
 class WorkerPool(Generic[Job, Result]):
@@ -84,8 +88,9 @@ class WorkerPool(Generic[Job, Result]):
 
     Args:
         num_proc: maximum number of processes.
-        make: called once in each process, with a function that reports progress and ``arguments``; returns the
-            function that runs a job. Both are functions of a module.
+        make: called once in each process, as ``make(report, *arguments)``; returns the function that runs a job. It
+            must be a function of a module. ``report`` sends progress to the parent.
+        arguments: picklable arguments of ``make``.
     """
 
     def __init__(self, num_proc: int, make: Callable[..., Callable[[Job], Result]], *arguments: object) -> None:
@@ -112,27 +117,27 @@ class WorkerPool(Generic[Job, Result]):
 
     @property
     def has_started(self) -> bool:
-        """True if there are processes."""
+        """True if worker processes were started."""
         return bool(self._workers)
 
     def start(self, num: int) -> None:
-        """Start processes until there are ``num``, at most ``num_proc``; ``map`` starts those that are missing."""
+        """Start processes until there are ``num``, at most ``num_proc``; ``map`` starts one per job if necessary."""
         # Forked workers would inherit locks that threads of this process may hold.
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < min(num, self.num_proc):
-            pipe, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(*self._target, theirs), daemon=True)
+            pipe, worker_end = context.Pipe()
+            process = context.Process(target=_work, args=(*self._target, worker_end), daemon=True)
             with _worker_start():
                 process.start()
-            theirs.close()  # so that the end of the process closes the pipe
+            worker_end.close()  # so that the pipe is closed when the process ends
             self._workers.append((process, pipe))
             self._idle.put(pipe)
 
     def check_ready(self, wait_s: float | None = 0.0) -> None:
-        """Raise what ``make`` raised in the first process.
+        """Raise the error that ``make`` raised in the first process, if any. Not to be called during ``map``.
 
         Args:
-            wait_s: seconds to wait for it; None waits until it has returned. Not during ``map``.
+            wait_s: seconds to wait for ``make``; None waits until it has returned.
         """
         while self._workers and not self._is_ready:
             pipe = self._workers[0][1]
@@ -145,12 +150,15 @@ class WorkerPool(Generic[Job, Result]):
     def map(
         self, jobs: Iterable[Job], *, num_ahead: int = 0, in_order: bool = True, report: Report | None = None
     ) -> Iterator[Result]:
-        """Run jobs and yield their results.
+        """Run jobs and yield their results; the exception of a job is raised.
 
         Args:
-            num_ahead: maximum number of jobs begun and not yet yielded; by default twice the number of processes.
-            in_order: yield in the order of the jobs; otherwise as they finish.
-            report: called in this thread with the progress that the jobs report.
+            num_ahead: maximum number of jobs that are submitted and not yet yielded; by default 2 per process.
+            in_order: yield results in the order of the jobs; otherwise as jobs finish.
+            report: called in this thread with the progress that jobs report.
+
+        Raises:
+            WorkerDied: if a process ended.
         """
         jobs, num_ahead = iter(jobs), num_ahead or 2 * self.num_proc
         pending = deque[Future[Result]]()
@@ -161,7 +169,7 @@ class WorkerPool(Generic[Job, Result]):
             if not pending:
                 return
             awaited = [pending[0]] if in_order else pending
-            # With a timeout, because a signal that another thread receives does not end the wait.
+            # With a timeout, because a signal that another thread receives does not interrupt the wait.
             done = wait(awaited, timeout=_POLL_S, return_when=FIRST_COMPLETED).done
             while report is not None and not self._progress.empty():
                 report(*self._progress.get())
@@ -173,7 +181,7 @@ class WorkerPool(Generic[Job, Result]):
         """Run a job in the next idle process; called in a thread."""
         pipe = self._idle.get()
         try:
-            with contextlib.suppress(OSError):  # of a process that ended; what it sent before is received next
+            with contextlib.suppress(OSError):  # the process has ended; messages that it sent before are received next
                 pipe.send(job)
             while (message := _receive(pipe))[0] != "result":
                 if message[0] == "progress":
@@ -185,6 +193,7 @@ class WorkerPool(Generic[Job, Result]):
 
 
 def _receive(pipe: Connection) -> tuple[str, Any]:
+    """Return the next message of a worker as (kind, content); raise the error that it sent, or WorkerDied."""
     try:
         message: tuple[str, Any] = pipe.recv()
     except (EOFError, OSError):
@@ -195,7 +204,7 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 
 
 def _work(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object, ...], pipe: Connection) -> None:
-    """Run jobs until the pipe closes: the main function of a worker process."""
+    """Run jobs until the pipe is closed; the main function of a worker process."""
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
@@ -215,7 +224,7 @@ def _work(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object,
 
 
 def end_with_parent() -> None:
-    """End this worker when its parent was killed, instead of waiting for a task for ever."""
+    """Exit when the parent process has ended; runs in a thread. A worker would otherwise wait for jobs forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

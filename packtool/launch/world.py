@@ -1,4 +1,4 @@
-"""The processes of a run: ranks, GPUs of this machine, and exchange of Python objects."""
+"""Ranks of a run, GPU names of this machine, and exchange of Python objects between processes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from packtool.errors import ConfigError
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process was started by torchrun; ``environ`` replaces its environment."""
+    """Return whether torchrun has started this process, according to its environment or ``environ``."""
     values = os.environ if environ is None else environ
     return any(values.get(name) for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"))
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run.
+    """The rank of this process and the number of processes of a run.
 
     Args:
         rank: 0-based rank of this process.
-        size: number of processes.
-        sequence_parallel_size: number of neighbouring processes that share each sequence.
+        size: number of processes (``WORLD_SIZE``).
+        sequence_parallel_size: number of consecutive ranks that share each sequence.
     """
 
     rank: int = 0
@@ -41,7 +41,7 @@ class World:
         """Read ``RANK`` and ``WORLD_SIZE``, which torchrun sets; one process without them.
 
         Raises:
-            ConfigError: if they are no numbers, or the rank is too large.
+            ConfigError: if they are not numbers, or the rank is too large.
         """
         values = os.environ if environ is None else environ
         rank, size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
@@ -53,7 +53,11 @@ class World:
         return cls(int(rank), int(size))
 
     def shared_by(self, sequence_parallel_size: int) -> World:
-        """Return the same processes in groups that share each sequence; ConfigError if the number is no multiple."""
+        """Return the same rank and size with groups that share sequences.
+
+        Raises:
+            ConfigError: if the number of processes is not a multiple of the size of a group.
+        """
         self._check_groups("--sequence-parallel-size", sequence_parallel_size)
         return dataclasses.replace(self, sequence_parallel_size=sequence_parallel_size)
 
@@ -77,22 +81,22 @@ class World:
 
     @property
     def data(self) -> World:
-        """The data-parallel world: one rank for each group of processes that share sequences."""
+        """The data-parallel rank and size, where each group of processes that share sequences counts as one."""
         return World(self.rank // self.sequence_parallel_size, self.size // self.sequence_parallel_size)
 
     @property
     def share_rank(self) -> int:
-        """0-based rank of this process in its group that shares sequences."""
+        """0-based rank of this process in its group of processes that share sequences."""
         return self.rank % self.sequence_parallel_size
 
     @property
     def is_first(self) -> bool:
-        """True if this is the process that writes files and prints."""
+        """True for rank 0, which writes files and prints."""
         return self.rank == 0
 
 
 def processes_of_machine(otherwise: int = 1) -> int:
-    """Return the number of processes of the run on this machine; ``otherwise`` if the environment does not name it."""
+    """Return the number of processes of the run on this machine; ``otherwise`` if the environment does not set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NPROC_PER_NODE") or otherwise)
 
 
@@ -100,7 +104,7 @@ def gpu_names(pattern: str = "/proc/driver/nvidia/gpus/*/information") -> tuple[
     """Return the names of the GPUs, as in ``("NVIDIA H100 80GB HBM3",)``, without loading torch.
 
     Args:
-        pattern: of the driver's files that describe a GPU each; unreadable ones are skipped.
+        pattern: glob pattern of the driver's files, each of which describes a GPU; unreadable files are skipped.
     """
     names = []
     for path in sorted(glob.glob(pattern)):
@@ -129,16 +133,17 @@ def leave_process_group() -> None:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return whether an error means that another process of the run has ended."""
+    """Return whether an error was caused by the end of another process of the run."""
     return is_launched() and any(lost in str(error) for lost in _LOST)
 
 
 def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T]:
-    """Return the picklable objects of all processes of a group in the order of their ranks; all must call this.
+    """Gather a picklable object from each process of a group, in the order of ranks; all of them must call this.
 
     Args:
-        num_processes: of the group; one needs no process group.
-        group: by default all processes.
+        mine: object of this process.
+        num_processes: size of the group; with 1, no process group is needed.
+        group: process group; by default all processes.
     """
     if num_processes == 1:
         return [mine]

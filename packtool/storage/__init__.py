@@ -1,12 +1,11 @@
-"""Files on this machine, in ``s3://`` and ``oss://`` buckets and, to read, on ``http(s)://`` servers.
+"""Files on this machine, in ``s3://`` and ``oss://`` buckets, and on ``http(s)://`` servers, which can only be read.
 
-Everything that export and train read or write of caches, rows and media goes through here; nothing else imports
-aiobotocore or aiohttp, which are imported when the first remote path is used. Join paths that may be remote with
-``join``.
+All caches, rows and media are read and written with these functions. No other package imports aiobotocore or aiohttp,
+which are imported when the first remote path is used. Join paths that may be remote with ``join``.
 
-Every function raises StorageError, with path, operation, cause and remedy and without secrets, if the operation fails.
-Requests that fail for temporary reasons are retried (``packtool.storage.options``). Object stores have no directories
-and no renaming: an object appears whole when its upload ends, so ``publish`` and ``AtomicFile`` keep their guarantees
+Every function raises a StorageError if the operation fails, with path, operation, cause and remedy, and without
+secrets. Requests that fail for temporary reasons are retried (``packtool.storage.options``). Object stores have neither
+directories nor renaming: an object appears when its upload is complete, so ``publish`` and ``AtomicFile`` are atomic
 there too. Each process opens its own connections, also after a fork; threads may share them.
 """
 
@@ -49,10 +48,10 @@ if TYPE_CHECKING:
     from packtool.storage.s3 import S3Store
 
 HEADER_BLOCK = 64 * 1024
-"""Bytes to fetch first of a file of which only the header is read."""
+"""Size in bytes of the first request for a file of which only the header is read."""
 
 ROWS_BLOCK = 2**20
-"""Bytes to fetch first of a file that is read to its end."""
+"""Size in bytes of the first request for a file that is read to its end."""
 
 _local = LocalStore()
 
@@ -77,6 +76,7 @@ def _store(scheme: str) -> S3Store | HttpStore:
 
 
 def _listable(path: str) -> tuple[LocalStore | S3Store, str]:
+    """Return the store of a path, and the normalized path; raise a StorageError for a web address."""
     store, path = _store_of(path)
     if path.startswith("http"):
         raise StorageError(f"{masked(path)}: a web server cannot list files", "Name the files, or use s3:// or oss://.")
@@ -84,6 +84,7 @@ def _listable(path: str) -> tuple[LocalStore | S3Store, str]:
 
 
 def _writable(path: str) -> tuple[LocalStore | S3Store, str]:
+    """Return the store of a path, and the normalized path; raise a StorageError for a web address."""
     store, path = _store_of(path)
     if path.startswith("http"):
         raise StorageError(
@@ -93,7 +94,7 @@ def _writable(path: str) -> tuple[LocalStore | S3Store, str]:
 
 
 def configure(new: StorageOptions | None) -> None:
-    """Use other options for all further requests, on new connections; None reads the environment again."""
+    """Replace the options for all further requests, which use new connections; None reads the environment again."""
     set_options(new)
     if _store.cache_info().currsize:
         from packtool.storage import remote
@@ -108,19 +109,19 @@ def exists(path: str) -> bool:
 
 
 def is_directory(path: str) -> bool:
-    """Return whether a path is a directory; in object stores, whether any key lies below it."""
+    """Return whether a path is a directory; in object stores, whether there are objects below it."""
     store, path = _store_of(path)
     return store.is_directory(path)
 
 
 def find(path: str) -> FileState | None:
-    """Return size and last change of a file; None if it does not exist or is a directory."""
+    """Return size and version of a file; None if it does not exist or is a directory."""
     store, path = _store_of(path)
     return store.find(path)
 
 
 def stat(path: str) -> FileState:
-    """Return size and last change of a file that must exist."""
+    """Return size and version of a file; raise a StorageError if it does not exist."""
     state = find(path)
     if state is None:
         what = "is a directory" if is_directory(path) else "no such file or directory"
@@ -129,9 +130,9 @@ def stat(path: str) -> FileState:
 
 
 def store_name(path: str) -> str:
-    """Return the store of a remote path: ``s3://bucket``, ``http://host`` or ``http://host:port``; "" if local.
+    """Return the bucket or server of a path: ``s3://bucket``, ``http://host``, ``http://host:port``; "" if local.
 
-    http and https addresses of one web server have the same store name; messages show the ``origin`` instead.
+    The result identifies a web server for http and https; for messages, use ``origin``.
     """
     path = normalize(path)
     scheme = scheme_of(path)
@@ -143,12 +144,12 @@ def store_name(path: str) -> str:
 
 
 def open_read(path: str, first_block: int = ROWS_BLOCK, bounds: Bounds | None = None) -> BinaryIO:
-    """Open a file for reading bytes: seekable and buffered. Reading raises StorageError too.
+    """Open a file for reading bytes, seekable and buffered. Reading from it may raise a StorageError.
 
     Args:
-        first_block: bytes of a remote file to fetch first and after a seek; sequential reads fetch larger blocks.
-            Use ``HEADER_BLOCK`` for files of which only the header is read.
-        bounds: limits for a file that a row names.
+        first_block: size in bytes of the first request for a remote file, and of the first after a seek; sequential
+            reads fetch larger blocks. Use ``HEADER_BLOCK`` for files of which only the header is read.
+        bounds: limits for a file that an untrusted row names.
     """
     store, path = _store_of(path)
     file = store.open_read(path, first_block, bounds)
@@ -173,7 +174,7 @@ def list_names(path: str) -> list[str]:
 
 
 def entries(path: str) -> dict[str, FileState | None]:
-    """Return the state of each file in a directory by name, sorted, and None for sub-directories, in one listing."""
+    """List a directory: size and version of each file by name, None for sub-directories; sorted by name."""
     store, path = _listable(path)
     return store.entries(path)
 
@@ -187,8 +188,8 @@ def walk(path: str) -> Iterator[str]:
 def glob(pattern: str) -> list[str]:
     """Return files and directories that match a pattern with ``*``, ``?``, ``[...]`` and ``**``, sorted.
 
-    Names that begin with a dot match only if the pattern has the dot. A web address matches itself, because servers
-    list no files.
+    A name that begins with a dot matches only if the pattern has the dot. A web address is returned unchanged, because
+    web servers cannot list files.
     """
     if not is_remote(pattern):
         return sorted(_glob.glob(normalize(pattern), recursive=True))
@@ -200,7 +201,7 @@ def glob(pattern: str) -> list[str]:
 
 
 def _expand(base: str, parts: list[str]) -> Iterator[str]:
-    """Yield the paths below ``base`` that match the parts of a pattern, one directory at a time."""
+    """Yield the paths below ``base`` that match a pattern, given as its parts between slashes."""
     if not parts:
         yield base
         return
@@ -225,41 +226,41 @@ def _expand(base: str, parts: list[str]) -> Iterator[str]:
 
 
 def make_directory(path: str) -> None:
-    """Make a directory and its parents; does nothing in object stores."""
+    """Create a directory and its parents; does nothing in object stores."""
     store, path = _writable(path)
     store.make_directory(path)
 
 
 def publish(path: str, data: bytes, *, durable: bool = True) -> None:
-    """Write a whole file atomically: readers see all of it or none, and a failure leaves nothing behind.
+    """Write a file atomically: readers see the old file or the complete new one, and a failure leaves nothing behind.
 
     Args:
-        durable: wait until this machine's disk has the data. Without it, a power failure may lose or damage the file:
-            for files that are compared with a checksum before use and can be made again.
+        durable: wait until the local disk has stored the data. If False, a power failure may lose or damage the file;
+            use it only for files that are compared with a checksum before use and can be created again.
     """
     store, path = _writable(path)
     store.publish(path, data, durable)
 
 
 def publish_new(path: str, data: bytes) -> bool:
-    """Write a whole file if there is none of that name; if several processes try at once, one succeeds.
+    """Write a file atomically unless it exists; if several processes try at the same time, one succeeds.
 
     Returns:
-        False if a file with other content exists. With the same content it is True: a retried request may find what
-        its first attempt wrote.
+        True if the file now has this content, even if it existed before, because a retried request may find the file
+        of its first attempt. False if it exists with other content.
     """
     store, path = _writable(path)
     return store.publish_new(path, data)
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a directory with its content, if it exists."""
+    """Remove a file, or a directory and its content; does nothing if it does not exist."""
     store, path = _writable(path)
     store.remove(path)
 
 
 def discard_unfinished(path: str) -> None:
-    """Remove temporary files and unfinished uploads that killed processes left below a directory.
+    """Remove the temporary files and unfinished uploads of killed processes below a directory.
 
     Call it only while no process writes there.
     """
@@ -268,13 +269,10 @@ def discard_unfinished(path: str) -> None:
 
 
 class AtomicFile:
-    """A file written in pieces that appears whole on ``commit``, or not at all.
+    """A file that is written in pieces and appears under its path, complete, on ``commit``.
 
-    On this machine it is written under a temporary name beside its final path. In object stores it is uploaded in
-    parts while it is written: no copy on disk, 32 MiB in memory.
-
-    Args:
-        path: the final path.
+    A local file is written under a temporary name beside its path. An object in a bucket is uploaded in parts while it
+    is written, with up to 32 MiB in memory and no copy on disk.
     """
 
     def __init__(self, path: str) -> None:
@@ -282,13 +280,13 @@ class AtomicFile:
         self._writer = store.writer(path)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes."""
+        """Append bytes; return their number."""
         return self._writer.write(data)
 
     def commit(self) -> FileState:
-        """Publish the file durably; return its state, as ``stat`` would until another process writes there."""
+        """Publish the file, durably; return its size and version, as ``stat`` would."""
         return self._writer.commit()
 
     def discard(self) -> None:
-        """Remove what was written; never raises."""
+        """Remove the unfinished file; never raises."""
         self._writer.discard()

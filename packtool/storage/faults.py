@@ -1,4 +1,4 @@
-"""Failures of remote requests: which are temporary, and the error with cause and remedy for the user."""
+"""Errors of remote requests: whether a retry may help, and the error message with cause and remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialR
 
 
 class HttpStatus(Exception):
-    """A web server's answer with an error status."""
+    """A web server's response with an error status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"{status} {reason}".strip())
@@ -32,7 +32,7 @@ class HttpStatus(Exception):
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the server's answer, None if there was none."""
+    """Return the HTTP status of the server's response; None if there was no response."""
     if isinstance(error, HttpStatus):
         return error.status
     response: Any = getattr(error, "response", None)
@@ -43,7 +43,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """Return S3's error code, else the HTTP status as text, else ""."""
+    """Return the error code of S3, or else the HTTP status as text, or else ""."""
     response: Any = getattr(error, "response", None)
     code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     return str(code or status_of(error) or "")
@@ -72,17 +72,18 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def storage_error(path: str, operation: str, error: BaseException) -> RemoteError:
-    """Return the error for the user, without secrets.
+    """Return the error to raise for a failed request, with cause and remedy and without secrets.
 
     Args:
-        operation: what failed, as in ``reading``.
-        error: as the library raised it.
+        operation: the failed operation, such as ``reading``.
+        error: raised by aiobotocore or aiohttp.
     """
-    cause, remedy, fault = _explained(path, error)
+    cause, remedy, fault = _explain(path, error)
     return RemoteError(f"{masked(path)}: {operation} failed: {cause}", remedy, fault)
 
 
-def _explained(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
+def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
+    """Return cause, remedy and kind of a failed request."""
     text = scrubbed(" ".join(str(error).split())) or type(error).__name__
     scheme, code, kind, status = scheme_of(path), code_of(error), type(error).__name__, status_of(error)
     bucket = masked(path).partition("://")[2].partition("/")[0]

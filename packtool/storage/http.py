@@ -1,4 +1,4 @@
-"""Single files to read from ``http://`` and ``https://`` servers."""
+"""Files on ``http://`` and ``https://`` servers, which can only be read."""
 
 from __future__ import annotations
 
@@ -22,27 +22,31 @@ _CHUNK = 2**20
 
 
 def _connect(any_server: bool) -> Any:
-    """Make a session; unless ``any_server``, names that resolve to private networks are refused."""
+    """Open a session of aiohttp.
+
+    Args:
+        any_server: also allow host names that resolve to addresses in private networks.
+    """
     import aiohttp
 
     timeout = options().timeout
     tracing = aiohttp.TraceConfig()
     tracing.on_request_redirect.append(_check_redirect)
-    # A proxy resolves names itself, and may well be in a private network.
+    # A proxy resolves host names itself, and may be in a private network.
     resolver: Any = None if any_server or urllib.request.getproxies() else _PublicNames(aiohttp.ThreadedResolver())
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(resolver=resolver),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(timeout, 10.0), sock_read=timeout),
         trust_env=True,
-        headers={"Accept-Encoding": "identity"},  # with compression in transit, offsets would be wrong
+        headers={"Accept-Encoding": "identity"},  # compression would change the offsets of bytes
         trace_configs=[tracing],
     )
 
 
 class _PublicNames:
-    """A resolver that refuses names in private networks: the owner of a name decides where it leads.
+    """A resolver that refuses host names with addresses in private networks, since a row may name any host.
 
-    The returned addresses are those that are connected to. Hosts given as addresses are never resolved.
+    The session connects to the addresses that were checked. Hosts given as addresses are not resolved.
     """
 
     def __init__(self, resolver: Any) -> None:
@@ -86,7 +90,7 @@ def _server_of_url(url: Any) -> str:
 
 
 async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
-    """Refuse a redirect to a server outside the request's bounds; aiohttp calls it before following."""
+    """Raise RedirectRefused for a redirect to a server outside the request's bounds; aiohttp calls this before it."""
     import yarl
 
     bounds: Bounds | None = context.trace_request_ctx
@@ -99,11 +103,11 @@ async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
 
 
 class _NoRanges(StorageError):
-    """The server sends whole files only."""
+    """The server does not support range requests."""
 
 
 class HttpStore:
-    """Files on web servers: the functions of ``packtool.storage`` that only read."""
+    """The functions of ``packtool.storage`` for files on web servers, which can only be read."""
 
     def find(self, path: str) -> FileState | None:
         return answer(path, "looking", self._find(path))
@@ -116,7 +120,7 @@ class HttpStore:
                     return FileState(0, _tag(response))
                 _check_status(response)
                 size = _size(response)
-                if size is None:  # not sent: count
+                if size is None:  # the server does not send it
                     size = sum([len(chunk) async for chunk in response.content.iter_chunked(_CHUNK)])
                 return FileState(size, _tag(response))
 
@@ -131,7 +135,7 @@ class HttpStore:
         return False
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
-        """Open for reading by ranges, or download the file if the server supports no ranges."""
+        """Open a file for reading by range requests; download it if the server does not support them."""
 
         async def fetch(begin: int, stop: int) -> Range:
             async def attempt() -> Range:
@@ -154,6 +158,8 @@ class HttpStore:
             return answer(path, "reading", self._download(path, bounds))
 
     async def _download(self, path: str, bounds: Bounds | None) -> BinaryIO:
+        """Return a temporary file with the content; it is in memory up to 16 MiB."""
+
         async def attempt() -> BinaryIO:
             copy = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
             try:
@@ -167,10 +173,11 @@ class HttpStore:
             copy.seek(0)
             return cast(BinaryIO, copy)
 
-        # The size is unknown, so there is no limit on the whole; silence or a slow server ends it.
+        # The size is unknown, so the attempt has no time limit. A silent or slow server ends it.
         return await with_retries(attempt, 2**60, bounds.retries if bounds else None)
 
     async def _get(self, path: str, byte_range: str | None = None, bounds: Bounds | None = None) -> Any:
+        """Return aiohttp's context manager of a GET request."""
         any_server = bounds is None or bounds.stores is None
         session = await connection(("http", any_server), lambda: _connect(any_server))
         return session.get(_url(path), headers={"Range": byte_range} if byte_range else {}, trace_request_ctx=bounds)
@@ -182,7 +189,7 @@ def _check_status(response: Any) -> None:
 
 
 async def _chunks(path: str, response: Any, max_bytes: int | None) -> AsyncIterator[bytes]:
-    """Yield a body in chunks; raise if it exceeds ``max_bytes`` or comes slower than a request may be."""
+    """Yield a response's body in chunks; raise TooLarge above ``max_bytes``, TimeoutError below the minimum speed."""
     start, num_bytes = time.monotonic(), 0
     async for chunk in response.content.iter_chunked(_CHUNK):
         num_bytes += len(chunk)
@@ -194,11 +201,12 @@ async def _chunks(path: str, response: Any, max_bytes: int | None) -> AsyncItera
 
 
 def _size(response: Any) -> int | None:
-    """Return the size of the whole file in bytes; None if the server does not send it."""
+    """Return the size of the file in bytes, from a response's headers; None if the server does not send it."""
     text = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None
 
 
 def _tag(response: Any) -> str:
+    """Return the entity tag or the time of the last change from a response's headers; "" if it has neither."""
     tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
     return str(tag).strip('"')

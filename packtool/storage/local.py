@@ -1,4 +1,4 @@
-"""Files on this machine, and the types that all stores share: the state of a file and the bounds of reading it."""
+"""Files on this machine, and types that all stores share: size and version of a file, and limits on reading it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class FileState:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on reading a file that a row names and nobody has checked.
+    """Limits on reading a file that an untrusted row names.
 
     Args:
-        max_bytes: a larger file is refused.
-        stores: web servers (``storage.store_name``) that an address and its redirects may lead to; None for any.
-        retries: further attempts of a request; None for those of the options.
+        max_bytes: maximum size of the file.
+        stores: web servers (``storage.store_name``) that may be accessed, also by redirects; None for any.
+        retries: attempts of a request after the first; None for the number in the options.
     """
 
     max_bytes: int
@@ -48,15 +48,15 @@ class TooLarge(RemoteError):
 
 
 class RedirectRefused(RemoteError):
-    """A redirect, or a server's name, leads to a server outside the bounds."""
+    """A redirect or a host name leads to a server outside the bounds."""
 
 
 _UNFINISHED = re.compile(r"\.\d+-[0-9a-f]{8}\.partial\Z")
-"""End of the name of a file that is being written: process, random number, and a word for people."""
+"""End of the name of a temporary file: process id, random number and ``partial``."""
 
 
 class LocalStore:
-    """Files and directories of this machine: the functions of ``packtool.storage`` for local paths."""
+    """The functions of ``packtool.storage`` for local paths."""
 
     def find(self, path: str) -> FileState | None:
         try:
@@ -71,7 +71,7 @@ class LocalStore:
         return os.path.isdir(path)
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
-        """Open for reading; the system reads ahead itself.
+        """Open a file for reading.
 
         Pipes and devices are refused: a pipe would wait for its writer, and a device may have no end.
         """
@@ -145,7 +145,7 @@ class LocalStore:
 class LocalWriter:
     """A file that is written under a temporary name beside its final path and renamed on commit.
 
-    Each writer has a name of its own, so two processes that write the same file do not mix their data.
+    Each writer has its own temporary name, so that processes that write the same file do not mix their data.
     """
 
     def __init__(self, path: str) -> None:
@@ -159,20 +159,20 @@ class LocalWriter:
             return self._file.write(data)
 
     def commit(self, durable: bool = True) -> FileState:
-        """Rename the file to its final path, after the disk has its data if ``durable``."""
+        """Rename the file to its final path; if ``durable``, after the disk has stored its data."""
         with self._discarded_on_failure():
             state = self._finish(durable)
             os.replace(self._temporary, self._path)
             return state
 
     def commit_new(self) -> bool:
-        """Publish the file if there is none yet, atomically among processes; False if there is one."""
+        """Rename the file to its final path if that does not exist, atomically; return False if it exists."""
         try:
             with self._discarded_on_failure():
                 self._finish()
                 try:
                     os.link(self._temporary, self._path)
-                except (FileExistsError, FileNotFoundError):  # or cleared away by a quicker process
+                except (FileExistsError, FileNotFoundError):  # not found: a faster process has removed leftovers
                     return False
                 except OSError:  # a file system without links
                     try:
@@ -185,6 +185,7 @@ class LocalWriter:
             _remove_if_possible(self._temporary)
 
     def _finish(self, durable: bool = True) -> FileState:
+        """Close the temporary file; return its size and version."""
         self._file.flush()
         if durable:
             os.fsync(self._file.fileno())
@@ -194,9 +195,9 @@ class LocalWriter:
 
     @contextmanager
     def _discarded_on_failure(self) -> Iterator[None]:
-        """Remove the file on an OSError, which becomes a StorageError that every later call raises again.
+        """Remove the file on an OSError and raise a StorageError, also in every later call.
 
-        A library that writes through this object may report the first failure only later.
+        Later calls raise it again because a library that writes to this object may ignore the first error.
         """
         if self._failure is not None:
             raise self._failure
@@ -214,12 +215,12 @@ class LocalWriter:
 
 
 def final_name(path: str) -> str:
-    """Return the final path of a temporary file; any other path as it is."""
+    """Return the final path of a temporary file; any other path is returned unchanged."""
     return _UNFINISHED.sub("", path)
 
 
 def local_error(path: str, error: OSError | ValueError) -> StorageError:
-    """Return the operating system's error as a StorageError."""
+    """Return a StorageError for an error of the operating system."""
     reason = error.strerror if isinstance(error, OSError) else None
     return StorageError(f"{path}: {reason or error}", "Check the path, its permissions and the free space.")
 

@@ -1,18 +1,19 @@
 """Retry and timeout options of remote storage, read from the environment when a remote path is first used.
 
-    PACKTOOL_STORAGE_RETRIES   how often a request that failed for a temporary reason is retried
-    PACKTOOL_STORAGE_TIMEOUT   seconds without a byte after which a connection is closed
+    PACKTOOL_STORAGE_RETRIES   maximum retries of a request that fails for a temporary reason
+    PACKTOOL_STORAGE_TIMEOUT   seconds without received data after which a connection is closed
     OSS_ENDPOINT, OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET, OSS_SESSION_TOKEN, OSS_REGION
 
 botocore reads S3's own variables (``AWS_*``) and the profiles in ``~/.aws``.
 
-A request has ``retries + 1`` attempts, with pauses of 0.25, 0.5, 1, ... seconds between them, at most 20, shortened at
-random. An attempt ends after ``timeout`` seconds without a byte, and at the latest after ``timeout`` seconds plus one
-second for each 128 KiB that it moves. So every request ends, and the defaults outlast an outage of half a minute.
+A request has ``retries + 1`` attempts. The pauses between them are 0.25, 0.5, 1, ... seconds, at most 20, each
+shortened at random by up to half. An attempt ends after ``timeout`` seconds without data, and at the latest after
+``timeout`` seconds plus one second for each 128 KiB that it transfers. So every request ends, and with the defaults it
+survives an outage of half a minute.
 
-Backoff by store, for files that rows name, of which there may be a million: each failure in a row halves the retries
-for the next file of the same store, until a success. A web server that has never answered gets a quarter of the
-retries. Each process counts for itself.
+Rows may name a million media files on a server that is down. So each consecutive failure of a store halves the retries
+for its next file, until a request succeeds. A web server that has never responded gets a quarter of the retries. Each
+process counts separately.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class StorageOptions:
     """Options of remote storage.
 
     Args:
-        retries: further attempts of a request after the first.
-        timeout: seconds without a byte.
+        retries: attempts of a request after the first.
+        timeout: seconds without data after which an attempt ends.
         first_pause: seconds between the first attempt and the second.
-        s3_endpoint: address of S3 if it is not Amazon's, as botocore takes it from the environment.
+        s3_endpoint: address of the S3 server if it is not Amazon's, from the variables that botocore reads.
         oss_*: address and credentials of OSS.
     """
 
@@ -53,7 +54,7 @@ class StorageOptions:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> StorageOptions:
-        """Read the variables above; raises ConfigError if one is no number."""
+        """Read the environment variables above; raise a ConfigError if a number is invalid."""
         problems: list[str] = []
         endpoint = environ.get("OSS_ENDPOINT")
         options = cls(
@@ -83,7 +84,7 @@ _current: StorageOptions | None = None
 
 
 def options() -> StorageOptions:
-    """Return the options of this process, read from the environment once (ConfigError if that is wrong)."""
+    """Return the options of this process, which are read from the environment once; raise a ConfigError if invalid."""
     global _current
     if _current is None:
         _current = StorageOptions.from_environment(os.environ)
@@ -91,7 +92,7 @@ def options() -> StorageOptions:
 
 
 def set_options(new: StorageOptions | None) -> None:
-    """Replace the options of this process and forget failed requests; None reads the environment again."""
+    """Replace the options of this process and reset the backoff of all stores; None reads the environment again."""
     global _current
     _current = new
     _failures.clear()
@@ -125,24 +126,24 @@ def _oss_region(endpoint: str | None) -> str | None:
     return None
 
 
-_UNKNOWN_WEB_SHIFT = 2
-_failures: dict[str, int] = {}
-_responsive: set[str] = set()
+_UNKNOWN_WEB_SHIFT = 2  # bits by which the retries are shifted: a quarter
+_failures: dict[str, int] = {}  # consecutive failures by store
+_responsive: set[str] = set()  # stores that have responded
 
 
 def retries_for(store: str) -> int:
-    """Return the retries of the next request to a store."""
+    """Return the number of retries for the next file of a store."""
     unknown = _UNKNOWN_WEB_SHIFT if store.startswith("http:") and store not in _responsive else 0
     return options().retries >> min(_failures.get(store, 0) + unknown, 16)
 
 
 def record_success(store: str) -> None:
-    """Record that a store has answered."""
+    """Record that a store has responded."""
     _responsive.add(store)
     _failures.pop(store, None)
 
 
 def record_failure(store: str) -> int:
-    """Record that a store could not be reached; return the number of failures in a row."""
+    """Record that a store could not be reached; return the number of consecutive failures."""
     _failures[store] = _failures.get(store, 0) + 1
     return _failures[store]

@@ -1,4 +1,4 @@
-"""Local paths and URLs: tell them apart, join them, and remove secrets before they are shown."""
+"""Local paths and URLs: classify and join them, and remove secrets before they are shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MIN_SECRET_LENGTH = 8
 
 
 def scheme_of(path: str) -> str:
-    """Return ``s3``, ``https``, ...; "" for a local path."""
+    """Return the scheme of a path: ``s3``, ``https``, ...; "" for a local path."""
     if ":/" not in path:  # fast path: there may be many thousand local paths
         return ""
     match = _URL.match(path)
@@ -36,7 +36,7 @@ def scheme_of(path: str) -> str:
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path is a URL of another machine, which cannot be mapped into memory or used with ``os``."""
+    """Return whether a path is a URL of another machine, which functions of ``os`` and memory maps cannot use."""
     return scheme_of(path) != ""
 
 
@@ -110,7 +110,7 @@ def name(path: str) -> str:
 
 
 def origin(path: str) -> str:
-    """Return scheme and server or bucket of a URL for messages: ``https://host:8443``, ``s3://bucket``."""
+    """Return scheme and server or bucket of a URL, for messages: ``https://host:8443``, ``s3://bucket``."""
     scheme, _, rest = masked(normalize(path)).partition("://")
     return f"{scheme}://{re.split(r'[/?#]', rest, maxsplit=1)[0]}"
 
@@ -125,7 +125,7 @@ def absolute(path: str) -> str:
 
 
 def masked(path: str) -> str:
-    """Return a path that is safe to show and store: without user, password and query, which may be a signature."""
+    """Return a path without user, password and query (which may be a signature), so that it may be shown or stored."""
     if path.startswith("data:"):
         return f"{path[:32].partition(',')[0]},... ({len(path)} characters)"
     if ":/" not in path or not _URL.match(path):

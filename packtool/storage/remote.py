@@ -32,12 +32,12 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _connections: dict[Hashable, asyncio.Future[Any]] = {}
 _closing = contextlib.AsyncExitStack()
-# After a fork: objects of the parent, neither used nor closed here, because that would close the parent's connections.
+# After a fork: objects of the parent. They are kept, because deleting them would close the parent's connections.
 _inherited: list[object] = []
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Start requests on the I/O thread of this process."""
+    """Run a coroutine on the I/O thread of this process, which the first call starts."""
     global _loop
     with _lock:
         if _loop is None:
@@ -48,15 +48,15 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 async def connection(key: Hashable, connect: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-    """Return the connection pool of a key, opened on first use; call it on the I/O thread.
+    """Return the connection pool of a key, which is opened on first use; call it on the I/O thread.
 
     Args:
-        connect: opens the pool, which is kept until ``forget_connections``.
+        connect: opens the pool, which stays open until ``forget_connections``.
     """
     if key not in _connections:
         _connections[key] = asyncio.ensure_future(_closing.enter_async_context(connect()))
     try:
-        # Another request may wait for it when this one is cancelled.
+        # Shielded, because other requests may wait for the same pool when this one is cancelled.
         connected: T = await asyncio.shield(_connections[key])
     except Exception:
         _connections.pop(key, None)
@@ -85,10 +85,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def wait(work: Coroutine[Any, Any, T] | Future[T]) -> T:
-    """Return the result of requests; Ctrl-C cancels them."""
+    """Wait for a coroutine on the I/O thread and return its result; Ctrl-C cancels it."""
     future = work if isinstance(work, Future) else start(work)
     try:
-        # With a timeout, because a signal that another thread receives does not end the wait.
+        # With a timeout, because a signal that another thread receives does not interrupt the wait.
         while not futures_wait([future], timeout=_POLL_S).done:
             pass
         return future.result()
@@ -98,7 +98,7 @@ def wait(work: Coroutine[Any, Any, T] | Future[T]) -> T:
 
 
 def answer(path: str, operation: str, work: Coroutine[Any, Any, T] | Future[T]) -> T:
-    """Return the result of requests; raise every error as a StorageError that names path and operation."""
+    """Wait for a coroutine and return its result; raise every error as a StorageError with path and operation."""
     try:
         return wait(work)
     except StorageError:
@@ -109,12 +109,12 @@ def answer(path: str, operation: str, work: Coroutine[Any, Any, T] | Future[T]) 
 
 
 async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, retries: int | None = None) -> T:
-    """Make a request, and retry it while it fails for temporary reasons: see ``packtool.storage.options``.
+    """Make a request, and retry it if it fails for a temporary reason, as ``packtool.storage.options`` describes.
 
     Args:
         work: makes the request; called for each attempt.
-        num_bytes: bytes that the request moves, for its time limit.
-        retries: further attempts; None for those of the options.
+        num_bytes: number of bytes that the request transfers, for its time limit.
+        retries: attempts after the first; None for the number in the options.
     """
     settings = options()
     retries = settings.retries if retries is None else retries
@@ -144,13 +144,13 @@ class Range(NamedTuple):
 
 
 def check_complete(data: bytes, begin: int, content_range: str) -> None:
-    """Compare a body with its ``Content-Range``: proxies may truncate it and set a length to match.
+    """Compare a body with its ``Content-Range``: a proxy may truncate a body and change its length header to match.
 
     Args:
-        begin: first byte that was requested.
+        begin: position of the first requested byte.
 
     Raises:
-        ConnectionError: if they differ; it counts as temporary.
+        ConnectionError: if the body is not the announced range; such a request is retried.
     """
     match = re.match(r"bytes (\d+)-(\d+)/", content_range)
     if match and (int(match[1]), int(match[2]) + 1) != (begin, begin + len(data)):
@@ -160,18 +160,18 @@ def check_complete(data: bytes, begin: int, content_range: str) -> None:
 class RemoteReader(io.RawIOBase):
     """A remote file read by ranges; wrap it into a BufferedReader.
 
-    The first block is small, so that reading a header costs one short request. Blocks of a sequential read double up
-    to 8 MiB, and the next one is fetched while this one is used; after a seek they are small again. At most 24 MiB are
-    kept in memory. Every read may raise StorageError.
+    The first block is small, so that reading a header takes one short request. The blocks of a sequential read double
+    in size up to 8 MiB, and the next one is fetched while one is used. After a seek, blocks are small again. At most
+    24 MiB are kept in memory. Every read may raise a StorageError.
 
     Args:
         path: for messages.
         fetch: returns bytes [start, stop), fewer at the end of the file.
-        first_block: bytes to fetch first and after a seek.
+        first_block: size in bytes of the first block, and of the first after a seek.
         first: the first block.
 
     Attributes:
-        tag: see ``Range``.
+        tag: version of the file, as in ``Range``.
     """
 
     def __init__(
@@ -220,6 +220,7 @@ class RemoteReader(io.RawIOBase):
         super().close()
 
     def _block_at(self, position: int) -> tuple[int, bytes]:
+        """Return the begin and the data of the block that holds a position; fetch it if it is not in memory."""
         for i in reversed(range(len(self._blocks))):
             begin, data = self._blocks[i]
             if begin <= position < begin + len(data):
@@ -237,12 +238,12 @@ class RemoteReader(io.RawIOBase):
         return position, data
 
     def _stop(self, position: int) -> int:
-        """Return the end of a new block: of the current block size, but not into a block that is in memory."""
+        """Return the end of a new block of the current size, cut where the file ends or a block in memory begins."""
         ends = [begin for begin, _ in self._blocks if begin > position]
         return min(position + self._step, self._size, *ends)
 
     def _take_ahead(self, position: int) -> bytes | None:
-        """Return the block that was fetched ahead if it begins at ``position``, else cancel it."""
+        """Return the data of the block that is being fetched ahead if it begins at ``position``; else cancel it."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or os.getpid() != self._process:
             return None
@@ -252,7 +253,7 @@ class RemoteReader(io.RawIOBase):
         return self._checked(position, ahead[1])
 
     def _checked(self, begin: int, work: Coroutine[Any, Any, Range] | Future[Range]) -> bytes:
-        """Return the data of a request, or raise if it comes from another version of the file."""
+        """Return the data of a request; raise a StorageError if it comes from another version of the file."""
         block = answer(self._path, "reading", work)
         if (block.size, block.tag) != (self._size, self.tag) or (not block.data and begin < self._size):
             raise StorageError(
@@ -264,10 +265,9 @@ class RemoteReader(io.RawIOBase):
 def open_ranges(
     path: str, fetch: Callable[[int, int], Coroutine[Any, Any, Range]], first_block: int
 ) -> io.BufferedReader:
-    """Return a seekable, buffered file over range requests; the first request is made here, to report missing files.
+    """Open a remote file for reading by range requests: seekable and buffered.
 
-    Raises:
-        StorageError: if the file cannot be opened.
+    The first block is fetched at once, so that a missing file raises a StorageError here.
     """
     first = answer(path, "opening", fetch(0, first_block))
     return io.BufferedReader(RemoteReader(path, fetch, first_block, first), min(first_block, 2**17))

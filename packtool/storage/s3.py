@@ -1,7 +1,7 @@
-"""``s3://`` and ``oss://``: buckets with the S3 protocol, by single requests of aiobotocore.
+"""Buckets with the S3 protocol, ``s3://`` and ``oss://``, by single requests of aiobotocore.
 
-s3fs's file operations fail the fault tests: truncated bodies are not requested again, lost answers leave uploads behind
-or fail exclusive writes, opening a file takes two requests, and OSS rejects its request that deletes many objects.
+s3fs is not used because it fails the fault tests: it does not retry truncated bodies, lost responses leave uploads
+behind or make exclusive writes fail, opening a file takes two requests, and OSS rejects its bulk deletes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ABORT_S = 10.0
 
 
 class S3Writer:
-    """An object that is uploaded in parts while it is written; one smaller than a part is put on ``commit``.
+    """An object that is uploaded in parts while it is written; one smaller than a part is uploaded on ``commit``.
 
-    Three parts are in flight while the next is filled, so at most 32 MiB are in memory. If ``write`` or ``commit``
-    raises StorageError, nothing is left behind.
+    Up to three parts are uploaded while the next is filled, so at most 32 MiB are in memory. If ``write`` or ``commit``
+    raises a StorageError, the upload is removed.
 
     Args:
         store: makes the requests.
@@ -45,7 +45,7 @@ class S3Writer:
         self._object = {"Bucket": bucket, "Key": key}
         self._buffer = bytearray()
         self._upload: str | None = None
-        self._num_begun = 0  # requests to begin an upload: a lost answer leaves an upload of unknown id
+        self._num_begun = 0  # attempts to begin an upload: a lost response leaves an upload whose id is unknown
         self._in_flight: deque[Future[str]] = deque()
         self._tags: list[str] = []
         self._tag = ""  # of the whole object
@@ -53,21 +53,21 @@ class S3Writer:
         self._ended = False
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes; waits while too many parts are in flight."""
+        """Append bytes; return their number. Waits while three parts are being uploaded."""
         if self._ended:
             raise StorageError(f"{self._path}: written to after its end")
         view = memoryview(data).cast("B")
         position = 0
         while position < len(view):
-            room = self._part_bytes - len(self._buffer)
-            self._buffer += view[position : position + room]
-            position += room
+            num_missing = self._part_bytes - len(self._buffer)
+            self._buffer += view[position : position + num_missing]
+            position += num_missing
             if len(self._buffer) >= self._part_bytes:
                 self._guarded(self._send)
         return len(view)
 
     def commit(self) -> FileState:
-        """Complete the upload, so that the object appears."""
+        """Complete the upload, so that the object appears; return its size and entity tag."""
         if self._ended:
             raise StorageError(f"{self._path}: committed after its end")
         self._guarded(self._finish)
@@ -75,7 +75,7 @@ class S3Writer:
         return FileState(self._num_bytes, self._tag)
 
     def discard(self) -> None:
-        """Abort the upload; gives up after some seconds, because the network may be down."""
+        """Abort the upload; gives up after 10 seconds, because the network may be down. Never raises."""
         if self._ended:
             return
         self._ended = True
@@ -91,6 +91,7 @@ class S3Writer:
         return PART_BYTES if self._num_parts < _LARGE_FROM else _LARGE_PART_BYTES
 
     def _guarded(self, work: Any) -> None:
+        """Call ``work``; abort the upload if it fails, and raise errors of requests as StorageError."""
         try:
             work()
         except BaseException as error:
@@ -100,6 +101,7 @@ class S3Writer:
             raise storage_error(self._path, "writing", error) from None
 
     def _send(self) -> None:
+        """Start the upload of the buffer as the next part; wait while three parts are being uploaded."""
         if self._upload is None:
             self._upload = wait(with_retries(self._begin))
         while len(self._in_flight) >= _MAX_PARTS_IN_FLIGHT:
@@ -120,6 +122,7 @@ class S3Writer:
         return str(sent["ETag"])
 
     def _finish(self) -> None:
+        """Upload the rest and complete the upload, or put the whole object if no upload was begun."""
         if self._upload is None:
             data, self._buffer = bytes(self._buffer), bytearray()
             put = self._store.request("put_object", len(data), **self._object, Body=data)
@@ -131,10 +134,11 @@ class S3Writer:
             self._tags.append(wait(self._in_flight.popleft()))
         wait(self._complete(self._upload))
         if self._num_begun > 1:
-            with suppress(Exception):  # the object is complete; a failed clean-up is no reason to fail
+            with suppress(Exception):  # the object is complete even if the clean-up fails
                 wait(asyncio.wait_for(self._abort_others(self._upload), _ABORT_S))
 
     async def _complete(self, upload: str) -> None:
+        """Join the uploaded parts to the object."""
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(self._tags, start=1)]
         num_attempts = 0
 
@@ -147,7 +151,7 @@ class S3Writer:
                 )
                 self._tag = _tag(completed)
             except Exception as error:
-                # The answer to an earlier attempt may have been lost.
+                # An earlier attempt may have succeeded although its response was lost.
                 if code_of(error) != "NoSuchUpload" or num_attempts == 1 or not await self._is_complete():
                     raise
 
@@ -155,13 +159,13 @@ class S3Writer:
         await with_retries(attempt, self._num_bytes // 8)
 
     async def _is_complete(self) -> bool:
-        """Return whether the object is the uploaded one, by its size and its tag with the number of parts."""
+        """Return whether the object is the uploaded one, by its size and by the number of parts in its entity tag."""
         head = await self._store.request_once("head_object", **self._object)
         self._tag = _tag(head)
         return head["ContentLength"] == self._num_bytes and self._tag.endswith(f"-{len(self._tags)}")
 
     async def _abort(self) -> None:
-        # A part that is still in flight would outlive the abort.
+        """Abort this writer's uploads, after its parts have ended: a part that is being uploaded outlives an abort."""
         await asyncio.gather(*(asyncio.wrap_future(future) for future in self._in_flight), return_exceptions=True)
         if self._upload is not None:
             await self._store.abort_upload(self._object["Bucket"], self._object["Key"], self._upload)
@@ -169,14 +173,14 @@ class S3Writer:
             await self._abort_others(self._upload)
 
     async def _abort_others(self, own: str | None) -> None:
-        """Abort uploads to the same key whose id is unknown, because the answer with it was lost."""
+        """Abort all uploads to the same key but ``own``: a lost response leaves an upload whose id is unknown."""
         key = self._object["Key"]
         await self._store.abort_uploads(self._object["Bucket"], key, lambda name, upload: name == key and upload != own)
 
 
 _MAX_CONNECTIONS = 32
 _MAX_CONCURRENT_DELETES = 16
-# Codes for a conditional write whose object exists or is being written.
+# Error codes of a conditional write if the object exists or is being written.
 _EXISTS = {"PreconditionFailed", "ConditionalRequestConflict", "FileAlreadyExists", "412", "409"}
 
 
@@ -193,13 +197,13 @@ def _connect(scheme: str) -> Any:
 
 
 def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]:
-    """Return the arguments of the S3 client; botocore finds S3's credentials itself.
+    """Return the arguments of the S3 client. botocore reads the credentials of S3 itself.
 
     Args:
         scheme: ``s3`` or ``oss``.
 
     Raises:
-        StorageError: if the environment lacks the endpoint or the credentials of OSS.
+        StorageError: if the endpoint or the credentials of OSS are not set.
     """
     config: dict[str, Any] = {
         "connect_timeout": min(settings.timeout, 10.0),
@@ -207,7 +211,7 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
         "retries": {"total_max_attempts": 1, "mode": "standard"},  # with_retries makes the only retries
         "max_pool_connections": _MAX_CONNECTIONS,
     }
-    # Trailing checksums, botocore's default, are Amazon's own: OSS and older servers reject them.
+    # OSS and older servers reject the trailing checksums that botocore sends by default.
     plain = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     if scheme == "oss":
         if not settings.oss_endpoint:
@@ -242,7 +246,7 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
 
 
 def _needs_path_style(endpoint: str) -> bool:
-    """Return whether buckets cannot be sub-domains of the host: an IP address, or a name without a domain."""
+    """Return whether an endpoint has no sub-domains for buckets: an IP address, or a host name without domain."""
     host = urlsplit(endpoint).hostname or ""
     try:
         ipaddress.ip_address(host)
@@ -258,7 +262,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 class S3Store:
-    """Buckets of one scheme: the functions of ``packtool.storage`` for their paths."""
+    """The functions of ``packtool.storage`` for the buckets of one scheme."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
@@ -294,7 +298,7 @@ class S3Store:
         return bool(page.get("Contents")) or not prefix
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
-        """Open for reading by ranges."""
+        """Open an object for reading by range requests."""
         bucket, key = split(path)
 
         async def fetch(begin: int, stop: int) -> Range:
@@ -326,7 +330,7 @@ class S3Store:
             for folder in page.get("CommonPrefixes", ()):
                 states[folder["Prefix"][len(prefix) :].rstrip("/")] = None
             for item in page.get("Contents", ()):
-                if item["Key"] != prefix:  # the empty object by which consoles make a folder
+                if item["Key"] != prefix:  # the empty object that web consoles create as a folder
                     states[item["Key"][len(prefix) :]] = FileState(item["Size"], _tag(item))
         return dict(sorted(states.items()))
 
@@ -361,22 +365,24 @@ class S3Store:
         return answer(path, "writing", self._publish_new(bucket, key, data))
 
     async def _publish_new(self, bucket: str, key: str, data: bytes) -> bool:
+        """Write an object unless it exists; return whether it then has this content."""
         new = {"Bucket": bucket, "Key": key, "Body": data}
         try:
             await self.request("put_object", len(data), **new, IfNoneMatch="*")
         except Exception as error:
             if code_of(error) in _EXISTS:
-                return await self._holds(bucket, key, data)
+                return await self._has_content(bucket, key, data)
             if code_of(error) != "NotImplemented" and status_of(error) != 501:
                 raise
-            # A server without conditional writes: look before writing.
+            # The server does not support conditional writes: check before writing.
             if await self._find(bucket, key) is not None:
-                return await self._holds(bucket, key, data)
+                return await self._has_content(bucket, key, data)
             await self.request("put_object", len(data), **new)
         # A server may have ignored the condition, and another process may have written after this one.
-        return await self._holds(bucket, key, data)
+        return await self._has_content(bucket, key, data)
 
-    async def _holds(self, bucket: str, key: str, data: bytes) -> bool:
+    async def _has_content(self, bucket: str, key: str, data: bytes) -> bool:
+        """Return whether an object exists and has exactly this content."""
         try:
             content = await with_retries(lambda: self._range(bucket, key, 0, len(data) + 1), len(data))
         except Exception as error:
@@ -395,7 +401,8 @@ class S3Store:
         answer(path, "removing", self._remove(bucket, key.rstrip("/")))
 
     async def _remove(self, bucket: str, key: str) -> None:
-        # One by one: the request for many needs a checksum that botocore no longer sends and OSS requires.
+        """Remove an object and all objects below ``key/``."""
+        # One by one: a bulk delete needs a checksum that OSS requires and botocore no longer sends.
         names = [key]
         async for page in self._pages("list_objects_v2", Bucket=bucket, Prefix=f"{key}/"):
             names += [item["Key"] for item in page.get("Contents", ())]
@@ -408,7 +415,7 @@ class S3Store:
         answer(path, "clearing", self.abort_uploads(bucket, _prefix(key), lambda name, upload: True))
 
     async def abort_uploads(self, bucket: str, prefix: str, wanted: Callable[[str, str], bool]) -> None:
-        """Abort the unfinished uploads for which ``wanted(key, upload id)`` is true."""
+        """Abort the unfinished uploads below a prefix for which ``wanted(key, upload id)`` is true."""
         async for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
             for item in page.get("Uploads", ()):
                 if wanted(item["Key"], item["UploadId"]):
@@ -423,6 +430,7 @@ class S3Store:
                 raise
 
     async def _pages(self, method: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the pages of a listing."""
         position: dict[str, Any] = {}
         while True:
             page = await self.request(method, **arguments, **position)
@@ -434,16 +442,18 @@ class S3Store:
 
 
 def _forbid_overwriting(params: dict[str, Any], **_: Any) -> None:
-    """Add OSS's header for a conditional write, because not all its regions understand S3's."""
+    """Add OSS's own header to a conditional write, because some of its regions ignore that of S3."""
     if params["headers"].get("If-None-Match") == "*":
         params["headers"]["x-oss-forbid-overwrite"] = "true"
 
 
 def _prefix(key: str) -> str:
+    """Return the prefix of all keys below a key: ``a/b/`` for ``a/b``, "" for a whole bucket."""
     key = key.strip("/")
     return f"{key}/" if key else ""
 
 
 def _tag(response: dict[str, Any]) -> str:
+    """Return the entity tag in a response, or else the time of the last change, or else ""."""
     tag = response.get("ETag")
     return str(tag).strip('"') if tag else str(response.get("LastModified", ""))
