@@ -106,12 +106,7 @@ def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: 
 class _Export:
     """An export: scans the sources, runs the tasks and publishes the cache.
 
-    Attributes:
-        specs: of the sources.
-        directory: normalized output directory; None with ``--dry-run``.
-        identity: settings that determine the cache.
-        encoder: returns the encoder of this process, made by the first call.
-        sources, tasks, has_parts: set by ``_make_tasks``.
+    ``_make_tasks`` sets ``sources``, ``tasks`` and ``has_parts``.
     """
 
     def __init__(self, config: ExportConfig, progress: Progress, executor: Executor) -> None:
@@ -127,11 +122,7 @@ class _Export:
         self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))
 
     def run(self, collect: Callable[[], None]) -> ExportSummary:
-        """Run the export.
-
-        Args:
-            collect: called when all sources are scanned, to enable garbage collection.
-        """
+        """Run the export; call ``collect`` when all sources are scanned, to enable garbage collection."""
         config, directory = self.config, self.directory
         if directory is not None:
             if config.overwrite or config.repair:
@@ -235,12 +226,7 @@ class _Export:
         return self._summary(manifest, ordered, done, storage.join(directory, DROPPED_NAME))
 
     def _part(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
-        """Return the summary of a part of a job array while other parts are unfinished; raise with ``--finalize``.
-
-        Args:
-            results: of all finished tasks, by task number.
-            missing: numbers of the unfinished tasks.
-        """
+        """Return the summary of one part of a job array whose other parts are unfinished; ``--finalize`` raises."""
         config = self.config
         if config.finalize:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -278,16 +264,10 @@ class _Export:
         return _summary_of_finished(directory, manifest)
 
     def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
-        """Recreate damaged files.
+        """Recreate damaged files, given by paths such as ``train/index.arrow``; raise a MismatchError if one differs.
 
         The task that wrote a shard writes the same bytes again, because they depend only on rows, settings and model.
-        Index and prefixes are rebuilt from the shards. All are compared with the checksums in the manifest.
-
-        Args:
-            damaged: paths below the directory, such as ``train/index.arrow``.
-
-        Raises:
-            MismatchError: if a file differs from the original, for example with another version of a library.
+        Index and prefixes are rebuilt from the shards. The manifest has the checksums of all of them.
         """
         scratch = storage.join(directory, TASKS_DIR, "repair")
         storage.remove(scratch)
@@ -337,14 +317,9 @@ class _Export:
     def _run(
         self, tasks: Sequence[Task], done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]
     ) -> dict[int, TaskResult]:
-        """Run this part's unfinished tasks and show the progress.
+        """Run this part's unfinished tasks; return the results of all finished ones, with ``done``, by task number.
 
-        Args:
-            done: results of finished tasks, by task number.
-            check: raises a MismatchError if this run has lost the directory's lock.
-
-        Returns:
-            results of all finished tasks, by task number.
+        ``check`` raises a MismatchError if this run has lost the directory's lock.
         """
         config, progress = self.config, self.progress
         unfinished = [task for task in tasks if self._is_mine(task.number) and task.number not in done]

@@ -44,17 +44,14 @@ def _read_errors(path: str) -> Iterator[None]:
 
 
 def read_index(directory: str, manifest: Manifest, split: str, copy: str | None = None) -> dict[str, IntArray]:
-    """Read and check the index of a split of N samples.
+    """Read the index of a split of N samples; raise a MismatchError if it is damaged or not that of this cache.
 
     Args:
         copy: path of a local copy of the file, which is read instead.
 
     Returns:
-        columns by name, (N,) each: int64 for ``patch_squares``, int32 for the others; ``UNKNOWN`` in columns that an
+        columns by name, (N,) each: int64 for ``patch_squares``, int32 for the others. ``UNKNOWN`` fills columns that an
         older cache lacks.
-
-    Raises:
-        MismatchError: if the file is missing or damaged, or refers to samples that do not exist.
     """
     path = storage.join(directory, split, INDEX_NAME)
     with _read_errors(path):
@@ -106,12 +103,7 @@ class SplitPrefixes(NamedTuple):
 
 
 def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.RecordBatch:
-    """Return the rows of S samples in ``prefixes.arrow``.
-
-    Args:
-        counts: number of prefixes of each sample, (S,).
-        prefixes: of all samples, concatenated.
-    """
+    """Return S samples as rows of ``prefixes.arrow``; ``counts``: number of prefixes of each sample, (S,)."""
     offsets = pa.array(np.cumsum([0, *counts]), pa.int32())
     arrays = [pa.array(column, field.type) for column, field in zip(prefixes, PREFIX, strict=True)]
     entries = pa.StructArray.from_arrays(arrays, fields=list(PREFIX))
@@ -144,15 +136,12 @@ def with_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordB
 
 
 def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
-    """Read ``prefixes.arrow`` of a split of N samples, and check it.
+    """Read ``prefixes.arrow`` of N samples; raise a MismatchError if it is damaged or does not belong to the index.
 
     Args:
         sha256: expected checksum; None to skip its check.
         lengths: tokens of each sample in the index, (N,).
         copy: path of a local copy of the file, which is read instead.
-
-    Raises:
-        MismatchError: if the file is missing or damaged, or does not belong to this index.
     """
     with _read_errors(path):
         table = _read_table(path, sha256, copy)
@@ -193,11 +182,8 @@ _FRAME_TOKENS = 256
 def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[str, Column]:
     """Return the columns of an index, (N,) each, with estimates in place of ``UNKNOWN``.
 
-    All media of a sample are assumed to have the same number of tokens, and video frames 256 tokens each.
-
-    Args:
-        columns: result of ``read_index``.
-        limits: of the cache; they give the number of patches per token.
+    All media of a sample are assumed to have the same number of tokens, and video frames 256 tokens each. ``limits``
+    of the cache give the number of patches per token.
     """
     columns = dict(columns)
     images, videos, audios = (columns[f"num_{kind}"].astype(np.float64) for kind in ("images", "videos", "audios"))

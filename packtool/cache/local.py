@@ -73,18 +73,12 @@ _COPY_AGAIN = (
 
 
 def check_file(path: str, sha256: str, notes: str, since: float | None = None) -> bytes:
-    """Verify a local file against its SHA-256.
+    """Verify a local file; return the checksums of its blocks, or raise a MismatchError.
 
     Args:
-        sha256: expected checksum.
+        sha256: expected checksum of the file.
         notes: directory of the notes.
         since: Unix time in seconds; older notes are not trusted. None trusts all.
-
-    Returns:
-        checksums of the file's blocks, for ``MappedBlocks``.
-
-    Raises:
-        MismatchError: if the file has another checksum.
     """
     note = os.path.join(notes, hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX)
     with suppress(OSError), open(note, "rb") as file:
@@ -158,10 +152,9 @@ class MappedBlocks:
         self._state: os.stat_result | None = None
 
     def note_changes(self) -> None:
-        """Forget which blocks were verified if the file has changed since the last call. Takes 2 microseconds.
+        """Verify all blocks again if the file has changed since the last call, which takes 2 microseconds to see.
 
-        Raises:
-            MismatchError: if the file was truncated, so that reading the mapped memory would kill this process.
+        Raises a MismatchError if the file was truncated: reading the mapped memory would kill this process.
         """
         with suppress(OSError):  # the file was removed: its content stays mapped
             now, before = os.stat(self._path), self._state
@@ -195,11 +188,7 @@ class MappedBlocks:
 
 
 def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, int]]:
-    """Verify all shards, indexes and prefixes of a cache by reading them, without trusting notes.
-
-    Yields:
-        for each file: path below the directory, description of the problem or "", size in bytes.
-    """
+    """Verify all files of a cache by reading them; yield (path below the directory, problem or "", bytes) of each."""
     for split, info in sorted(manifest.splits.items()):
         expected: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
         expected += [(PREFIXES_NAME, None, info.prefixes_sha256)] if info.prefixes_sha256 else []
@@ -255,14 +244,9 @@ class LocalCopies:
         return cls(options.cache_dir or default_cache_dir(), options.cache_dir_size, verify=options.verify_cache)
 
     def check(self, path: str, fingerprint: str, sha256: str) -> bytes | None:
-        """Verify a local file, unless a note says that it was verified.
+        """Verify a file of a cache, unless a note says that it was verified; return the checksums of its blocks.
 
-        Args:
-            fingerprint: of the file's cache.
-            sha256: expected checksum.
-
-        Returns:
-            checksums of the file's blocks; None with ``--verify-cache never``.
+        None with ``--verify-cache never``, which reads nothing.
         """
         if self.verify == "never":
             return None
@@ -270,11 +254,7 @@ class LocalCopies:
         return check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
-        """Return this directory with these remote caches in use: their copies are not removed.
-
-        Raises:
-            ConfigError: if the caches are larger than the limit.
-        """
+        """Return this directory with these remote caches in use; raise a ConfigError if they exceed the limit."""
         sizes = {(m.fingerprint, s.sha256): s.bytes for m in manifests for p in m.splits.values() for s in p.shards}
         total = sum(sizes.values())
         if self.limit is not None and total > self.limit:
@@ -285,12 +265,7 @@ class LocalCopies:
         return replace(self, kept=frozenset(manifest.fingerprint for manifest in manifests))
 
     def shard(self, path: str, fingerprint: str, info: ShardInfo) -> tuple[str, bytes | None]:
-        """Return the path and block checksums of the verified copy of a remote shard; fetch it if it is missing.
-
-        Args:
-            path: URL of the shard.
-            fingerprint: of its cache.
-        """
+        """Return path and block checksums of the verified copy of a shard at URL ``path``; fetch it if missing."""
         copy = os.path.join(self.directory, fingerprint, info.sha256 + _SHARD)
         return self._read_copy(
             path, copy, info.bytes, info.sha256, lambda copy: (copy, self.check(copy, fingerprint, info.sha256))
@@ -299,12 +274,9 @@ class LocalCopies:
     def index(
         self, directory: str, split: str, fingerprint: str, read: Callable[[str], T], name: str = INDEX_NAME
     ) -> T:
-        """Return ``read(path)`` of a copy of a split's index, or of its file ``name``.
+        """Return ``read(copy)`` for the copy of a split's index, or of its file ``name``; fetch it if it is missing.
 
-        Args:
-            directory: URL of the cache.
-            fingerprint: of the cache.
-            read: reads a local file and raises a MismatchError if it is damaged; the copy is then fetched again, once.
+        If ``read`` raises a MismatchError, the copy is fetched again, once.
         """
         path = storage.join(directory, split, name)
         state = storage.stat(path)
@@ -323,7 +295,7 @@ class LocalCopies:
     def _fetch_if_missing(self, path: str, copy: str, size: int, sha256: str | None) -> str:
         """Fetch a remote file unless its copy exists; return the path of the copy, marked as used now.
 
-        Of several processes, the one that locks the unfinished copy fetches the file, while the others wait.
+        One process locks the unfinished copy and fetches the file, while others wait for the lock.
         """
         unfinished = copy + _UNFINISHED
         try:

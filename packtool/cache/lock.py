@@ -38,9 +38,7 @@ class Holder:
 
     Args:
         run: random identifier of the run.
-        host: name of the machine.
         space: boot and container, within which ``pid`` is unique.
-        pid: process id.
         started: start time of the process in ticks, because process ids are reused.
         since, renewed: when the lock was taken and last renewed, Unix time in seconds.
         part: "2 of 8" for a part of a job array, else empty.
@@ -162,15 +160,12 @@ def remove_stale(directory: str, *, own: str = "") -> bool:
 class DirectoryLock:
     """A context manager that holds a directory's lock, alone or together with other parts of the same export.
 
-    A thread renews the lock every half minute.
+    Entering raises a MismatchError if the directory is busy. A thread renews the lock every half minute.
 
     Args:
         directory: normalized path.
         part: "2 of 8" for a part of a job array; empty for a whole export.
         what: kind of this run, for the messages of other runs.
-
-    Raises:
-        MismatchError: on entering, if the directory is busy.
     """
 
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:

@@ -48,14 +48,11 @@ class WrongValue(ManifestError):
 
 
 def build(cls: type[T], raw: object, path: str = "") -> T:
-    """Build a dataclass from the result of ``dataclasses.asdict``, checking every value against its field's type.
+    """Build a dataclass from parsed JSON; raise a ManifestError for the first unknown, missing or wrong field.
 
     Args:
-        raw: parsed JSON.
+        raw: what ``dataclasses.asdict`` would return.
         path: of the value in its file, for messages: ``splits.train.shards[3]``.
-
-    Raises:
-        ManifestError: for the first field that is unknown, missing or has a wrong value.
     """
     if not isinstance(raw, dict):
         raise WrongValue(path, raw, "an object")
@@ -78,15 +75,12 @@ def _join(path: str, name: str) -> str:
 
 
 def value_of(kind: Any, raw: Any, path: str) -> Any:
-    """Convert a JSON value to a declared type; numbers must be from 0 to 2**62.
+    """Convert a JSON value to a declared type; raise a ManifestError if it does not fit. Numbers are from 0 to 2**62.
 
     Args:
         kind: a dataclass, str, int, float, bool, Any, a union with None, a literal, tuple or mapping.
             ``Annotated[int, -1]`` is an int that may also be -1.
         path: of the value in its file, for messages.
-
-    Raises:
-        ManifestError: if the value does not fit.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -139,10 +133,8 @@ class SourceInfo:
 
     Args:
         path: absolute, or a URL without secrets.
-        size: bytes.
-        modified: time of the last change or entity tag, as in ``storage.FileState``.
+        modified: time of the last change or entity tag.
         digest: hash of the content.
-        rows: number of rows.
         settings: of its source as JSON (``SourceSpec.settings``).
     """
 
@@ -192,7 +184,6 @@ class InputCounts(Counts):
     """Counts of input rows, each of which is dropped or becomes one or several samples.
 
     Args:
-        rows: number of rows.
         dropped: dropped rows by reason.
         marks_added: rows in which missing media marks were inserted.
         parts_left_out: dropped turns and responses of kept rows, by reason.
@@ -217,8 +208,8 @@ class SampleCounts(Counts):
 
     Args:
         rows: number of samples.
-        tokens, target_tokens, media_tokens: of all samples; target tokens have loss.
-        truncated, truncated_tokens: number of truncated samples, and of tokens removed from them.
+        target_tokens: tokens with loss.
+        truncated, truncated_tokens: truncated samples, and tokens removed from them.
         pieces_added: samples in excess of one per row, where texts, turns or responses of a row become samples.
     """
 
@@ -278,7 +269,6 @@ class Manifest(InputCounts):
         packtool_version: version that wrote it.
         channels: names; the index stores their positions here.
         splits: ``train``, ``val`` or both.
-        fingerprint: result of ``fingerprint_of``.
     """
 
     packtool_version: str

@@ -78,11 +78,7 @@ def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]
 
 
 def read_origins(reader: CacheReader, cache: int) -> Origins:
-    """Return the origins of the samples of one cache; reads three columns of all its shards.
-
-    Args:
-        cache: number of the cache among the reader's.
-    """
+    """Return the origins of the samples of cache number ``cache``; reads three columns of all its shards."""
     shard, row_in_shard = reader.locations(cache)
     names: dict[str, int] = {}  # of source files as samples name them, with their position in ``files``
     num_samples = len(shard)

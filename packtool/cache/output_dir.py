@@ -61,11 +61,7 @@ _STATE_NAME = "export.json"
 
 
 def check_is_ours(directory: str, *, may_be_finished: bool = False) -> None:
-    """Raise a ConfigError unless the directory is empty or holds an unfinished export.
-
-    Args:
-        may_be_finished: also allow a finished cache, for ``--overwrite`` and ``--repair``.
-    """
+    """Raise a ConfigError unless the directory is empty, holds an unfinished export or, if allowed, a cache."""
     names = [name for name in storage.list_names(directory) if not is_of_lock(name)]
     # An export that kept no row leaves only its list of reasons.
     if not names or TASKS_DIR in names or names == [DROPPED_NAME] or (may_be_finished and MANIFEST_NAME in names):
@@ -104,10 +100,9 @@ def _read_manifest(directory: str) -> Manifest | None:
 
 
 def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of the finished cache of this export, after removing left-over files; None if there is none.
+    """Return the manifest of this export's finished cache, or None; raise a MismatchError if it has other settings.
 
-    Raises:
-        MismatchError: if the cache has other settings or lacks shards.
+    Left-over files of an export that was killed at its end are removed.
     """
     manifest = find_same(directory, identity, specs)
     if manifest is not None:
@@ -120,7 +115,7 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
 
 
 def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of the finished cache of this export, whose files may be damaged; None if there is none.
+    """Return the manifest of this export's finished cache, or None. The cache may be damaged.
 
     Raises:
         MismatchError: if the cache has other settings or sources; the message lists all differences.
@@ -156,11 +151,7 @@ def _has_changed(source: SourceInfo, spec: SourceSpec) -> bool:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for each value that differs, sorted by name; the paths of model and template are ignored.
-
-    Args:
-        prefix: of the names in lines, as ``spec.`` for nested values.
-    """
+    """Return a line for each value that differs, sorted; nested names begin with ``prefix``. Paths are ignored."""
     lines = []
     for key in there.keys() | here.keys():
         a, b = there.get(key), here.get(key)
@@ -183,7 +174,7 @@ def export_id(state: bytes) -> str:
 
 
 def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
-    """Create the directories; return the results of tasks that an interrupted run of the same export has finished.
+    """Create the directories; return the results, by task number, that an interrupted run of this export has left.
 
     Args:
         state: of this export (``export_state``).
@@ -220,11 +211,7 @@ def _other_export_error(directory: str, num_finished: int) -> MismatchError:
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
-    """Return the results, by task number, of this export's tasks whose files are all intact.
-
-    Args:
-        export: identifier of the export (``export_id``).
-    """
+    """Return the results, by task number, of the tasks of an export whose files are all intact."""
     results = {}
     states: dict[str, dict[str, storage.FileState | None]] = {}
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
@@ -257,12 +244,7 @@ def _is_marker(name: str) -> bool:
 
 
 def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
-    """Return the identity of an export's cache.
-
-    Args:
-        files: of the model.
-        limits: on media, of the model's processor with the user's options.
-    """
+    """Return the identity of an export's cache; ``limits`` on media include the user's options."""
     return Identity(
         # The path of the model is absolute, so that it can be used from any directory; the fingerprint ignores it.
         spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
@@ -286,8 +268,7 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
 def delayed_gc() -> Iterator[Callable[[], None]]:
     """Disable garbage collection until the yielded function is called; later collections skip the objects made before.
 
-    An export may describe many thousand files. These objects stay alive, and every collection would traverse them.
-    Nothing changes if garbage collection is already disabled.
+    They describe up to many thousand files and stay alive. Nothing changes if garbage collection is already disabled.
     """
     if not gc.isenabled():
         yield lambda: None
@@ -309,10 +290,9 @@ _HISTOGRAM_BINS = 64
 
 
 def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
-    """Return the manifest with the sums of all tasks' counts; checksums of indexes and prefixes are still empty.
+    """Return the manifest with the counts of all tasks, given in the order of their numbers.
 
-    Args:
-        results: of all tasks, in the order of their numbers.
+    The checksums of indexes and prefixes are empty until ``publish_cache``.
     """
     names = sorted({name for result in results for name in result.splits})
     manifest = Manifest(
@@ -367,7 +347,6 @@ def publish_cache(
     """Merge the tasks' files, write the manifest as the last file, and remove ``.tasks``.
 
     Args:
-        results: of all tasks, in the order of their numbers.
         check: raises a MismatchError if this run has lost the directory's lock.
         has_parts: rows may become several samples.
 
@@ -442,12 +421,7 @@ def check_written(directory: str, results: Sequence[TaskResult]) -> None:
 
 
 def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> bool:
-    """Return whether a file is the shard that a task wrote, by size and time, or size and SHA-256 if the time differs.
-
-    Args:
-        state: of the file; None if it does not exist.
-        part: the task's result.
-    """
+    """Return whether a file is the shard that a task wrote, by size and time, or by SHA-256 if the time differs."""
     if state is None or state.size != part.bytes:
         return False
     return state.modified == part.modified or sha256_of(path) == part.sha256  # a copied file has another time
@@ -494,12 +468,7 @@ def _read_part(path: str, sha256: str) -> bytes:
 
 
 def _with_cache_channels(batch: pa.RecordBatch, names: list[str], positions: Mapping[str, int]) -> pa.RecordBatch:
-    """Replace the positions in column ``channel`` of a task's part of the index.
-
-    Args:
-        names: channels of the task, to which the column refers; -1 stands for no channel.
-        positions: of all channels in the manifest, by name.
-    """
+    """Replace positions in a task's channels ``names`` by those in the manifest's; -1 stands for no channel."""
     if not names:
         return batch
     import pyarrow.compute as pc  # here, because most rows have no channel
@@ -520,11 +489,7 @@ def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
 
 
 def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: str | None) -> None:
-    """Raise a DataError if an export kept no row, after reducing its directory to ``dropped.jsonl``.
-
-    Args:
-        directory: of the export; None with ``--dry-run``.
-    """
+    """Raise a DataError if an export kept no row; its directory, if any, is reduced to ``dropped.jsonl``."""
     if any(split.rows for split in manifest.splits.values()):
         return
     where = "Without --dry-run, the output directory lists each row with its reason."
@@ -541,11 +506,7 @@ def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: s
 
 
 def percentiles(counts: Mapping[int, int]) -> dict[str, int]:
-    """Return the 50th, 90th and 99th percentile and the maximum of sample lengths; zeros without samples.
-
-    Args:
-        counts: number of samples by length in tokens.
-    """
+    """Return p50, p90, p99 and max of sample lengths, from the number of samples by length; zeros without samples."""
     if not counts:
         return {"p50": 0, "p90": 0, "p99": 0, "max": 0}
     lengths = np.array(sorted(counts), np.int64)

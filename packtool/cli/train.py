@@ -17,7 +17,7 @@ from packtool.cli.options import Invocation, interruptible_progress
 from packtool.config.commands import DemoConfig, EvalConfig, MergeConfig, VerifyConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_OK, EXIT_UNEXPECTED, PacktoolError
-from packtool.launch.processes import begins_run, find_place, imported_at_once, share_cores_politely
+from packtool.launch.processes import begins_run, imported_at_once, launch_ranks, share_cores_politely
 from packtool.launch.world import LOST_PEER, is_lost_peer
 from packtool.terminal import show, show_json
 
@@ -70,7 +70,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     if begins_run():
         refuse_other_run(config)  # the first process takes the lock; this reports a conflict before others start
     config = with_local_copies(config)
-    world = find_place(
+    world = launch_ranks(
         invocation.arguments,
         config.sequence_parallel_ranks,
         partial(_prepare_train, config),
@@ -174,7 +174,7 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
         prepare_evaluation(config, world)
 
-    world = find_place(invocation.arguments, config.sequence_parallel_ranks, prepare, max_wait=config.ddp_timeout)
+    world = launch_ranks(invocation.arguments, config.sequence_parallel_ranks, prepare, max_wait=config.ddp_timeout)
     from packtool.report.results import evaluation_figures, evaluation_lines
     from packtool.report.tables import TerminalProgress
     from packtool.train.evaluate.run import evaluate_caches
@@ -200,7 +200,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
         axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))
 
     ranks = config.sequence_parallel_ranks
-    world = find_place(invocation.arguments, ranks, prepare, starts_none=ranks == 1, max_wait=config.ddp_timeout)
+    world = launch_ranks(invocation.arguments, ranks, prepare, starts_none=ranks == 1, max_wait=config.ddp_timeout)
     from packtool.report.results import verify_figures, verify_lines, write_page
     from packtool.report.tables import TerminalProgress
 

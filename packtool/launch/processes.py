@@ -39,8 +39,7 @@ class Processes:
     """Number of processes, and the address at which they meet.
 
     Args:
-        per_node: processes on each machine.
-        num_nodes: number of machines.
+        per_node, num_nodes: processes on each machine, and machines.
         node_rank: 0-based number of this machine.
         address, port: of the first machine; None if the environment does not set them.
     """
@@ -60,8 +59,7 @@ class Processes:
     def from_environment(cls, environ: Mapping[str, str]) -> Processes:
         """Read ``NPROC_PER_NODE``, ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-        Raises:
-            ConfigError: listing all variables with wrong or missing values.
+        A ConfigError lists all wrong and missing values.
         """
         problems: list[str] = []
         per_node = _number(environ, "NPROC_PER_NODE", 1, 1, None, problems)
@@ -165,7 +163,7 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False, max_wait: int | None = None) -> None:
+def launch_if_requested(arguments: Sequence[str], *, even_one: bool = False, max_wait: int | None = None) -> None:
     """Replace this process by torchrun if ``launch_command`` returns a command for these arguments; else return.
 
     Unless ``OMP_NUM_THREADS`` is set, the processes get equal numbers of threads, together as many as there are cores.
@@ -201,7 +199,7 @@ def begins_run() -> bool:
     return not is_launched() and Processes.from_environment(os.environ).node_rank == 0
 
 
-def find_place(
+def launch_ranks(
     arguments: Sequence[str],
     sequence_parallel_size: int,
     prepare: Callable[[World], object],
@@ -225,7 +223,7 @@ def find_place(
     world = World(0, Processes.from_environment(os.environ).total).shared_by(sequence_parallel_size)
     if (world.size > 1 or even_one) and not starts_none:
         prepare(world)
-        launch_if_asked(arguments, even_one=even_one, max_wait=max_wait)
+        launch_if_requested(arguments, even_one=even_one, max_wait=max_wait)
     return world
 
 
@@ -237,9 +235,6 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
 
     The record is kept in torchrun's store, which exists before the processes have met and after one has failed. Without
     torchrun, or if the store does not respond, every process prints its messages.
-
-    Args:
-        environ: environment; by default that of this process.
     """
     environ = os.environ if environ is None else environ
     if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -127,8 +127,7 @@ class Nodes:
     """The connection of this machine's launcher to those of the other machines.
 
     Args:
-        num_nodes: number of machines.
-        rank: 0-based number of this machine.
+        num_nodes, rank: number of machines, and 0-based number of this one.
         per_node: processes on each machine.
         address, port: of the store of node 0.
         limit: seconds to wait for other machines.
@@ -137,22 +136,23 @@ class Nodes:
     def __init__(self, num_nodes: int, rank: int, per_node: int, address: str, port: int, *, limit: float) -> None:
         self.num_nodes, self.rank, self.per_node, self.limit = num_nodes, rank, per_node, limit
         self.address, self.port = address, port
-        self.place = f"{address}:{port}"
+        self.store_address = f"{address}:{port}"
         self._record: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._record |= {"processes": [num_nodes, per_node], "beat": 0, "end": None}
         self._store: TCPStore | None = None
         self._store_error: str = "not connected yet"
-        self._fatal: ConfigError | None = None
+        self._port_error: ConfigError | None = None
+        # What node 0 publishes: records by rank, and once all have met, their ids by rank.
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
         self._seen: dict[str, tuple[tuple[str, int], float]] = {}  # by rank: id and counter, and when they changed
-        self._met, self._leaves = threading.Event(), threading.Event()
-        self._printed = ""
-        self._ended_at: float | None = None
-        self._serves = self._had_ranks = False
+        self._has_met, self._is_leaving = threading.Event(), threading.Event()
+        self._last_status = ""
+        self._failed_since: float | None = None
+        self._has_server = self._had_ranks = False
         self._begin = time.monotonic()
-        self._waits_since: float | None = self._begin
-        self._line_gap = _FIRST_LINE_SECONDS
-        self._next_line = self._begin + self._line_gap
+        self._waiting_since: float | None = self._begin
+        self._status_interval = _FIRST_LINE_SECONDS
+        self._next_status = self._begin + self._status_interval
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     @property
@@ -163,12 +163,12 @@ class Nodes:
     def meet(self) -> None:
         """Wait for the launchers of all machines; raise a ConfigError after the limit, or if the port is in use."""
         self._thread.start()
-        while not self._met.wait(0.1):
-            if self._fatal:
-                raise self._fatal
+        while not self._has_met.wait(0.1):
+            if self._port_error:
+                raise self._port_error
             if time.monotonic() - self._begin > self.limit:
                 raise self.failure()
-        show(f"{self.title}: {_names_of_ranks(self.rank, self._record)}, master {self.place}", error=True)
+        show(f"{self.title}: {_names_of_ranks(self.rank, self._record)}, master {self.store_address}", error=True)
 
     def failure(self, reason: str = "") -> ConfigError:
         """Return the error of a launcher that gives up: the event that it waits for, or else ``reason``, and causes."""
@@ -178,44 +178,42 @@ class Nodes:
         )
         if self._store is None:
             causes = "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine? " + causes
-        return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._line() or reason}", causes)
+        return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._status() or reason}", causes)
 
     def leave(self, code: int, reason: str = "") -> None:
         """Publish this machine's exit code. If the cause of a failure is unknown, print which other machines failed.
 
-        Args:
-            code: exit code.
-            reason: why this machine ended, if that is known; other machines are then not the cause.
+        ``reason`` tells why this machine ended, if that is known; other machines are then not the cause.
         """
-        self._leaves.set()
+        self._is_leaving.set()
         self._thread.join()
-        if not self._met.is_set():
+        if not self._has_met.is_set():
             return
         self._record["end"] = {"code": code, "reason": reason}
         is_cause_unknown = code == EXIT_UNEXPECTED and not reason
         until = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < until:
             self._exchange()
-            lost = self._lost()
-            succeeded = [rank for rank, record in self._others() if record["end"] and not record["end"]["code"]]
+            failures = self._failures()
+            succeeded = [rank for rank, record in self._other_nodes() if record["end"] and not record["end"]["code"]]
             # The store ends with node 0, which must wait until all others have ended too.
-            is_read = self.rank > 0 or len(lost) + len(succeeded) == self.num_nodes - 1
-            if (lost or not is_cause_unknown) and is_read:
+            is_read = self.rank > 0 or len(failures) + len(succeeded) == self.num_nodes - 1
+            if (failures or not is_cause_unknown) and is_read:
                 break
             time.sleep(_BEAT_SECONDS / 2)
-        for text in self._lost().values() if is_cause_unknown else ():
-            if text not in self._printed:
+        for text in self._failures().values() if is_cause_unknown else ():
+            if text not in self._last_status:
                 show(f"{self.title}: {text}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
 
     def _run(self) -> None:
         """Exchange records every second until ``leave`` is called; runs in a thread."""
-        while not self._leaves.wait(_BEAT_SECONDS):
+        while not self._is_leaving.wait(_BEAT_SECONDS):
             self._exchange()
-            self._print_line()
-            if self._met.is_set():
-                self._give_up()
+            self._print_status()
+            if self._has_met.is_set():
+                self._end_stuck_ranks()
 
     def _exchange(self) -> None:
         """Write this machine's record and read those of the others; connect to the store if necessary.
@@ -238,25 +236,25 @@ class Nodes:
             return
         met = self._state["met"] or {}
         if met.get(str(self.rank)) == self._record["id"]:
-            self._met.set()
-        elif self._met.is_set():
+            self._has_met.set()
+        elif self._has_met.is_set():
             self._store, self._store_error = None, "another run uses this address now"
 
     def _connect(self) -> TCPStore:
         """Connect to the store of node 0, after trying a plain socket, because torch prints a stack trace on errors."""
         with contextlib.ExitStack() as sockets:
-            if self.rank == 0 and not self._serves:
+            if self.rank == 0 and not self._has_server:
                 try:
                     sockets.enter_context(socket.create_server(("", self.port)))
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
-                        self._fatal = ConfigError(
+                        self._port_error = ConfigError(
                             f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
                             "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
                         )
                     raise
             sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
-        self._serves = self.rank == 0
+        self._has_server = self.rank == 0
         return TCPStore(
             self.address,
             self.port,
@@ -281,16 +279,16 @@ class Nodes:
                 self._seen[rank] = counter, now
             nodes[rank] = record | {"silent": now - self._seen[rank][1]}
         self._state["nodes"] = nodes
-        if self._state["met"] is None and not self._missing() and not self._different():
+        if self._state["met"] is None and not self._missing_nodes() and not self._unequal_settings():
             self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
 
-    def _missing(self) -> list[int]:
+    def _missing_nodes(self) -> list[int]:
         """Return the numbers of the machines without a live launcher."""
         nodes = self._state["nodes"]
         live = {rank for rank, record in nodes.items() if record["silent"] < _SILENT_SECONDS and not record["end"]}
         return [rank for rank in range(self.num_nodes) if str(rank) not in live]
 
-    def _different(self) -> str:
+    def _unequal_settings(self) -> str:
         """Describe a machine that was started with another number of machines or processes; empty for none."""
         nodes = self._state["nodes"]
         for rank, record in nodes.items():
@@ -300,84 +298,86 @@ class Nodes:
                 return f"node {rank} ({record['host']}) has {here}, node 0 ({first['host']}) has {there}"
         return ""
 
-    def _others(self) -> list[tuple[str, dict[str, Any]]]:
+    def _other_nodes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the records of the other machines of this run."""
         met = self._state["met"] or {}
         return [(rank, each) for rank, each in self._state["nodes"].items() if int(rank) != self.rank and rank in met]
 
-    def _lost(self) -> dict[str, str]:
+    def _failures(self) -> dict[str, str]:
         """Describe the other machines that failed or do not answer, by their numbers."""
         if self._store is None:
-            return {} if self.rank == 0 else {"0": f"node 0 at {self.place} has ended: {self._store_error}"}
-        lost = {}
-        for rank, record in self._others():
-            who = f"node {rank} ({record['host']}, {_names_of_ranks(int(rank), record)})"
+            return {} if self.rank == 0 else {"0": f"node 0 at {self.store_address} has ended: {self._store_error}"}
+        failures = {}
+        for rank, record in self._other_nodes():
+            name = f"node {rank} ({record['host']}, {_names_of_ranks(int(rank), record)})"
             if record["id"] != self._state["met"][rank]:
-                lost[rank] = f"{who} was started again"
+                failures[rank] = f"{name} was started again"
             elif record["end"] and record["end"]["code"]:
-                lost[rank] = f"{who} failed with exit code {record['end']['code']}"
-                lost[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
+                failures[rank] = f"{name} failed with exit code {record['end']['code']}"
+                failures[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
             elif not record["end"] and record["silent"] >= _SILENT_SECONDS:
-                lost[rank] = f"{who} has not answered for {record['silent']:.0f} s: killed, or disconnected"
-        return lost
+                failures[rank] = f"{name} has not answered for {record['silent']:.0f} s: killed, or disconnected"
+        return failures
 
-    def _line(self) -> str:
+    def _status(self) -> str:
         """Describe the event that this launcher waits for, or the failure of other machines; empty for none."""
         met = self._state["met"]
-        if self._met.is_set():
-            return "; ".join(self._lost().values())
+        if self._has_met.is_set():
+            return "; ".join(self._failures().values())
         if self._store is None:
             condition = (
-                f"MASTER_ADDR={self.address} to lead to this machine" if self.rank == 0 else f"node 0 at {self.place}"
+                f"MASTER_ADDR={self.address} to lead to this machine"
+                if self.rank == 0
+                else f"node 0 at {self.store_address}"
             )
             return f"waiting for {condition}: {self._store_error}"
         if met is not None:
             record = self._state["nodes"][str(self.rank)]
             return (
-                f"waiting for the next run: the one at {self.place} has started with another NODE_RANK={self.rank} "
-                f"({record['host']})"
+                f"waiting for the next run: the one at {self.store_address} has started with another "
+                f"NODE_RANK={self.rank} ({record['host']})"
             )
-        if different := self._different():
+        if different := self._unequal_settings():
             return f"waiting for equal settings: {different}"
-        missing = self._missing()
+        missing = self._missing_nodes()
         return (
-            f"waiting at {self.place} for {len(missing)} of {self.num_nodes} nodes: NODE_RANK "
+            f"waiting at {self.store_address} for {len(missing)} of {self.num_nodes} nodes: NODE_RANK "
             f"{', '.join(map(str, missing))}"
         )
 
-    def _print_line(self) -> None:
+    def _print_status(self) -> None:
         """Print what this launcher waits for, if anything: after 5 seconds, then less often, at least once a minute."""
-        line, now = self._line(), time.monotonic()
-        if not line:
-            self._waits_since = None
+        status, now = self._status(), time.monotonic()
+        if not status:
+            self._waiting_since = None
             return
-        if self._waits_since is None:
-            self._waits_since, self._line_gap = now, _FIRST_LINE_SECONDS
-            self._next_line = now + self._line_gap
-        if now >= self._next_line:
-            waited = f"{now - self._waits_since:.0f} s of at most {self.limit:g}: {_OPTION}"
-            show(f"{self.title}: {line} ({waited})", error=True)
-            self._printed = line
-            self._line_gap = min(2 * self._line_gap, _MAX_LINE_SECONDS)
-            self._next_line = now + self._line_gap
+        if self._waiting_since is None:
+            self._waiting_since, self._status_interval = now, _FIRST_LINE_SECONDS
+            self._next_status = now + self._status_interval
+        if now >= self._next_status:
+            waited = f"{now - self._waiting_since:.0f} s of at most {self.limit:g}: {_OPTION}"
+            show(f"{self.title}: {status} ({waited})", error=True)
+            self._last_status = status
+            self._status_interval = min(2 * self._status_interval, _MAX_LINE_SECONDS)
+            self._next_status = now + self._status_interval
 
-    def _give_up(self) -> None:
+    def _end_stuck_ranks(self) -> None:
         """End this machine's ranks some time after another machine has ended, if they do not end themselves.
 
         Without ranks, the launcher exits, as its main thread may be waiting inside torch's store.
         """
-        lost, now = self._lost(), time.monotonic()
+        failures, now = self._failures(), time.monotonic()
         has_ranks = _signal_ranks(0)
         self._had_ranks |= has_ranks
-        self._ended_at = (self._ended_at or now) if lost else None
-        if self._ended_at is None or (self._had_ranks and not has_ranks):
+        self._failed_since = (self._failed_since or now) if failures else None
+        if self._failed_since is None or (self._had_ranks and not has_ranks):
             return
         # A machine that only does not answer may come back within the limit.
-        has_failed = not has_ranks or any(record["end"] and record["end"]["code"] for _, record in self._others())
-        late = now - self._ended_at - (min(_GRACE_SECONDS, self.limit) if has_failed else self.limit)
-        if late >= 0 and has_ranks:
-            _signal_ranks(signal.SIGTERM if late < _GRACE_SECONDS else signal.SIGKILL)
-        elif late >= 0:
+        has_failed = not has_ranks or any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
+        seconds_late = now - self._failed_since - (min(_GRACE_SECONDS, self.limit) if has_failed else self.limit)
+        if seconds_late >= 0 and has_ranks:
+            _signal_ranks(signal.SIGTERM if seconds_late < _GRACE_SECONDS else signal.SIGKILL)
+        elif seconds_late >= 0:
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
 

@@ -50,13 +50,10 @@ def _worker_start() -> Iterator[None]:
 
 
 def begin_worker(number: int = 0) -> None:
-    """Ignore signals that go to all processes of a job; called in each worker.
+    """Ignore signals that go to all processes of a job; called in each worker, by DataLoader with its number.
 
     A scheduler that ends a job sends SIGTERM to all its processes, but without its workers the parent could not save a
     checkpoint. Only SIGTERM from the parent ends a worker.
-
-    Args:
-        number: of the worker, which DataLoader passes; not used.
     """
     for ignored in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
@@ -88,9 +85,8 @@ class WorkerPool(Generic[Job, Result]):
 
     Args:
         num_proc: maximum number of processes.
-        make: called once in each process, as ``make(report, *arguments)``; returns the function that runs a job. It
-            must be a function of a module. ``report`` sends progress to the parent.
-        arguments: picklable arguments of ``make``.
+        make: function of a module, called once in each process as ``make(report, *arguments)``; returns the function
+            that runs a job. ``report`` sends progress to the parent.
     """
 
     def __init__(self, num_proc: int, make: Callable[..., Callable[[Job], Result]], *arguments: object) -> None:
@@ -134,10 +130,9 @@ class WorkerPool(Generic[Job, Result]):
             self._idle.put(pipe)
 
     def check_ready(self, wait_s: float | None = 0.0) -> None:
-        """Raise the error that ``make`` raised in the first process, if any. Not to be called during ``map``.
+        """Raise the error of ``make`` in the first process, if any. Not to be called during ``map``.
 
-        Args:
-            wait_s: seconds to wait for ``make``; None waits until it has returned.
+        ``wait_s``: seconds to wait for ``make``; None waits until it returns.
         """
         while self._workers and not self._is_ready:
             pipe = self._workers[0][1]
@@ -150,15 +145,12 @@ class WorkerPool(Generic[Job, Result]):
     def map(
         self, jobs: Iterable[Job], *, num_ahead: int = 0, in_order: bool = True, report: Report | None = None
     ) -> Iterator[Result]:
-        """Run jobs and yield their results; the exception of a job is raised.
+        """Run jobs and yield their results; raise the exception of a job, or WorkerDied if a process ended.
 
         Args:
             num_ahead: maximum number of jobs that are submitted and not yet yielded; by default 2 per process.
             in_order: yield results in the order of the jobs; otherwise as jobs finish.
             report: called in this thread with the progress that jobs report.
-
-        Raises:
-            WorkerDied: if a process ended.
         """
         jobs, num_ahead = iter(jobs), num_ahead or 2 * self.num_proc
         pending = deque[Future[Result]]()

@@ -38,11 +38,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Read ``RANK`` and ``WORLD_SIZE``, which torchrun sets; one process without them.
-
-        Raises:
-            ConfigError: if they are not numbers, or the rank is too large.
-        """
+        """Read ``RANK`` and ``WORLD_SIZE``, which torchrun sets, or raise a ConfigError; one process without them."""
         values = os.environ if environ is None else environ
         rank, size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
         if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
@@ -53,11 +49,7 @@ class World:
         return cls(int(rank), int(size))
 
     def shared_by(self, sequence_parallel_size: int) -> World:
-        """Return the same rank and size with groups that share sequences.
-
-        Raises:
-            ConfigError: if the number of processes is not a multiple of the size of a group.
-        """
+        """Return this with groups of ranks that share sequences; raise a ConfigError if the size is no multiple."""
         self._check_groups("--sequence-parallel-size", sequence_parallel_size)
         return dataclasses.replace(self, sequence_parallel_size=sequence_parallel_size)
 
@@ -103,8 +95,7 @@ def processes_of_machine(otherwise: int = 1) -> int:
 def gpu_names(pattern: str = "/proc/driver/nvidia/gpus/*/information") -> tuple[str, ...]:
     """Return the names of the GPUs, as in ``("NVIDIA H100 80GB HBM3",)``, without loading torch.
 
-    Args:
-        pattern: glob pattern of the driver's files, each of which describes a GPU; unreadable files are skipped.
+    ``pattern`` matches the driver's files, each of which describes a GPU; unreadable files are skipped.
     """
     names = []
     for path in sorted(glob.glob(pattern)):
@@ -138,10 +129,9 @@ def is_lost_peer(error: Exception) -> bool:
 
 
 def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T]:
-    """Gather a picklable object from each process of a group, in the order of ranks; all of them must call this.
+    """Gather a picklable object from each process, in the order of ranks; all processes must call this.
 
     Args:
-        mine: object of this process.
         num_processes: size of the group; with 1, no process group is needed.
         group: process group; by default all processes.
     """

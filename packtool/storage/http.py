@@ -22,11 +22,7 @@ _CHUNK = 2**20
 
 
 def _connect(any_server: bool) -> Any:
-    """Open a session of aiohttp.
-
-    Args:
-        any_server: also allow host names that resolve to addresses in private networks.
-    """
+    """Open a session; unless ``any_server``, host names with addresses in private networks are refused."""
     import aiohttp
 
     timeout = options().timeout
@@ -65,11 +61,7 @@ class _PublicNames:
 
 
 def server_of(address: str) -> str:
-    """Return the web server of an address: its host, and its port unless it is the default one.
-
-    Raises:
-        StorageError: if the address is invalid.
-    """
+    """Return host and, unless it is the default one, port of an address; raise a StorageError if it is invalid."""
     try:
         return _server_of_url(_url(address))
     except ValueError as error:

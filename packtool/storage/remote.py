@@ -144,13 +144,9 @@ class Range(NamedTuple):
 
 
 def check_complete(data: bytes, begin: int, content_range: str) -> None:
-    """Compare a body with its ``Content-Range``: a proxy may truncate a body and change its length header to match.
+    """Raise a ConnectionError, which is retried, if a body from ``begin`` on is not the range in ``Content-Range``.
 
-    Args:
-        begin: position of the first requested byte.
-
-    Raises:
-        ConnectionError: if the body is not the announced range; such a request is retried.
+    A proxy may truncate a body and change its length header to match.
     """
     match = re.match(r"bytes (\d+)-(\d+)/", content_range)
     if match and (int(match[1]), int(match[2]) + 1) != (begin, begin + len(data)):

@@ -197,13 +197,9 @@ def _connect(scheme: str) -> Any:
 
 
 def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]:
-    """Return the arguments of the S3 client. botocore reads the credentials of S3 itself.
+    """Return the arguments of the client for ``s3`` or ``oss``; botocore reads the credentials of S3 itself.
 
-    Args:
-        scheme: ``s3`` or ``oss``.
-
-    Raises:
-        StorageError: if the endpoint or the credentials of OSS are not set.
+    Raises a StorageError if the endpoint or the credentials of OSS are not set.
     """
     config: dict[str, Any] = {
         "connect_timeout": min(settings.timeout, 10.0),

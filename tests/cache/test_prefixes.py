@@ -275,7 +275,7 @@ def test_a_file_whose_media_have_changed_is_not_made_as_another(ask: Export, tmp
     (tmp_path / "cache" / PLACE).unlink()
     with (tmp_path / "0.png").open("ab") as file:
         file.write(b"more")
-    with pytest.raises(MismatchError, match="files of media have changed since"):
+    with pytest.raises(MismatchError, match="media files have changed since the export"):
         ask(repair=True)
     assert not (tmp_path / "cache" / PLACE).exists()
 

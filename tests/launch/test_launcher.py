@@ -7,7 +7,7 @@ import os
 import pytest
 
 from packtool.errors import ConfigError
-from packtool.launch.processes import begins_run, find_place
+from packtool.launch.processes import begins_run, launch_ranks
 from packtool.launch.world import World
 
 ARGUMENTS = ("eval", "--model", "m")
@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_one_process_is_enough(started: list[list[str]]) -> None:
     prepared: list[World] = []
-    assert find_place(ARGUMENTS, 1, prepared.append) == World(0, 1, 1)
+    assert launch_ranks(ARGUMENTS, 1, prepared.append) == World(0, 1, 1)
     assert (started, prepared) == ([], [])
 
 
@@ -41,7 +41,7 @@ def test_several_are_started_once_all_fits(
     monkeypatch.setenv("NPROC_PER_NODE", "1" if even_one else "4")
     prepared: list[World] = []
     with pytest.raises(SystemExit):
-        find_place(ARGUMENTS, 1 if even_one else 2, prepared.append, even_one=even_one)
+        launch_ranks(ARGUMENTS, 1 if even_one else 2, prepared.append, even_one=even_one)
     assert prepared == [World(0, 1, 1) if even_one else World(0, 4, 2)]
     assert started[0][-5:] == ["--module", "packtool", *ARGUMENTS][-5:]
 
@@ -53,17 +53,17 @@ def test_what_does_not_fit_starts_nothing(started: list[list[str]], monkeypatch:
         raise ConfigError("does not fit")
 
     with pytest.raises(ConfigError, match="does not fit"):
-        find_place(ARGUMENTS, 1, refuse)
+        launch_ranks(ARGUMENTS, 1, refuse)
     with pytest.raises(ConfigError, match="cannot be divided into groups of 2"):
-        find_place(ARGUMENTS, 2, refuse)
-    assert find_place(ARGUMENTS, 3, refuse, starts_none=True) == World(0, 3, 3)
+        launch_ranks(ARGUMENTS, 2, refuse)
+    assert launch_ranks(ARGUMENTS, 3, refuse, starts_none=True) == World(0, 3, 3)
     assert not started
 
 
 def test_a_process_of_several_knows_its_place(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}.items():
         monkeypatch.setenv(name, value)
-    assert find_place(ARGUMENTS, 1, pytest.fail) == World(1, 2)
+    assert launch_ranks(ARGUMENTS, 1, pytest.fail) == World(1, 2)
     assert not started
 
 

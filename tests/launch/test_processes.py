@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.launch import torchrun
-from packtool.launch.processes import Processes, launch_command, launch_if_asked
+from packtool.launch.processes import Processes, launch_command, launch_if_requested
 from tests.forked import started
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -123,7 +123,7 @@ def test_cores_are_shared_out_unless_the_user_did(
     settings = {"NPROC_PER_NODE": "4", "HOME": "/h"} | ({} if given is None else {"OMP_NUM_THREADS": given})
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    launch_if_asked(ARGUMENTS)
+    launch_if_requested(ARGUMENTS)
     ((_, _, environ),) = calls
     assert environ["OMP_NUM_THREADS"] == expected
     assert {name: environ[name] for name in ("NPROC_PER_NODE", "HOME")} == {"NPROC_PER_NODE": "4", "HOME": "/h"}
@@ -134,12 +134,12 @@ def test_the_process_is_replaced_only_if_asked(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    launch_if_asked(ARGUMENTS)
+    launch_if_requested(ARGUMENTS)
     assert not calls
-    launch_if_asked(ARGUMENTS, even_one=True)
+    launch_if_requested(ARGUMENTS, even_one=True)
     assert calls.pop()[1][3:8] == ["--nnodes", "1", "--nproc-per-node", "1", "--local-addr"]
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    launch_if_asked(ARGUMENTS)
+    launch_if_requested(ARGUMENTS)
     ((program, arguments, environ),) = calls
     assert program == arguments[0] == sys.executable
     assert arguments == launch_command(ARGUMENTS, os.environ)
