@@ -171,11 +171,11 @@ def test_workers_begin_while_many_files_are_looked_through(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    start, scan = task_module.Executor.start, scan_module._scan
+    start, scan = task_module.Executor.start, scan_module._existing_source
     monkeypatch.setattr(
         task_module.Executor, "start", lambda self, num: told.append(f"start {num}") or start(self, num)
     )
-    monkeypatch.setattr(scan_module, "_scan", lambda spec: told.append("file") or scan(spec))
+    monkeypatch.setattr(scan_module, "_existing_source", lambda spec: told.append("file") or scan(spec))
     lines = rows.read_text().splitlines(keepends=True)
     paths = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
     for i, path in enumerate(paths):

@@ -226,7 +226,7 @@ def test_what_another_process_wrote_is_not_published(
 
     with monkeypatch.context() as patch:
         patch.setattr(output_dir, "publish_cache", meddled)
-        with pytest.raises(MismatchError, match=r"1 shards are not those .*train/data-00001-of-00004\.arrow"):
+        with pytest.raises(MismatchError, match=r"1 shards differ from those .*train/data-00001-of-00004\.arrow"):
             _export(model, base, str(tmp_path / "cache"))
     assert _export(model, base, str(tmp_path / "cache")).num_reused == 3
     assert tree(tmp_path / "cache") == tree(base / "default")
@@ -256,7 +256,7 @@ def test_a_stale_lock_is_told_from_a_live_one(
 ) -> None:
     holder = _write_lock(tmp_path / "cache", **changes)
     if is_live:
-        with pytest.raises(MismatchError, match=rf"host {holder.host}, process {holder.pid}, since .*\(last sign"):
+        with pytest.raises(MismatchError, match=rf"host {holder.host}, process {holder.pid}, since .*\(last renewed"):
             _export(model, base, str(tmp_path / "cache"))
     else:
         _export(model, base, str(tmp_path / "cache"))
