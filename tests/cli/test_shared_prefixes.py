@@ -74,8 +74,8 @@ def check(words: list[str], reason: str, code: int, capfd: Any) -> None:
     assert reason in refused
     assert run(words) == 0
     told = "".join(capfd.readouterr())
-    assert "each sample is computed whole: " in told
-    assert reason in told.split("each sample is computed whole: ")[1]
+    assert "each sample is computed in full: " in told
+    assert reason in told.split("each sample is computed in full: ")[1]
 
 
 # Others are tried in tests/train/prepare.
@@ -126,11 +126,11 @@ def test_sequence_parallelism(alike: TinyWorld, tmp_path: Path, capfd: Any) -> N
         words = [*command(verb, alike, tmp_path), *SHARED_BY_TWO.split(), "--dry-run"]
         run_here(f"NPROC_PER_NODE=2 packtool {' '.join(words)}")
         told = "".join(capfd.readouterr())
-        assert "each sample is computed whole: that cannot be combined with sequence parallelism" in told
+        assert "each sample is computed in full: that cannot be combined with sequence parallelism" in told
 
 
 @pytest.mark.parametrize("verb", ["train", "stream", "plan", "eval", "verify"])
 def test_recurrent_layers(verb: str, recurrent: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     dry = ["--dry-run", "--train-type", "full"] if verb in ("train", "stream") else []
-    reason = "qwen3_next has recurrent layers, whose state at the end of a prefix is not handed on"
+    reason = "qwen3_next has recurrent layers, whose state at the end of a prefix cannot be passed"
     check([*command(verb, recurrent, tmp_path), *dry], reason, EXIT_MISMATCH, capfd)

@@ -106,5 +106,5 @@ def test_skrull_reaches_the_planner() -> None:
     assert options.skrull == SkrullOptions(bucket_size=8192, sequence_parallel_size=4, alignment=8)
     assert plan_options(resolve(TrainConfig, TRAIN), max_length=1024, world_size=1).skrull is None
     auto = resolve(TrainConfig, {**TRAIN, **SKRULL, "bucket_size": "auto"})
-    with pytest.raises(ConfigError, match="--bucket-size auto is not known here"):
+    with pytest.raises(ConfigError, match="--bucket-size auto is decided by packtool train"):
         plan_options(auto, max_length=1024, world_size=1)

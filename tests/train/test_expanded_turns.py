@@ -124,9 +124,9 @@ def test_an_evaluation_tells_the_turns_of_a_row_apart(world: TinyWorld, tmp_path
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"loss_scale": "last_round"}, "which tokens --loss-scale last_round trains in each of them"),
-        ({"loss_scale": "all"}, "which tokens --loss-scale all trains in each of them"),
-        ({"expand_turns": "false"}, "--expand-turns auto, and this run asks for false"),
+        ({"loss_scale": "last_round"}, "the tokens that --loss-scale last_round trains in each of them"),
+        ({"loss_scale": "all"}, "the tokens that --loss-scale all trains in each of them"),
+        ({"expand_turns": "false"}, "--expand-turns auto, but this run sets false"),
     ],
 )
 def test_what_only_the_rows_can_tell_is_refused(

@@ -136,9 +136,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def test_the_ledger_is_what_the_batches_say(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     first = world.seen()
     assert set(first) == {1, 2, 3}
-    with pytest.raises(MismatchError, match="--data-change allow goes on with these data") as refused:
+    with pytest.raises(MismatchError, match="--data-change allow: the rest of the epoch is planned again") as refused:
         train(world.config("c a", resume_from_checkpoint="true"), SilentProgress())
-    assert f"{world.root}/c: was not there" in refused.value.message
+    assert f"{world.root}/c: is new" in refused.value.message
     before = read_ledger(str(world.root / "out" / "checkpoint-2"))
     assert before is not None
     # The same rows with another limit, over the old cache: some are shorter now, and the cache is another.
@@ -220,7 +220,7 @@ def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: 
         packs = [pack for rank in figures["ranks"] for packs in rank["micro_batches"] for pack in packs]
         held = [(Path(sample["source"]).stem, sample["row"]) for pack in packs for sample in pack]
         assert held == steps[step]
-    assert "has changed since it was trained" in shown(out, "--step", "1", code=4)
+    assert "has changed since training" in shown(out, "--step", "1", code=4)
     assert "the run has steps 1 to" in shown(out, "--step", "999", code=2)
     found = shown(str(world.root / "c"), "--row", "3", "--run", out)["trained_in"]
     rows = [step for step, held in steps.items() if ("c", 3) in held]
@@ -250,11 +250,11 @@ def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(mixed: bool,
     state.write_text(json.dumps(values))
     (tmp_path / "checkpoint-2" / LEDGER_NAME).unlink()
     on: dict[str, Any] = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
-    with pytest.raises(MismatchError, match="keeps no ledger, so nobody knows"):
+    with pytest.raises(MismatchError, match="has no ledger, so it is unknown"):
         train(world.config("b", tmp_path, **on, data_change="allow"), SilentProgress())
     told = Told()
     train(world.config("b c", tmp_path, **on | mixture), told)
-    assert any("is of an older packtool and keeps no ledger" in note for note in told.notes)
+    assert any("is from an older packtool and has no ledger" in note for note in told.notes)
     again = read_ledger(str(tmp_path / "checkpoint-3"))
     assert again is not None
     for one, other in zip(kept.sources, again.sources, strict=True):

@@ -160,7 +160,7 @@ def test_a_schedule_is_never_shifted_silently(
     if epochs is None and num_steps == 6:
         assert "2 of 6 steps done" in resume_line(tiny, output_dir, settings, **changes)
         return
-    with pytest.raises(MismatchError, match=r"the schedule of learning rates would have .* instead of 6") as error:
+    with pytest.raises(MismatchError, match=r"the learning rate schedule would have .* instead of 6") as error:
         resume_line(tiny, output_dir, settings, **changes)
     assert "--resume-only-model" in str(error.value)
 

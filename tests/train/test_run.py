@@ -92,7 +92,7 @@ def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, An
     for said in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
         assert said in notes
     assert "9 with packing, 42 without" in notes
-    assert "packs of a step: 3, of an epoch's last one: 2" in notes
+    assert "packs per step: 3; in the last step of an epoch: 2" in notes
 
 
 def test_logged_loss_is_the_mean_over_all_targets_since_the_last_line(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_plan_of_some_samples_says_so(tiny: TinyWorld, tmp_path: Path) -> None
     progress = Recording()
     result = train(tiny.config(tmp_path / "out", plan=path, dry_run=True), progress)
     assert result.filtered == 40 - end > 0
-    assert f"{40 - end} that --plan {path} does not hold are left out" in "\n".join(progress.notes)
+    assert f"{40 - end} that are not in --plan {path} are left out" in "\n".join(progress.notes)
     assert ("  not in the plan", f"{40 - end}") in train_lines(result, has_plan=True)
 
 
@@ -184,12 +184,12 @@ def test_a_plan_that_has_changed_is_noticed(tiny: TinyWorld, tmp_path: Path) -> 
     ((segment, stop),) = segments_of(out)
     assert replay_segment(out, segment, stop).timeline.locate(0)[1] == 0
     packtool.plan(tiny.cache, packing_length=256, seed=7).save(str(path))
-    with pytest.raises(MismatchError, match=r"a\.plan, the --plan of .*out, is another since it was trained"):
+    with pytest.raises(MismatchError, match=r"a\.plan, the --plan of .*out, has changed since training"):
         replay_segment(out, segment, stop)
-    with pytest.raises(MismatchError, match=r"(?s)trains something else:.*follows from .*--plan"):
+    with pytest.raises(MismatchError, match=r"(?s)other data or settings:.*depend on .*--plan"):
         train(tiny.config(out, **settings, resume_from_checkpoint="true"), SilentProgress())
     path.unlink()
-    with pytest.raises(MismatchError, match="the --plan of this run is gone"):
+    with pytest.raises(MismatchError, match="the --plan of this run is missing"):
         replay_segment(out, segment, stop)
 
 
@@ -337,11 +337,11 @@ def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Pa
     assert read_metrics(tmp_path / "a")[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "b")[-1]["loss"], rel=1e-4)
     everything = train(tiny.config(tmp_path / "c", loss_scale="all", dry_run=True), SilentProgress())
     assert everything.target_tokens > chosen.target_tokens
-    with pytest.raises(MismatchError, match="gives parts of texts other weights"):
+    with pytest.raises(MismatchError, match="the parts of texts that .* weights differently"):
         train(tiny.config(tmp_path / "d", loss_scale="last_round+react"), SilentProgress())
-    with pytest.raises(MismatchError, match="--truncation-strategy delete, and this run asks for left"):
+    with pytest.raises(MismatchError, match="--truncation-strategy delete, but this run sets left"):
         train(tiny.config(tmp_path / "d", truncation_strategy="left"), SilentProgress())
-    with pytest.raises(MismatchError, match=r"without --norm-bbox, and this run asks for none(.|\n)* --norm-bbox none"):
+    with pytest.raises(MismatchError, match=r"without --norm-bbox, but this run sets none(.|\n)* --norm-bbox none"):
         train(tiny.config(tmp_path / "d", norm_bbox="none"), SilentProgress())
 
 
@@ -397,7 +397,7 @@ def test_models_are_found_from_any_directory(tiny: TinyWorld, tmp_path: Path, mo
         TrainedModel.find("../out/checkpoint-1")
     assert "--base-model DIR" in str(caught.value.remedy)
     assert TrainedModel.find("../out/checkpoint-1", "../moved").base == "../moved"
-    with pytest.raises(ConfigError, match="is no adapter"):
+    with pytest.raises(ConfigError, match="is not an adapter"):
         TrainedModel.find("../moved", "../moved")
     with pytest.raises(ConfigError, match="was exported for") as refused:
         sample_view("../cache", "train", 0, None)

@@ -101,7 +101,7 @@ def test_rows_of_which_nothing_is_left(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n{\n")
     config = tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl")))
     with pytest.raises(
-        DataError, match=r"no sample is left of the rows: 2 invalid_json\nThe first: .*row 0: "
+        DataError, match=r"no sample is left to train on: 2 invalid_json\nThe first: .*row 0: "
     ) as caught:
         train(config, SilentProgress())
     assert "one JSON object a line" in str(caught.value.remedy)
@@ -216,7 +216,7 @@ def test_a_stream_says_at_once_that_its_rows_reach_too_far(tiny: TinyWorld, tmp_
     row = {"messages": [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "images": ["../../elsewhere.png"]}) + "\n")
     told = Told()
-    with pytest.raises(DataError, match=r"no sample is left of the rows"):
+    with pytest.raises(DataError, match=r"no sample is left to train on"):
         train(tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl"))), told)
     assert any("media_not_allowed" in line and "--media-root DIR" in line for line in told.notes)
 

@@ -105,13 +105,13 @@ class CachedSource(Steps):
         """Describe the schedule, the mixture and shared prefixes."""
         inputs, timeline = self.inputs, self.timeline
         if inputs.stages:
-            yield f"a curriculum of {len(timeline.stages)} stages, of which the first is planned so:"
+            yield f"a curriculum of {len(timeline.stages)} stages; the plan of the first:"
         yield from schedule_lines(config, timeline, self.world.size)
         if inputs.stages:
             yield from timeline.lines()
         elif (mixture := inputs.mixture) is not None:
-            drawn = "drawn anew in every epoch" if mixture.resample else "drawn once (--resample false)"
-            yield f"mixture: {mixture.num_drawn:,} samples an epoch of {len(mixture.names)} sources, {drawn}:"
+            drawn = "drawn again in every epoch" if mixture.resample else "drawn once (--resample false)"
+            yield f"mixture: {mixture.num_drawn:,} samples per epoch from {len(mixture.names)} sources, {drawn}:"
             yield from source_lines(share_figures(counts_in(timeline.first, mixture)))
         if inputs.shared is not None:
             unshared = inputs.unshared_summary(timeline.stages[0].sections[0].assignment)

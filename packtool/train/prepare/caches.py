@@ -64,7 +64,8 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
         )
         if options.interleaves:
             problems += [
-                f"{source.path}#{source.amount}: leave out the #: --interleave-probs and --mix-strategy tell it"
+                f"{source.path}#{source.amount}: amounts after # cannot be combined with --interleave-probs or "
+                "--mix-strategy; remove the amount"
                 for source in sources
                 if source.amount is not None
             ]
@@ -97,9 +98,9 @@ def source_lines(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     width = max(map(len, figures))
     for name, each in figures.items():
         yield (
-            f"  {name:{width}}  {each['num_samples']:,} samples ({each['epochs']:.3g} epochs of it), of samples "
-            f"{each['share_of_samples']:.1%}, of tokens {each['share_of_tokens']:.1%}, of target tokens "
-            f"{each['share_of_target_tokens']:.1%}"
+            f"  {name:{width}}  {each['num_samples']:,} samples ({each['epochs']:.3g} epochs of it): "
+            f"{each['share_of_samples']:.1%} of samples, {each['share_of_tokens']:.1%} of tokens, "
+            f"{each['share_of_target_tokens']:.1%} of target tokens"
         )
 
 
@@ -113,7 +114,8 @@ def _with_amounts(recipe: Recipe, problems: list[str]) -> Recipe:
     sources = tuple(_with_amount(source, recipe.place, problems) for source in recipe.sources)
     if recipe.has_weights:
         problems += [
-            f"{recipe.place}: {source.path}#{source.amount}: weights say how much is taken; leave out the #"
+            f"{recipe.place}: {source.path}#{source.amount}: amounts after # cannot be combined with weights; remove "
+            "the amount"
             for source in sources
             if source.amount is not None
         ]
@@ -185,12 +187,16 @@ def check_model(
     }
     if not there.spec.get("chat_template"):  # one of --chat-template is the cache's, not the model's
         pairs["chat template"] = (there.template_hash, files.template_hash)
-    different = [f"  - {name}: {theirs} there, {ours} here" for name, (theirs, ours) in pairs.items() if theirs != ours]
+    different = [
+        f"  - {name}: {theirs} in the cache, {ours} in the model"
+        for name, (theirs, ours) in pairs.items()
+        if theirs != ours
+    ]
     if different:
         lines = "\n".join(different)
         raise MismatchError(
             f"{directory} was exported for another model than {config.model}:\n{lines}",
-            "Take the model it was exported for, or export for this one, into another directory:\n"
+            "Use the model it was exported for, or export for this model into another directory:\n"
             f"  {export_command(directory, manifest, model=config.model)}",
         )
 
@@ -206,10 +212,10 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
     ):
         if here is not None and here != there:
             raise MismatchError(
-                f"{directory} was exported with pictures of at {word} {there} pixels; this run asks for {here} "
-                f"(--{bound}-pixels or --image-{bound}-token-num, the same of a source in --mix, or "
-                f"{bound.upper()}_PIXELS or IMAGE_{bound.upper()}_TOKEN_NUM in the environment)",
-                "Leave that setting out, for the cache's is taken, or export into another directory:\n"
+                f"{directory} was exported with images of at {word} {there} pixels, but this run sets {here} "
+                f"(by --{bound}-pixels or --image-{bound}-token-num, by a source in --mix, or by the environment "
+                f"variable {bound.upper()}_PIXELS or IMAGE_{bound.upper()}_TOKEN_NUM)",
+                "Remove that setting to use the cache's, or export into another directory:\n"
                 f"  {export_command(directory, manifest, **{f'{bound}_pixels': here})}",
             )
 
@@ -225,11 +231,12 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptio
     if media_encoding(files, merged).limits == manifest.identity.media_limits:
         return
     shown = ", ".join(
-        f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in changed.items()
+        f"{name.upper()} {spec.get(name) or 'unset'} in the cache, {value} in this run"
+        for name, value in changed.items()
     )
     raise MismatchError(
-        f"{directory} was exported with other limits on videos or sounds: {shown}",
-        "Leave that setting out, for the cache's is taken, or export into another directory:\n"
+        f"{directory} was exported with other limits on videos or audio: {shown}",
+        "Remove that setting to use the cache's, or export into another directory:\n"
         f"  {export_command(directory, manifest, **changed)}",
     )
 
@@ -241,8 +248,8 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
     """
     if config.max_length is not None and config.max_length > manifest.max_length and manifest.num_shortened:
         raise MismatchError(
-            f"--max-length {config.max_length} is larger than the {manifest.max_length} that {directory} was exported "
-            f"with, and that export cut or left out {manifest.num_shortened:,} rows for their length",
+            f"--max-length {config.max_length} is larger than the {manifest.max_length} tokens that {directory} was "
+            f"exported with, and that export truncated or dropped {manifest.num_shortened:,} rows for their length",
             f"Use --max-length {manifest.max_length}, or export into another directory:\n"
             f"  {export_command(directory, manifest, max_length=config.max_length)}",
         )
@@ -256,8 +263,8 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
         if here not in (None, there):
             raise MismatchError(
                 f"{directory} was exported with{'out' if there is None else ''} {flag(name)}"
-                f"{'' if there is None else f' {there}'}, and this run asks for {here}",
-                "Leave it out, or export into another directory:\n"
+                f"{'' if there is None else f' {there}'}, but this run sets {here}",
+                "Leave the option out, or export into another directory:\n"
                 f"  {export_command(directory, manifest, **{name: here})}",
             )
 
@@ -271,7 +278,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     """Raise a MismatchError unless a saved plan is intact and belongs to these caches and options."""
     path = config.plan
     if packs_of(saved).fingerprint != saved.plan:
-        raise MismatchError(f"--plan {path} is damaged: its packs are not those it was saved with", "Save it again.")
+        raise MismatchError(f"--plan {path} is damaged: its packs differ from those that were saved", "Save it again.")
     there = "false" if saved.shared is None else "true"
     pairs = {
         "caches": (saved.cache, reader.fingerprint),
@@ -280,14 +287,16 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
         "--max-length": (saved.max_length, config.max_length or saved.max_length),
         "--share-prefix": (there, there if config.share_prefix == "auto" else config.share_prefix),
     }
-    different = [f"  - {name}: {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
+    different = [
+        f"  - {name}: {there} in the plan, {here} in this run" for name, (there, here) in pairs.items() if there != here
+    ]
     if different:
         lines = "\n".join(different)
         command = ["packtool", "plan", *config.cached_dataset]
         command += ["--packing-length", str(config.packing_length or saved.capacity)]
         command += ["--share-prefix", config.share_prefix] if config.share_prefix != "auto" else []
         raise MismatchError(
-            f"--plan {path} belongs to another run:\n{lines}",
+            f"--plan {path} does not fit this run:\n{lines}",
             f"Leave --plan out, or make another plan:\n  {shlex.join([*command, '--save', _unused(str(path))])}",
         )
     if saved.shared is not None and config.not_shared_with:

@@ -34,7 +34,7 @@ from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageEr
 Sums = Mapping[str, tuple[int, int]]
 """Bytes and CRC-32 of files, by their paths inside a checkpoint."""
 
-ONLY_MODEL = "--resume-only-model true takes its weights alone, and begins a new schedule with a new optimizer."
+ONLY_MODEL = "--resume-only-model true loads only its weights, and starts with a new optimizer and schedule."
 
 # Files that a resumed run does not read.
 _NOT_READ = re.compile(
@@ -85,11 +85,11 @@ def damages(checkpoint: str, sums: Sums, *, only_model: bool = False) -> Iterato
             continue
         path = os.path.join(checkpoint, name)
         if not os.path.isfile(path):
-            yield f"{name} is gone"
+            yield f"{name} is missing"
         elif (num_bytes := os.path.getsize(path)) != size:
-            yield f"{name} has {num_bytes:,} bytes, and had {size:,}"
+            yield f"{name} has {num_bytes:,} bytes instead of {size:,}"
         elif crc_of(checkpoint, name) != crc:
-            yield f"{name} is not what was written: its checksum differs"
+            yield f"{name} has changed: its checksum differs"
 
 
 def check_resumable(checkpoint: str, rank: int, size: int) -> None:
@@ -100,12 +100,12 @@ def check_resumable(checkpoint: str, rank: int, size: int) -> None:
     if len(ranks) == size > 1 and f"rng_state_{rank}.pth" not in ranks:
         missing.append(f"the random states of rank {rank}")
     if missing:
-        raise MismatchError(f"{checkpoint} cannot be gone on from: {', '.join(missing)} were not saved", ONLY_MODEL)
+        raise MismatchError(f"{checkpoint} cannot be resumed from: it lacks {', '.join(missing)}", ONLY_MODEL)
 
 
 _MAKE_ROOM = (
-    "Older checkpoints are as they were. Make room, or keep fewer of them with --save-total-limit, and resume with "
-    "--resume-from-checkpoint true."
+    "Older checkpoints are unchanged. Free some space, or keep fewer checkpoints with --save-total-limit, and resume "
+    "with --resume-from-checkpoint true."
 )
 
 
@@ -145,7 +145,7 @@ def _write_failure(error: Exception, directory: str, num_bytes: int | None) -> s
     place = os.path.dirname(os.path.abspath(directory))
     needed = f"more than {_megabytes(written)}" if num_bytes is None else f"about {_megabytes(max(num_bytes, written))}"
     room = written + shutil.disk_usage(place).free
-    return f"{reason}: it needs {needed}, and {place} had room for {_megabytes(room)} (a quota may allow less)"
+    return f"{reason}: it needs {needed}, and {place} had {_megabytes(room)} free (a quota may allow less)"
 
 
 def _megabytes(num_bytes: int) -> str:
@@ -291,19 +291,19 @@ class RunState:
             shown = {
                 name: ["none" if side[name] == "" else side[name] for side in (theirs, mine)] for name in different
             }
-            lines = [f"  - {name}: {there} there, {now} now" for name, (there, now) in shown.items()]
-            remedy = "Resume with the settings of that run, or train anew in another --output-dir."
+            lines = [f"  - {name}: {there} in the checkpoint, {now} now" for name, (there, now) in shown.items()]
+            remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
             if not causes:
                 lines.append(
-                    "    which follows from how packs are made, from --plan, and from a mixture: --mix, or a # "
-                    "behind a cache; of stages also from --max-steps or --num-train-epochs"
+                    "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
+                    "cache); with stages, also on --max-steps and --num-train-epochs"
                 )
             if "cache" in different:
                 lines += [f"    {line}" for line in other_data()]
             if set(different) <= FROM_DATA:
-                remedy += " --data-change allow goes on with these data: what is left of the epoch is planned anew."
+                remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
             raise MismatchError(
-                "\n".join([f"{checkpoint} belongs to a run that trains something else:", *lines]), remedy
+                "\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy
             )
 
 
@@ -319,15 +319,15 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
         with open(path, encoding="utf-8") as file:
             values = load_json(file.read())
         if (digest := values.pop("digest", None)) is not None and digest != _digest(values):
-            raise ValueError("it is not what was written")
+            raise ValueError("its checksum differs")
         values.pop("options", None)
         sums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
         values["assignments"] = tuple(tuple(each) for each in values.pop(_ASSIGNMENTS, ()))
         return RunState(**values), sums
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise MismatchError(
-            f"{checkpoint} is no finished checkpoint of packtool: {STATE_NAME} cannot be read ({error})",
-            "Give another one to --resume-from-checkpoint, or true for the newest finished one.",
+            f"{checkpoint} is not a finished checkpoint of packtool: {STATE_NAME} cannot be read ({error})",
+            "Give another checkpoint to --resume-from-checkpoint, or true for the newest finished one.",
         ) from error
 
 
@@ -387,20 +387,20 @@ def find_checkpoint(
         if problems := list(damages(resume_from, read_whole_state(resume_from)[1], only_model=only_model)):
             raise MismatchError(
                 f"{resume_from} is damaged: {'; '.join(problems)}",
-                f"Give another checkpoint. If its weights are sound, {ONLY_MODEL}",
+                f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}",
             )
         return resume_from.rstrip("/"), []
     broken = []
     for checkpoint in _checkpoints(output_dir):
         if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
-            broken.append(f"{checkpoint} was not finished: it has no {STATE_NAME}")
+            broken.append(f"{checkpoint} is unfinished: it has no {STATE_NAME}")
         elif _saved_at(checkpoint) is None:
             broken.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
     for checkpoint in reversed(finished_checkpoints(output_dir)):
         problems = list(damages(checkpoint, read_whole_state(checkpoint)[1], only_model=only_model))
         if not problems:
-            newest = [f"the newest whole checkpoint is {checkpoint}"] if broken else []
-            return checkpoint, [f"passed over: {line}" for line in broken] + newest
+            newest = [f"the newest intact checkpoint is {checkpoint}"] if broken else []
+            return checkpoint, [f"skipped: {line}" for line in broken] + newest
         broken.append(f"{checkpoint} is damaged: {'; '.join(problems)}")
     raise ConfigError(
         "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *broken]),

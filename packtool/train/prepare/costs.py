@@ -67,7 +67,7 @@ def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
     if config.gradient_checkpointing is not None or not decided.gradient_checkpointing:
         return []
     return [
-        "activations are computed again in the backward pass, which saves memory and takes about a third more time: "
+        "activations are recomputed in the backward pass, which saves memory and takes about a third more time; "
         "--gradient-checkpointing false keeps them"
     ]
 

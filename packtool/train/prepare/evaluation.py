@@ -121,17 +121,16 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
     if all(num) and strategy != "no":
         when = f"every {every:,} steps" if strategy == "steps" else "at the end of every epoch"
-        message = (
-            f"the val split ({sum(num):,} samples) is evaluated {when} and at the end: --eval-strategy no leaves it out"
-        )
+        message = f"the val split ({sum(num):,} samples) is evaluated {when} and at the end"
+        message += ": --eval-strategy no turns this off"
         return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [message]
     if config.seeks_best or config.early_stop_interval is not None:
         raise ConfigError(
-            "the best checkpoint or an early stop is asked for, and nothing is evaluated",
+            "the best checkpoint and early stopping need an evaluation, and nothing is evaluated",
             "Give caches with a val split (--val-dataset or --split-dataset-ratio at export), or leave out "
             "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
-    message = "only some of the caches have a val split: nothing is evaluated"
+    message = "nothing is evaluated, because only some of the caches have a val split"
     return dataclasses.replace(config, eval_strategy="no"), [message] if any(num) and strategy != "no" else []
 
 
@@ -158,8 +157,8 @@ def plan_of_samples(
     if len(over):
         first, longest = int(over[0]), int(aligned.max())
         raise ConfigError(
-            f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(over):,} of {len(lengths):,} samples alone "
-            f"have more tokens: sample {first} ({reader.sample(first).place}) has {int(aligned[first]):,}, the longest "
+            f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(over):,} of {len(lengths):,} samples are "
+            f"longer: sample {first} ({reader.sample(first).place}) has {int(aligned[first]):,} tokens, the longest "
             f"{longest:,}",
             f"Raise it to {longest}, or leave it out.",
         )

@@ -91,8 +91,8 @@ class Segment:
             return TrainConfig(**values)
         except TypeError as error:
             raise MismatchError(
-                f"the run was made by packtool {self.version}, which had other options: {error}",
-                f"Look at it with that version; this is {VERSION}.",
+                f"the run was trained with packtool {self.version}, which had other options: {error}",
+                f"Inspect it with that version; this is {VERSION}.",
             ) from error
 
 
@@ -124,9 +124,13 @@ def read_history(output_dir: str) -> list[Segment]:
     if not os.path.exists(path):
         older = finished_checkpoints(output_dir)
         raise MismatchError(
-            f"{output_dir} keeps no history of its steps: "
-            + ("an older packtool trained it, or it was streamed" if older else "no run on caches began there"),
-            "Give the --output-dir of a run; of --add-version, one of its numbered folders.",
+            f"{output_dir} has no history of its steps: "
+            + (
+                "it was trained by an older packtool, or from streamed rows"
+                if older
+                else "no run on caches was started there"
+            ),
+            "Give the --output-dir of a run; with --add-version, one of its numbered folders.",
         )
     try:
         with open(path, encoding="utf-8") as file:
@@ -137,7 +141,7 @@ def read_history(output_dir: str) -> list[Segment]:
                 each["config"]["mix"] = os.path.join(folder, each["config"]["mix"])
         return [Segment(**each) for each in raw]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MismatchError(f"{path} cannot be read: {error!r}", "Copy it again.") from error
+        raise MismatchError(f"{path} cannot be read: {error!r}", "Restore the file from a copy of the run.") from error
 
 
 def has_history(output_dir: str) -> bool:
@@ -419,27 +423,29 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
             raise
         raise ConfigError(
             f"the model of this run, {config.model}, cannot be read here: {error.message}",
-            "Say where it is now: --model DIR.",
+            "Give its new directory: --model DIR.",
         ) from error
     change = None
     if segment.changed_at is not None:
         name = ledger_name(segment.changed_at)
         ledger = read_ledger(os.path.join(output_dir, HISTORY), name)
         if ledger is None or ledger.change is None:
-            raise MismatchError(f"{output_dir}/{HISTORY} lacks {name}, which says what was left then", "Copy it again.")
+            raise MismatchError(
+                f"{output_dir}/{HISTORY} lacks {name}, the samples left at a change of data", "Restore it."
+            )
         change = ledger.change
     state = inputs.state(segment.assignments[-1][1:])
     if (state.plan, state.steps) != (segment.plan, segment.steps):
         if config.plan is not None:
             raise MismatchError(
-                f"the file {config.plan}, the --plan of {output_dir}, is another since it was trained: its packs were "
-                f"{segment.plan} and are {state.plan}",
-                "Bring it back as it was: what the run's steps held is told from it.",
+                f"{config.plan}, the --plan of {output_dir}, has changed since training: the fingerprint of "
+                f"its packs was {segment.plan} and is {state.plan}",
+                "Restore the original file: the samples of the run's steps are read from it.",
             )
         raise MismatchError(
-            f"the steps of {output_dir} cannot be planned anew: packtool {segment.version} planned other ones for the "
-            "same options and caches",
-            f"Look at them with that version{', on such hardware as it ran on' if state.schedule else ''}.",
+            f"the steps of {output_dir} cannot be planned again: packtool {segment.version} planned different steps "
+            "for the same options and caches",
+            f"Inspect the run with that version{', on the same kind of hardware' if state.schedule else ''}.",
         )
     return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
 
@@ -451,17 +457,17 @@ def _check_unchanged(segment: Segment) -> None:
             current = Manifest.read(directory).fingerprint
         except MismatchError as error:
             raise MismatchError(
-                f"the cache {directory} of this run is gone: {error.message}", "Bring it back where it was."
+                f"the cache {directory} of this run is missing: {error.message}", "Restore it in that place."
             ) from error
         if current != fingerprint:
             raise MismatchError(
-                f"the cache {directory} has changed since it was trained: it was {fingerprint} and is {current}",
-                "Export it as it was: what its steps held is planned from the same cache only.",
+                f"the cache {directory} has changed since training: its fingerprint was {fingerprint} and is {current}",
+                "Export it again with the original settings: steps can be planned again only from the same cache.",
             )
     if (plan := segment.train_config.plan) is not None:
         try:
             read_plan(plan)
         except PacktoolError as error:
             raise MismatchError(
-                f"the --plan of this run is gone: {error.message}", "Bring it back where it was."
+                f"the --plan of this run is missing: {error.message}", "Restore it in that place."
             ) from error

@@ -371,8 +371,8 @@ class Inputs:
         if not self.stages:
             if ledger.stage is not None and self.config.max_steps is None:
                 raise MismatchError(
-                    "the run had stages, and has none now: nothing says how many epochs are left",
-                    "Say where it ends, --max-steps N; or keep stages in the recipe.",
+                    "the run had stages and now has none, so the number of epochs left is unknown",
+                    "Set its end with --max-steps N, or keep stages in the recipe.",
                 )
             return lambda _, trained: self.wanted_of(ledger.epoch, trained), self.options.max_length, None
         number = self._stage_at(ledger)
@@ -401,9 +401,9 @@ class Inputs:
             before = "none" if ledger.stage is None else f"at least {ledger.stage[0] + 1}"
             assert self.recipe is not None, "stages are a recipe's"
             raise MismatchError(
-                f"{self.recipe.place} has {len(self.stages)} stages, and the run had {before}: nothing says in which "
-                "of them it is",
-                "Say where stages end in steps, with --max-steps; or keep those that the run has had.",
+                f"{self.recipe.place} has {len(self.stages)} stages, and the run had {before}: its present stage is "
+                "unknown",
+                "Give the ends of stages in steps, with --max-steps; or keep the stages that the run had.",
             )
         return ledger.stage[0]
 
@@ -413,33 +413,33 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
     config, place, problems = inputs.config, recipe.place, []
     stages, size = recipe.stages, config.sequence_parallel_ranks
     if inputs.options.skrull is not None:
-        problems.append(f"{place}, stages: --schedule skrull plans one kind of step: leave out one of them")
+        problems.append(f"{place}, stages: they cannot be combined with --schedule skrull; leave out one of them")
     before = 0
     for number, stage in enumerate(stages):
         key = f"{place}, stages[{number}]"
         if stage.packing_length is not None and not config.packing:
-            problems.append(f"{key}.packing_length: --packing false makes no packs: leave out one of them")
+            problems.append(f"{key}.packing_length: it cannot be combined with --packing false; leave out one of them")
         shared = stage.sequence_parallel_size
         if shared is not None and size % shared:
             problems.append(
-                f"{key}.sequence_parallel_size: {shared} is no part of the {size} processes of the run that share a "
-                f"sequence: give --sequence-parallel-size the largest, and stages that need fewer a divisor of it"
+                f"{key}.sequence_parallel_size: {shared} does not divide the {size} processes of the run that "
+                "share a sequence: give --sequence-parallel-size the largest size, and each stage a divisor of it"
             )
         if stage.until is not None and config.max_steps is None:
             problems.append(
-                f"{key}.until: {stage.until:,} steps of how many? Give --max-steps, or a share of the run: until: 30%"
+                f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run (until: 30%)"
             )
         if (max_steps := config.max_steps) is None:
             continue
         end = stage.until or max(round((stage.until_share or 0) * max_steps), 1)
         if number + 1 == len(stages):
             if before >= max_steps:
-                problems.append(f"{key}: the run ends with step {max_steps:,} (--max-steps), before this stage begins")
+                problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
         elif not stage.end:
-            problems.append(f"{key}.until: it is missing: with --max-steps every stage but the last says where it ends")
+            problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
         elif end <= before:
             problems.append(
-                f"{key}.until: {stage.end} is step {end:,}, not behind step {before:,}, where the stage before ends"
+                f"{key}.until: {stage.end} is step {end:,}, not after step {before:,}, where the previous stage ends"
             )
         before = stage.until or round((stage.until_share or 0) * max_steps)
     return problems

@@ -74,9 +74,9 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
     path = next((each for each in models if each and storage.exists(storage.join(each, "config.json"))), None)
     if path is None:
         raise ConfigError(
-            f"{recipe.place}: loss_scale and limits of media need the files of the caches' model, and {models[0]} is "
-            "not there",
-            "Name the model with --model.",
+            f"{recipe.place}: loss_scale and limits of media need the files of the caches' model, and {models[0]} "
+            "does not exist",
+            "Give the directory of the model with --model.",
         )
     files = with_template_of(reader, ModelFiles.load(path))
     check_sources(reader, recipe, files)
@@ -100,18 +100,18 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: s
     )
     if "expand_turns" in spec or (wanted.base == "all" and has_responses):
         problem = (
-            f"has rows of which several samples were made: which tokens --loss-scale {scale} trains in each of them, "
-            "only the rows can tell"
+            f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
+            "cannot be told without the rows"
         )
     elif (current.rules or wanted.rules) and not (current.rules == wanted.rules and narrows):
         problem = (
-            f"was exported with --loss-scale {there}: {scale} gives parts of texts other weights, which only the rows "
-            "can tell"
+            f"was exported with --loss-scale {there}: the parts of texts that {scale} weights differently "
+            "cannot be told without the rows"
         )
     elif by_processor and _WIDTH[wanted.base] > _WIDTH[current.base]:
         problem = (
-            f"was exported with --loss-scale {there}: among the tokens that {scale} trains beside those, marks of "
-            "pictures cannot be told from text, for the model's own processor wrote them"
+            f"was exported with --loss-scale {there}: among the tokens that {scale} trains in addition, "
+            "placeholders of media cannot be told from text, because the model's own processor wrote them"
         )
     else:
         return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules) or by_processor)
@@ -156,7 +156,7 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         for manifest in reader.manifests
     )
     if config.media_access != "any" and any(may_name_web):
-        warning = "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
+        warning = "a cache was exported with --media-access any: if its rows have web addresses, training needs it too"
         notes = [warning, *notes]
     inputs = _inputs(
         config, options, reader, recipe, files, targets=targets, choices=choices, saved=saved, notes=tuple(notes)
@@ -194,7 +194,7 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
     options = plan_options(config, max_length=max_length, world_size=ranks)
     options = dataclasses.replace(options, packing_length=room or max_length)
     if recipe is not None and recipe.stages and config.sweep is not None:
-        raise ConfigError(f"--sweep compares packing lengths, and {recipe.place} has stages", "Plan without it.")
+        raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Leave --sweep out.")
     return _inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
 
 
@@ -233,7 +233,7 @@ def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_si
         bucket_size, num = options.bucket_tokens, options.sequence_parallel_ranks
         if bucket_size is None:
             remedy = "Give a number of tokens, as in --bucket-size 8192."
-            raise ConfigError("--bucket-size auto is not known here.", remedy)
+            raise ConfigError("--bucket-size auto is decided by packtool train, and not known here.", remedy)
         # Zigzag splits a sharded sequence into 2 P parts, a pair for each process, so that all have equal work.
         skrull = SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num, alignment=2 * num)
     return part_of(

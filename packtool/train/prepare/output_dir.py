@@ -90,7 +90,7 @@ def _remove(path: str) -> None:
 RESULT_NAME = "packtool_train.json"
 METRICS_NAME = "metrics.jsonl"
 _OTHER_NAMES = ("skipped.jsonl", "curves.png")
-_REMEDY = "Give a directory that is there and may be written to, or one that can be made."
+_REMEDY = "Give a writable directory, or one that can be created."
 _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 
 
@@ -170,18 +170,18 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
     resumes_here = run_dir == os.path.realpath(config.output_dir)
     if resumes_here and config.overwrite_output_dir:
         raise ConfigError(
-            f"--overwrite-output-dir would remove {checkpoint}, which this run is to go on from",
+            f"--overwrite-output-dir would delete {checkpoint}, from which this run resumes",
             "Leave out one of --overwrite-output-dir and --resume-from-checkpoint.",
         )
     if resumes_here or config.overwrite_output_dir or config.add_version:
         return checkpoint, notes
     if used := _left_by_a_run(config.output_dir):
         shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
-        on = "--resume-from-checkpoint true goes on with it, " if finished_checkpoints(config.output_dir) else ""
+        on = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(config.output_dir) else ""
         raise ConfigError(
-            f"--output-dir {config.output_dir} holds another run: {shown}",
+            f"--output-dir {config.output_dir} already contains a run: {shown}",
             f"Give another directory; or {on}--overwrite-output-dir true deletes it first, and --add-version true "
-            "makes a numbered folder inside for each run.",
+            "creates a numbered folder in it for each run.",
         )
     return checkpoint, notes
 
@@ -220,7 +220,7 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
             config = dataclasses.replace(config, output_dir=_new_version(config.output_dir))
             missing.insert(0, config.output_dir)
     except OSError as error:
-        raise StorageError(f"--output-dir {config.output_dir} cannot be made: {error.strerror}", _REMEDY) from error
+        raise StorageError(f"--output-dir {config.output_dir} cannot be created: {error.strerror}", _REMEDY) from error
     try:
         with DirectoryLock(os.path.abspath(config.output_dir), what="training") as lock:
             yield config, lock
@@ -272,9 +272,9 @@ def _check_is_possible(output_dir: str) -> None:
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise ConfigError(f"--output-dir {output_dir}: {there} is no directory", _REMEDY)
+        raise ConfigError(f"--output-dir {output_dir}: {there} is not a directory", _REMEDY)
     if not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"--output-dir {output_dir}: {there} may not be written to", _REMEDY)
+        raise StorageError(f"--output-dir {output_dir}: {there} is not writable", _REMEDY)
 
 
 def _left_by_a_run(output_dir: str) -> list[str]:

@@ -155,15 +155,15 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
     summary, num_steps = timeline.first.summary, timeline.num_steps
     reason = f"longer than {summary.options.max_length:,} tokens"
     if timeline.inputs.mixture is not None:
-        reason += ", or outside what their source takes,"
+        reason += ", or excluded by the limits of their source,"
     if config.plan is not None:
-        reason = f"that --plan {config.plan} does not hold"
+        reason = f"that are not in --plan {config.plan}"
     left_out = f"; {summary.num_filtered:,} {reason} are left out" if summary.num_filtered else ""
     left_out += f"; {summary.num_not_drawn:,} are not drawn in this epoch" if summary.num_not_drawn else ""
     yield f"samples in the caches: {summary.num_cached:,}{left_out}"
     num, repeats = f"{summary.num_samples:,}", summary.num_samples - summary.num_distinct
-    again = f", {repeats:,} of them repeats" if repeats else ""
-    yield f"samples to train on: {num}{again}, lengths known: {num}, longest {summary.longest:,}"
+    again = f", {repeats:,} of them repeated" if repeats else ""
+    yield f"samples to train on: {num}{again}; longest: {summary.longest:,} tokens"
     processes = f"{num_processes} process{'es' if num_processes > 1 else ''}"
     if summary.skrull is not None:
         yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
@@ -174,7 +174,7 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
         unpacked = "padded rows of one sample each (--packing false)"
         if (num_tokens := config.dynamic_batch_tokens) is not None:
             unpacked = f"batches of up to {num_tokens:,} tokens without padding (--dynamic-batch-tokens)"
-        yield f"packing: no, but {unpacked}, {summary.fill:.1%} of whose tokens are true; {processes}"
+        yield f"packing: no, but {unpacked}; {summary.fill:.1%} of tokens are not padding; {processes}"
         yield f"optimizer steps: {num_steps:,}"
         return
     yield (
@@ -183,7 +183,7 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
     )
     keeps = config.samples_per_step is not None
     least = "" if keeps else f" (at least {summary.lower_bound:,} are needed)"
-    free = " (nothing is computed for what is free)" if keeps else ""
+    free = " (free space is not computed)" if keeps else ""
     yield (
         f"packs: {summary.num_packs:,}{least}, {summary.samples_per_pack:.2f} samples a pack, fill "
         f"{summary.fill:.2%}{free}"
@@ -195,7 +195,7 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
         yield last
     without = timeline.num_steps_without_packing()
     saved = 1 - num_steps / without
-    yield f"optimizer steps: {num_steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
+    yield f"optimizer steps: {num_steps:,} with packing, {without:,} with one sample per row ({saved:.0%} fewer)"
     yield from _batch_lines(config, timeline)
 
 
@@ -216,11 +216,11 @@ def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
 
 def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
     options = skrull.options
-    shared = f"; {skrull.num_local_tokens / num_tokens:.1%} of the tokens local to a process, the others shared by "
+    shared = f"; {skrull.num_local_tokens / num_tokens:.1%} of the tokens are local to a process, the others shared by "
     batches = f"{skrull.num_micro_batches:,} micro-batch{'es' if skrull.num_micro_batches != 1 else ''}"
     return (
-        f"skrull: {batches} of {options.bucket_size:,} tokens at most a process, "
-        f"{skrull.bucket_fill:.1%} of that used, and {num_empty:,} empty ones"
+        f"skrull: {batches} of {options.bucket_size:,} tokens at most per process, "
+        f"{skrull.bucket_fill:.1%} full, {num_empty:,} of them empty"
         f"{shared + str(options.sequence_parallel_size) if options.sequence_parallel_size > 1 else ''}"
     )
 
@@ -232,8 +232,8 @@ def last_step_line(timeline: Timeline) -> str | None:
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
     if last == full and not steps.num_empty_micro_batches:
         return None
-    filled = f", filled up with {steps.num_empty_micro_batches} of zero loss"
+    filled = f", completed with {steps.num_empty_micro_batches} empty ones"
     return (
-        f"packs of a step: {full:,}, of an epoch's last one: {last:,}"
-        f"{filled if steps.num_empty_micro_batches else ''}; no pack is left out"
+        f"packs per step: {full:,}; in the last step of an epoch: {last:,}"
+        f"{filled if steps.num_empty_micro_batches else ''}; no pack is dropped"
     )

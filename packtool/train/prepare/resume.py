@@ -173,9 +173,9 @@ def _old_origins(source: SourceLedger, history: str) -> Origins:
     if removed is not None:
         return read_origins(removed, 0)
     raise MismatchError(
-        f"{source.directory} is no longer the cache {source.fingerprint} that was trained, and nothing in {history} "
-        "tells which rows its samples were: what was trained of it cannot be found in the new caches",
-        "Bring it back where it was, and export into another directory; or begin anew with --resume-only-model true.",
+        f"{source.directory} is no longer the cache {source.fingerprint} that was trained, and {history} has no "
+        "record of its rows, so its trained samples cannot be matched with those of the new caches",
+        "Restore the old cache there and export into another directory, or use --resume-only-model true.",
     )
 
 
@@ -198,9 +198,9 @@ def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], 
         for path, digest in zip(origins.files, origins.digests, strict=True):
             if now.get(path, digest) != digest and _open_unchanged(source) is None:
                 raise MismatchError(
-                    f"{path} has changed since {source.directory} was exported, so its rows are not those that were "
-                    "trained; and the old cache, which could tell which is which, is gone",
-                    "Bring that cache back, export the changed file into another directory, and resume with that one.",
+                    f"{path} has changed since {source.directory} was exported, so its rows cannot be matched with "
+                    "those that were trained: the old cache, which has their contents, is missing",
+                    "Restore that cache, export the changed file into another directory, and resume with the new one.",
                 )
 
 
@@ -241,7 +241,7 @@ class SourceChange:
         """One line for the log."""
         if self.fate in ("gone", "replaced"):
             trained = f"{self.fate}; {self.trained:,} of its {self.samples:,} samples were trained in this epoch"
-            gone = f", and {self.gone:,} are in no cache of this run any more" if self.fate == "replaced" else ""
+            gone = f", and {self.gone:,} are no longer in any cache of this run" if self.fate == "replaced" else ""
             return f"{self.directory}: {trained}{gone}"
         status = {"as before": "", "back": "back again; "}.get(self.fate, f"{self.fate}, {self.new:,} samples new; ")
         trained = f"{self.trained:,} of {self.samples:,} trained in this epoch, {self.left:,} left"
@@ -257,13 +257,13 @@ def change_lines(
         steps_left: of the rest of the epoch.
         steps_before: steps of the whole run before and after the change, in words.
     """
-    yield f"the data have changed after step {change.step:,}, in epoch {change.epoch + 1:,}:"
+    yield f"the data changed after step {change.step:,}, in epoch {change.epoch + 1:,}:"
     for source in sources:
         yield f"  {source.sentence}"
     left = sum(source.left for source in sources)
     yield (
-        f"what is left of this epoch, {left:,} samples, is planned anew in {steps_left:,} steps: none that was "
-        f"trained in it comes again; {steps_before}"
+        f"the rest of this epoch, {left:,} samples in {steps_left:,} steps, is planned again; samples trained in it "
+        f"are not repeated; {steps_before}"
     )
 
 
@@ -351,11 +351,11 @@ def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> l
     replaced = {source.directory for source in leaving}
     directories = [storage.absolute(directory) for directory in reader.directories]
     lines = [
-        f"{directory}: {'is another export now' if directory in replaced else 'was not there'}"
+        f"{directory}: {'is another export now' if directory in replaced else 'is new'}"
         for directory, source in zip(directories, kept, strict=True)
         if source is None
     ]
-    lines += [f"{each.directory}: is not there now" for each in leaving if each.directory not in directories]
+    lines += [f"{each.directory}: is no longer given" for each in leaving if each.directory not in directories]
     return lines or ["the caches are in another order"]
 
 
@@ -410,16 +410,16 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
     assignments, notes = before.assignments or ((0, *before.assignment),), []
     if state.is_assigned_anew_after(before):
         notes.append(
-            f"{origin} was trained by {before.world_size} data-parallel ranks, and there are "
-            f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
+            f"{origin} was trained by {before.world_size} data-parallel ranks, and now there are "
+            f"{state.world_size}: the remaining packs of its epoch are assigned to them"
         )
         assignments = (*assignments, (before.step, *state.assignment))
     timeline = Timeline.of(inputs, assignments, None if ledger is None else ledger.change)
     if ledger is None:
         ledger = ledger_of_plan(timeline, before.step)
         notes.append(
-            f"{origin} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
-            "what --on-bad-media skip may have left out"
+            f"{origin} is from an older packtool and has no ledger: trained samples are taken from its plan, "
+            "including any that --on-bad-media skip left out"
         )
     is_plain = len(assignments) == 1 and before.data_since == 0
     state = dataclasses.replace(state, assignments=() if is_plain else assignments, data_since=before.data_since)
@@ -432,9 +432,8 @@ def _with_other_data(
     """Resume with other data: the rest of the epoch is planned again."""
     if ledger is None:
         raise MismatchError(
-            f"{checkpoint} is of an older packtool and keeps no ledger, so nobody knows which samples of the caches "
-            "that it had were trained",
-            "Go on with its own caches until the next checkpoint, and change the data there.",
+            f"{checkpoint} is from an older packtool and has no ledger, so it is unknown which samples were trained",
+            "Resume with its own caches until the next checkpoint, and change the data there.",
         )
     step, epoch = before.step, ledger.epoch
     wanted, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
@@ -452,8 +451,8 @@ def _with_other_data(
         steps += ", as before"
     else:
         steps += (
-            f" instead of {num_before:,}: of the schedule of learning rates {step / num_steps:.1%} is done, where it "
-            f"was {step / num_before:.1%}"
+            f" instead of {num_before:,}: {step / num_steps:.1%} of the learning rate schedule is done instead of "
+            f"{step / num_before:.1%}"
         )
     return ResumedState(
         timeline, state, ledger, changes, tuple(change_lines(ledger.change, changes, steps_left, steps))
@@ -492,9 +491,9 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     is_length_set = config.data_change == "refuse" and any(name in changes for name in _LENGTH)
     if shifts and (is_same_data or is_length_set):
         refused += [name for name in _LENGTH if name in changes]
-        reasons = [f"    the schedule of learning rates would have {num_steps:,} steps instead of {num_planned:,}"]
+        reasons = [f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"]
     if refused or reasons:
-        lines = [f"  - {flag(name)}: {changes[name][0]} there, {changes[name][1]} now" for name in refused]
+        lines = [f"  - {flag(name)}: {changes[name][0]} in the checkpoint, {changes[name][1]} now" for name in refused]
         raise MismatchError(
             "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *reasons]),
             f"Resume with the settings of that run; or {ONLY_MODEL}",

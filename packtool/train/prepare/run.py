@@ -192,7 +192,7 @@ class Run:
             yield (
                 f"torch.compile ({self.config.torch_compile_backend}): micro-batches are padded to multiples of "
                 f"{step:,} tokens, up to {num_lengths * step:,}; the first step of each of these {num_lengths} lengths "
-                "takes longer, for it is compiled"
+                "takes longer, because it is compiled"
             )
 
     def steps(self, exchange: NumberExchange) -> Steps:

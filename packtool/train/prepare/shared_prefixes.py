@@ -115,12 +115,14 @@ class SharedPrefixes:
         num_full_tokens, seen = self.num_whole_tokens, self.tower_work_saved(cost)
         saved = [
             f"{self.trees.num_shared_tokens:,} of {num_full_tokens:,} tokens ({self.saved:.0%})",
-            *([f"{seen:.0%} of the work of the towers"] if seen else []),
+            *([f"{seen:.0%} of the towers' work"] if seen else []),
         ]
         if num_steps_whole:
             saved.append(f"{num_steps_whole - num_steps:,} of {num_steps_whole:,} optimizer steps of an epoch")
         listed = " and ".join([", ".join(saved[:-1]), saved[-1]] if len(saved) > 1 else saved)
-        return f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves {listed}"
+        return (
+            f"shared prefixes: computed once (--share-prefix false computes each sample in full), which saves {listed}"
+        )
 
 
 def find_shared(
@@ -167,19 +169,21 @@ def find_shared(
         max_media_tokens=max_media_tokens,
     )
     if not trees.num_shared_tokens:
-        message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed whole"
+        message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
         return None, message if is_required else None
     shared = SharedPrefixes(reader.index, prefixes, trees)
     if is_required or (shared.saved > MIN_SAVING and not reasons):
         return shared, None
     if shared.saved > MIN_SAVING:
-        message = f"shared prefixes: {shared.saved:.0%} of the tokens could be saved, but each sample is computed whole"
+        message = (
+            f"shared prefixes: {shared.saved:.0%} of the tokens could be saved, but each sample is computed in full"
+        )
         return None, f"{message}: {_reason(reasons[0])}"
     if reasons or shared.saved < _MIN_MENTIONED:
         return None, None
     return None, (
-        f"shared prefixes: {shared.saved:.1%} of the tokens could be saved, which is not worth it: each sample is "
-        "computed whole, unless --share-prefix true shares them"
+        f"shared prefixes: {shared.saved:.1%} of the tokens could be saved, too few to be worth it: each sample "
+        "is computed in full; --share-prefix true shares them anyway"
     )
 
 
@@ -188,7 +192,7 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
     if config.share_prefix == "false":
         return None, None
     if reasons := _reasons_against(config, model):
-        return None, f"shared prefixes: each sample is computed whole: {_reason(reasons[0])}"
+        return None, f"shared prefixes: each sample is computed in full: {_reason(reasons[0])}"
     min_saving = 0.0 if config.share_prefix == "true" else MIN_SAVING
     limits = config.max_rows_per_tree, config.max_media_tokens_per_pack
     return IntervalSharing(MediaTokens.of(model), min_saving, *limits, parts=parts_of(config)), None
@@ -234,7 +238,7 @@ def load_shared_prefixes(
     trees = rebuild_trees(packs, _as_planned(prefixes, len(reader)), min_shared=MIN_SHARED)
     if trees is None:
         raise MismatchError(
-            "--plan shares prefixes that the caches do not tell of", "Make it again with packtool plan --save."
+            "--plan shares prefixes that the caches do not record", "Make it again with packtool plan --save."
         )
     wanted: PartsIn = "together" if parts == "together" else "apart" if parts == "apart" else "any"
     return SharedPrefixes(reader.index, prefixes, replace(trees, parts=wanted))
@@ -264,8 +268,8 @@ def _prefixes(reader: CacheReader, *, is_required: bool) -> SplitPrefixes | None
         if not manifest.splits[reader.split].prefixes_sha256
     )
     raise MismatchError(
-        f"--share-prefix true: {directory} was exported by an older packtool, and does not tell what its samples begin "
-        "with",
+        f"--share-prefix true: {directory} was exported by an older packtool, and does not record the prefixes of its "
+        "samples",
         f"Leave --share-prefix out, or export into another directory:\n  {export_command(directory, manifest)}",
     )
 
@@ -275,7 +279,7 @@ def _problem_of_model(model: Mapping[str, Any]) -> str:
     kind = str(text_config_of(model).get("model_type"))
     if kind not in family_of(model).recurrent_types:
         return ""
-    return f"{kind} has recurrent layers, whose state at the end of a prefix is not handed on to several samples"
+    return f"{kind} has recurrent layers, whose state at the end of a prefix cannot be passed to several samples"
 
 
 def _reason(reason: str) -> str:

@@ -107,12 +107,12 @@ class StreamedSource:
         """Describe rows, packing and shared prefixes."""
         options, world = self.options, self.world
         yield (
-            f"streaming {len(self.specs)} file{'s' if len(self.specs) > 1 else ''} of rows, samples of up to "
-            f"{self.spec.max_length:,} tokens; nobody has counted them"
+            f"streaming {len(self.specs)} file{'s' if len(self.specs) > 1 else ''} of rows (number of rows unknown), "
+            f"samples of up to {self.spec.max_length:,} tokens"
         )
         yield (
             f"packing: yes; packing length: {options.packing_length:,}, {options.packing_interval:,} samples at a "
-            f"time, drawn from a buffer of {options.shuffle_buffer_size:,}; "
+            f"time from a shuffle buffer of {options.shuffle_buffer_size:,}; "
             f"{world.size} process{'es' if world.size > 1 else ''} with "
             f"{options.dataset_num_proc} worker{'s' if options.dataset_num_proc > 1 else ''} each"
         )
@@ -317,7 +317,7 @@ class StreamedSteps(Steps):
         sums = dict(zip(_SUMS, self._exchange.sums(counts), strict=True))
         if not sums["packs"]:
             where = f"Rows that were dropped are listed in {self._log.path}."
-            raise all_dropped("no sample is left of the rows", self._stream.counts.dropped, self._log.firsts, where)
+            raise all_dropped("no sample is left to train on", self._stream.counts.dropped, self._log.firsts, where)
         self.ended = not sums.pop("more")
         flops = []
         for cost in (self._costs.model, self._costs.hardware):

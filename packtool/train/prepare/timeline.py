@@ -433,7 +433,7 @@ class Timeline:
         for figures in self.figures():
             yield f"{stage_title(figures)}: {figures['samples']:,} samples"
             if left_out := figures["filtered"]:
-                why = f"of more than {figures['max_length']:,} tokens, or outside what their source takes"
+                why = f"longer than {figures['max_length']:,} tokens, or excluded by the limits of their source"
                 yield f"  {left_out:,} samples of its sources are left out: {why}"
             yield from source_lines(figures["sources"])
 

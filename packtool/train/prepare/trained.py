@@ -35,7 +35,7 @@ class TrainedModel:
         if not is_adapter(model):
             if base_model is not None:
                 raise ConfigError(
-                    f"--base-model {base_model}: {model} is no adapter, it has no {ADAPTER_FILE}", "Leave it out."
+                    f"--base-model {base_model}: {model} is not an adapter: it has no {ADAPTER_FILE}", "Leave it out."
                 )
             return cls(model, None)
         if base_model is not None:
@@ -50,8 +50,8 @@ class TrainedModel:
         # Adapters of older runs may name a directory as it was typed.
         if not isinstance(base, str) or _is_gone(base):
             raise MismatchError(
-                f"{path} names {base!r} as its base model, which is not there",
-                "Say where it is now: --base-model DIR; or put it back in its place.",
+                f"{path} names {base!r} as its base model, which does not exist",
+                "Give its new directory with --base-model DIR, or restore it.",
             )
         return cls(base, model)
 
@@ -69,7 +69,7 @@ def instead_of_adapter(directory: str) -> str:
     if is_adapter(last):
         return f"it is the output of a run, whose last adapter is {last}"
     if os.path.exists(os.path.join(directory, "config.json")):
-        return "it is a whole model"
+        return "it is a full model"
     return f"it has no {ADAPTER_FILE}"
 
 

@@ -66,10 +66,10 @@ class WaitingNote:
         processes = f"{self._num_workers} process{'' if self._num_workers == 1 else 'es'}"
         if self._cores - 1 > self._num_workers:
             return (
-                f"{wait}: --dataloader-num-workers {min(2 * max(self._num_workers, 1), self._cores - 1)} loads more at "
-                f"a time (now {processes} a rank, which has {self._cores} cores)"
+                f"{wait}: try --dataloader-num-workers {min(2 * max(self._num_workers, 1), self._cores - 1)} "
+                f"(now {processes} per rank, which has {self._cores} cores)"
             )
         return (
-            f"{wait}: {processes} a rank load it, and there are no more cores ({self._cores} a rank). Media that "
-            "--media-cache keeps, that lie on a local disk, or exported with a smaller --max-pixels, load faster"
+            f"{wait}: {processes} per rank load it, and no more cores are free ({self._cores} per rank). Media load "
+            "faster from --media-cache, from a local disk, or exported with a smaller --max-pixels"
         )

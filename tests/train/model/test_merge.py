@@ -76,7 +76,7 @@ def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, m
         merge_adapter(
             MergeConfig(adapter=str(adapter), base_model="./none", output=str(tmp_path / "new")), SilentProgress()
         )
-    with pytest.raises(ConfigError, match="is no adapter: it is a whole model"):
+    with pytest.raises(ConfigError, match="is no adapter: it is a full model"):
         merge_adapter(MergeConfig(adapter=tiny.model, output=str(tmp_path / "new")), SilentProgress())
     with pytest.raises(ConfigError, match="there already, and not empty"):
         merge_adapter(MergeConfig(adapter=str(adapter), output=tiny.model), SilentProgress())

@@ -85,7 +85,7 @@ def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tm
 
     def decided(**settings: Any) -> tuple[str | None, int | None, bool, bool]:
         run = Run.of(tiny.config(tmp_path, **settings), World())
-        told = any("--eval-strategy no leaves it out" in note for note in run.notes)
+        told = any("--eval-strategy no turns this off" in note for note in run.notes)
         return run.config.eval_strategy, run.config.eval_steps, run.validation is not None, told
 
     assert decided(**split) == ("steps", 7, True, True)
@@ -97,8 +97,8 @@ def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tm
     assert decided()[2:] == (False, False)
     both = {"cached_dataset": (str(tmp_path / "with"), tiny.cache)}
     (note,) = Run.of(tiny.config(tmp_path, **both), World()).notes
-    assert note == "only some of the caches have a val split: nothing is evaluated"
+    assert note == "nothing is evaluated, because only some of the caches have a val split"
     with pytest.raises(
-        ConfigError, match="the best checkpoint or an early stop is asked for, and nothing is evaluated"
+        ConfigError, match="the best checkpoint and early stopping need an evaluation, and nothing is evaluated"
     ):
         decided(load_best_model_at_end=True)

@@ -44,7 +44,7 @@ def test_a_plan_needs_the_model_for_targets(tiny: TinyWorld) -> None:
     identity = dataclasses.replace(manifest.identity, spec={**manifest.identity.spec, "model": "gone"})
     reader.manifests = (dataclasses.replace(manifest, identity=identity),)
     asked = recipe(tiny, {"loss_scale": "last_round"})
-    with pytest.raises(ConfigError, match=r"gone is not there\nName the model with --model"):
+    with pytest.raises(ConfigError, match=r"gone does not exist\nGive the directory of the model with --model"):
         planned_targets(reader, asked, None)
     assert planned_targets(reader, asked, tiny.model).sum() < reader.index.target_tokens.sum()
 
@@ -52,8 +52,8 @@ def test_a_plan_needs_the_model_for_targets(tiny: TinyWorld) -> None:
 @pytest.mark.parametrize(
     ("source", "message", "remedy"),
     [
-        ({"loss_scale": "react"}, "react gives parts of texts other weights", "--loss-scale react"),
-        ({"loss_scale": "last_round+hermes"}, "gives parts of texts", "Leave its loss_scale in --mix mix.yaml out"),
+        ({"loss_scale": "react"}, "the parts of texts that react weights differently", "--loss-scale react"),
+        ({"loss_scale": "last_round+hermes"}, "the parts of texts", "Leave its loss_scale in --mix mix.yaml out"),
         ({"media_limits": {"max_pixels": 64}}, "mix.yaml: .* of at most 12544 pixels.* for 64 ", "--max-pixels 64"),
         ({"media_limits": {"image_min_token_num": 9}}, "of at least 4096 pixels.* for 9216 ", "--min-pixels 9216"),
         ({"media_limits": {"fps": 1.0}}, "mix.yaml: .* FPS unset there, 1.0 here", "--fps 1.0"),

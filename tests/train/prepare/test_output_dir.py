@@ -139,12 +139,12 @@ def test_a_used_directory_is_refused_replaced_or_gone_on_with(tiny: TinyWorld, t
     run()
     before = (tmp_path / METRICS_NAME).read_text()
     for settings in ({}, {"dry_run": True}, {"seed": 1}):
-        with pytest.raises(ConfigError, match=r"holds another run: checkpoint-1, checkpoint-2, metrics") as caught:
+        with pytest.raises(ConfigError, match=r"already contains a run: checkpoint-1, checkpoint-2, metrics") as caught:
             run(**settings)
     for option in ("--resume-from-checkpoint true", "--overwrite-output-dir true", "--add-version true"):
         assert option in str(caught.value.remedy)
     assert (tmp_path / METRICS_NAME).read_text() == before
-    with pytest.raises(ConfigError, match="checkpoint-2, which this run is to go on from"):
+    with pytest.raises(ConfigError, match="checkpoint-2, from which this run resumes"):
         run(resume_from_checkpoint="true", overwrite_output_dir=True)
     run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert steps_of(tmp_path) == [1, 2]

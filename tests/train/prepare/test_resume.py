@@ -140,9 +140,9 @@ def test_what_became_of_each_cache_is_told() -> None:
     assert (again.new, again.trained, again.left) == (2, int((1, 1) in seen), 3 - ((1, 1) in seen))
     assert (replaced.samples, replaced.gone, gone.gone) == (2, 1, 1)
     told = list(change_lines(changed.change, changes, 3, "and that is all"))
-    assert told[0] == f"the data have changed after step {ledger.step}, in epoch 1:"
+    assert told[0] == f"the data changed after step {ledger.step}, in epoch 1:"
     assert told[2].startswith("  /1: exported again, 2 samples new; ")
-    assert told[-1].endswith("planned anew in 3 steps: none that was trained in it comes again; and that is all")
+    assert told[-1].endswith("in 3 steps, is planned again; samples trained in it are not repeated; and that is all")
     _, back = with_changed_data(changed, reader, lambda *_: np.ones(6, np.int64), "", 10)
     assert [source.fate for source in back][:3] == ["as before", "back", "back"]
     assert [source.new for source in back[1:3]] == [0, 0]

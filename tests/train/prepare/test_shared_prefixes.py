@@ -64,7 +64,7 @@ def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path:
     assert int(of.replace(",", "")) == whole.timeline.first.summary.num_tokens
     saved_tokens = whole.timeline.first.summary.num_tokens - run.timeline.first.summary.num_tokens
     assert int(saved.replace(",", "")) == saved_tokens
-    assert "80% of the work of the towers" in line
+    assert "80% of the towers' work" in line
     steps = whole.timeline.first.summary.num_steps
     assert f" {steps - run.timeline.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
     assert preview(planned(alike)).shared_line == line

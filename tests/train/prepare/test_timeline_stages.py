@@ -93,11 +93,11 @@ def test_shares_lengths_and_steps_of_every_stage() -> None:
 @pytest.mark.parametrize(
     ("change", "given", "message"),
     [
-        ({"until": 9}, {}, r"stages\[0\].until: 9 steps of how many\? Give --max-steps"),
-        ({"until": 9}, {"max_steps": 9}, r"stages\[1\]: the run ends with step 9"),
-        ({"until": None}, {"max_steps": 9}, r"stages\[0\].until: it is missing: with --max-steps"),
+        ({"until": 9}, {}, r"stages\[0\].until: 9 steps need --max-steps"),
+        ({"until": 9}, {"max_steps": 9}, r"stages\[1\]: the run ends after step 9"),
+        ({"until": None}, {"max_steps": 9}, r"stages\[0\].until is missing: with --max-steps"),
         ({"packing_length": 9}, {"packing": False}, r"stages\[0\].packing_length: --packing false"),
-        ({"sequence_parallel_size": 2}, {}, r"stages\[0\].sequence_parallel_size: 2 is no part of the 1 processes"),
+        ({"sequence_parallel_size": 2}, {}, r"stages\[0\].sequence_parallel_size: 2 does not divide the 1 processes"),
     ],
 )
 def test_what_does_not_go_with_the_run_is_refused(change: dict[str, Any], given: dict[str, Any], message: str) -> None:

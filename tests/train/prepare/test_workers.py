@@ -70,4 +70,4 @@ def test_without_cores_there_is_another_remedy() -> None:
     note.after(0.0, 1.0)
     told = note.after(0.2, 100.0)
     assert told is not None
-    assert "4 processes a rank load it, and there are no more cores (4 a rank)" in told
+    assert "4 processes per rank load it, and no more cores are free (4 per rank)" in told
