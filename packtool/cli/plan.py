@@ -107,7 +107,9 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     plans = [preview(config, length) for length in config.sweep_lengths()]
     rows = [plan.figures(config.tflops, config.mfu) for plan in plans]
     lines = aligned(sweep_cells(rows), "r")
-    for warning in dict.fromkeys(plan.inputs.unshared for plan in plans if plan.inputs.unshared is not None):
+    for warning in dict.fromkeys(
+        plan.inputs.no_sharing_reason for plan in plans if plan.inputs.no_sharing_reason is not None
+    ):
         lines += ["", warning]
     if config.html is not None:
         title = names_of(config.cached_dataset or (str(config.mix or config.lengths),))

@@ -73,7 +73,7 @@ def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Pa
     told = capsys.readouterr()
     assert f"packs: {found['num_packs']}" in told.err + told.out
     assert run([*train, "--plan", path, "--packing-length", "500"]) == 4
-    assert "--packing-length: 400 there, 500 here" in capsys.readouterr().err
+    assert "--packing-length: 400 in the plan, 500 in this run" in capsys.readouterr().err
     assert run([*train, "--plan", cache + "/packtool.json"]) == 4
 
 

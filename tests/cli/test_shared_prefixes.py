@@ -84,7 +84,7 @@ def check(words: list[str], reason: str, code: int, capfd: Any) -> None:
 )
 def test_options(verb: str, words: str, alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     dry = ["--dry-run"] if verb == "train" else []
-    check([*command(verb, alike, tmp_path), *words.split(), *dry], f"go with {REASONS[words]}", EXIT_USAGE, capfd)
+    check([*command(verb, alike, tmp_path), *words.split(), *dry], f"with {REASONS[words]}", EXIT_USAGE, capfd)
 
 
 def test_a_tree_keeps_the_budget_of_media(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:

@@ -122,7 +122,7 @@ def test_a_state_goes_on_with_the_very_next(plan: packtool.Plan, batches: packto
         assert given + [ids(batch) for batch in other] == whole
         assert [ids(batch) for batch in other] == whole
     elsewhere = packtool.Batches(plan, loss_reduction="sample", **HERE)
-    with pytest.raises(MismatchError, match="loss_reduction: token there, sample now"):
+    with pytest.raises(MismatchError, match="loss_reduction: token in the checkpoint, sample now"):
         elsewhere.load_state_dict(batches.state_dict())
 
 

@@ -108,7 +108,7 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
     given = {"cached_dataset": (f"{tiny.cache}#20", other), "resample": "epoch", "num_train_epochs": 2.0}
     run = Run.of(tiny.config(tmp_path, **given, **kept(tmp_path)), World())
     assert run.source.inputs.mixture is not None
-    wanted = run.source.inputs.wanted_of(1) > 0
+    wanted = run.source.inputs.epoch_counts(1) > 0
     first = run.source.planned_epoch(run.timeline.plan_of(0), 0)
     told = {
         sample: again

@@ -65,7 +65,7 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     result = train(mixed(tiny, tmp_path / "whole", mix=mix), SilentProgress())
     # An independent count of what the batches held.
     planned, counts = prepared(mixed(tiny, tmp_path / "other", mix=mix)), Counter[str]()
-    for step in planned.steps(None).drawn():  # type: ignore[arg-type]
+    for step in planned.steps(None).rank_steps():  # type: ignore[arg-type]
         for micro_batch in step.micro_batches:
             counts.update(str(planned.source.read(place).channel) for place in micro_batch.samples)
     assert {name: figures["num_samples"] for name, figures in result.sources.items()} == counts
@@ -168,7 +168,7 @@ def test_stages_are_trained_shown_and_resumed(
         prepared(mixed(tiny, tmp_path / "longer", **{**settings, "max_steps": 9}, **resume))
     # An independent count of what the batches held, by stage; and the ledger.
     planned, counts = prepared(mixed(tiny, tmp_path / "other", **settings)), Counter[int]()
-    for number, step in enumerate(planned.steps(None).drawn()):  # type: ignore[arg-type]
+    for number, step in enumerate(planned.steps(None).rank_steps()):  # type: ignore[arg-type]
         held = [place for micro_batch in step.micro_batches for place in micro_batch.samples]
         counts.update(held)
         lengths = planned.source.reader.index.length
@@ -200,7 +200,7 @@ def test_stages_are_trained_shown_and_resumed(
 
 def again(planned: Run) -> list[RankStep]:
     """The steps of a run, once more."""
-    return list(planned.steps(None).drawn())  # type: ignore[arg-type]
+    return list(planned.steps(None).rank_steps())  # type: ignore[arg-type]
 
 
 def test_plan_resume_finds_shares_for_other_caches(

@@ -161,7 +161,7 @@ def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> N
     assert always_run(spec, tiny.config(tmp_path)) == {"vision", "sound"}
     for rank in range(2):
         run = Run.of(frozen, World(rank, 2))
-        wanted = [batch for step in run.steps(RankExchange(run.world)).drawn() for batch in step.micro_batches]
+        wanted = [batch for step in run.steps(RankExchange(run.world)).rank_steps() for batch in step.micro_batches]
         assert [batch.towers for batch in wanted] == [{"vision"}, frozenset(), {"vision", "sound"}]
         dataset = MicroBatches(run.source.read, spec, always=always_run(spec, frozen))
         found = [dataset[batch] for batch in wanted]

@@ -113,10 +113,10 @@ def test_a_checkpoint_of_another_plan_is_refused(whole: tuple[Path, Any], tiny: 
     output_dir, settings = whole
     checkpoint = str(output_dir / "checkpoint-1")
     for change, message in (
-        ({"seed": 1}, r"seed: 42 there, 1 now"),
-        ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps: \d+ there, 2 now"),
-        ({"packing_length": 200}, r"packing_length: 256 there, 200 now"),
-        ({"max_length": 90}, r"max_length: 128 there, 90 now"),
+        ({"seed": 1}, r"seed: 42 in the checkpoint, 1 now"),
+        ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps: \d+ in the checkpoint, 2 now"),
+        ({"packing_length": 200}, r"packing_length: 256 in the checkpoint, 200 now"),
+        ({"max_length": 90}, r"max_length: 128 in the checkpoint, 90 now"),
     ):
         config = tiny.config(tmp_path, **settings | change, resume_from_checkpoint=checkpoint)
         with pytest.raises(MismatchError, match=message):
@@ -180,7 +180,7 @@ def test_settings_that_the_checkpoint_has_are_refused(
 ) -> None:
     output_dir, settings = whole
     ((name, value),) = change.items()
-    shown = f"{flag(name)}: .* there, {str(value).lower()} now"
+    shown = f"{flag(name)}: .* in the checkpoint, {str(value).lower()} now"
     with pytest.raises(MismatchError, match=f"cannot be resumed with other settings:\n  - {shown}"):
         resume_line(tiny, output_dir, settings, **change)
 
@@ -277,7 +277,7 @@ def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
         find_checkpoint("true", str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="no such directory"):
         find_checkpoint(str(tmp_path / "gone"), str(tmp_path))
-    with pytest.raises(MismatchError, match="no finished checkpoint of packtool"):
+    with pytest.raises(MismatchError, match="not a finished checkpoint of packtool"):
         read_run_state(str(tmp_path))
 
 

@@ -91,7 +91,7 @@ def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, An
     notes = "\n".join(progress.notes)
     for said in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
         assert said in notes
-    assert "9 with packing, 42 without" in notes
+    assert "9 with packing, 42 with one sample per row" in notes
     assert "packs per step: 3; in the last step of an epoch: 2" in notes
 
 
@@ -337,7 +337,7 @@ def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Pa
     assert read_metrics(tmp_path / "a")[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "b")[-1]["loss"], rel=1e-4)
     everything = train(tiny.config(tmp_path / "c", loss_scale="all", dry_run=True), SilentProgress())
     assert everything.target_tokens > chosen.target_tokens
-    with pytest.raises(MismatchError, match="the parts of texts that .* weights differently"):
+    with pytest.raises(MismatchError, match="weights differently"):
         train(tiny.config(tmp_path / "d", loss_scale="last_round+react"), SilentProgress())
     with pytest.raises(MismatchError, match="--truncation-strategy delete, but this run sets left"):
         train(tiny.config(tmp_path / "d", truncation_strategy="left"), SilentProgress())
@@ -393,7 +393,7 @@ def test_models_are_found_from_any_directory(tiny: TinyWorld, tmp_path: Path, mo
     assert TrainedModel.find("../out/checkpoint-1") == TrainedModel(str(model), "../out/checkpoint-1")
     assert sample_view("../cache", "train", 0, None)[0]
     model.rename(tmp_path / "moved")
-    with pytest.raises(MismatchError, match="not there") as caught:
+    with pytest.raises(MismatchError, match="does not exist") as caught:
         TrainedModel.find("../out/checkpoint-1")
     assert "--base-model DIR" in str(caught.value.remedy)
     assert TrainedModel.find("../out/checkpoint-1", "../moved").base == "../moved"

@@ -80,14 +80,14 @@ def test_what_decides_the_packs_must_stay_when_resumed(
     checkpoint = str(whole[0] / "checkpoint-1")
     for change, told in (
         ({"packing_interval": 26}, "packing_interval 26"),
-        ({"seed": 1}, "seed: 42 there, 1 now"),
+        ({"seed": 1}, "seed: 42 in the checkpoint, 1 now"),
         ({"dataset": (tiny.rows,)}, "cache:"),
-        ({"max_length": 100}, "max_length: 128 there, 100 now"),
+        ({"max_length": 100}, "max_length: 128 in the checkpoint, 100 now"),
     ):
         config = tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint, **change))
         with pytest.raises(MismatchError, match=told):
             train(config, SilentProgress())
-    with pytest.raises(MismatchError, match="world_size: 1 there, 2 now"):
+    with pytest.raises(MismatchError, match="world_size: 1 in the checkpoint, 2 now"):
         Run.of(tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint)), World(0, 2))
 
 

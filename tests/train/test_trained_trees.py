@@ -99,7 +99,7 @@ def test_a_stream_resumes_exactly(alike: TinyWorld, tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "whole" / "checkpoint-4")
     train(alike.config(tmp_path / "resumed", **given, resume_from_checkpoint=checkpoint), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 4)
-    with pytest.raises(MismatchError, match="shares_prefixes: True there, False now"):
+    with pytest.raises(MismatchError, match="shares_prefixes: True in the checkpoint, False now"):
         train(
             alike.config(tmp_path / "other", **given, resume_from_checkpoint=checkpoint, share_prefix="false"),
             SilentProgress(),

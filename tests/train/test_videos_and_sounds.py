@@ -353,6 +353,6 @@ def test_limits_given_again_must_agree(model_of: Make, media: Path, tmp_path: Pa
     assert run([*train, "--dry-run", "--fps", "4", "--fps-max-frames", "768"]) == 0
     assert run([*train, "--dry-run", "--fps", "2"]) == 4
     told = capsys.readouterr().err
-    assert "FPS 4.0 there, 2.0 here" in told
+    assert "FPS 4.0 in the cache, 2.0 in this run" in told
     assert "packtool export --dataset" in told
     assert "--fps 2.0" in told

@@ -43,8 +43,8 @@ from packtool.train.prepare.checkpoint import (
     saving,
     write_run_state,
 )
-from packtool.train.prepare.history import options_kept
-from packtool.train.prepare.output_dir import BEST, LAST, best_of, make_output_dir, point
+from packtool.train.prepare.history import recorded_options
+from packtool.train.prepare.output_dir import BEST, LAST, best_checkpoint, make_output_dir, point
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.workers import workers_of
@@ -83,7 +83,7 @@ def execute(
             trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
         seconds = time.perf_counter() - begin
     steps, config = trainer.state.global_step, run.config
-    result = dataclasses.replace(result, **trainer.loader.steps.counted())
+    result = dataclasses.replace(result, **trainer.loader.steps.final_counts())
     for line in early_end_lines(trainer, callback, result.steps):
         progress.note(line)
     if spec.media_cache is not None:
@@ -320,10 +320,10 @@ class RunCallback(TrainerCallback):
             run_state = dataclasses.replace(
                 run.state, step=step, epoch=epoch, step_in_epoch=step_in_epoch, saved_at=time.time()
             )
-            write_run_state(checkpoint, run_state, options_kept(run.config))
+            write_run_state(checkpoint, run_state, recorded_options(run.config))
         # The Trainer would delete older checkpoints before this one is finished.
         keeps_best = run.config.load_best_model_at_end
-        best = state.best_model_checkpoint if keeps_best else best_of(output_dir, state.log_history)
+        best = state.best_model_checkpoint if keeps_best else best_checkpoint(output_dir, state.log_history)
         with saving(os.path.join(output_dir, f".{LAST}.part")):
             point(output_dir, LAST, checkpoint)
             if best is not None:

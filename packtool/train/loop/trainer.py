@@ -118,7 +118,7 @@ class StepLoader:
             multiple_of=run.length_multiple,
         )
         # The workers that load ahead and the current step both iterate over the planned steps.
-        ahead, steps = tee(self.steps.drawn())
+        ahead, steps = tee(self.steps.rank_steps())
         batches = load_micro_batches(
             dataset,
             (micro_batch for step in ahead for micro_batch in step.micro_batches),
@@ -138,7 +138,7 @@ class StepLoader:
             self.media_reads += batch.media_reads
             if _LOG.isEnabledFor(logging.DEBUG):
                 tensors = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
-                facts = [self.run.source.words(planned)]
+                facts = [self.run.source.debug_text(planned)]
                 facts += [
                     f"{name} {tuple(value.shape)}" for name, value in tensors.items() if isinstance(value, Tensor)
                 ]

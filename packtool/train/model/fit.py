@@ -33,7 +33,7 @@ from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.prepare.costs import ExpectedTime
-from packtool.train.prepare.figures import RankTokens, max_rank_tokens, seen_media, share_media
+from packtool.train.prepare.figures import RankTokens, assign_media, media_of_caches, peak_memory_batches
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.result import option_words
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -152,7 +152,7 @@ class Fit:
         self.config, self.hardware = config, read_hardware(config.hardware)
         self.base = part_of(TrainConfig, config, model=model, share_prefix="false")
         self.inputs = open_to_train(self.base)
-        _, self.files, self.reader = self.inputs.of_run
+        _, self.files, self.reader = self.inputs.for_training
         self.max_length = self.inputs.options.max_length
         self.budget = config.fit * Constants().usable_memory
         self.proposals: list[Proposal] = []
@@ -161,7 +161,7 @@ class Fit:
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
-        self._media = seen_media(self.reader.index, self.files.config)
+        self._media = media_of_caches(self.reader.index, self.files.config)
         self._model_config = model_config(self.files.directory)
         refuse_unsupported(self._model_config)
         self._tracer = CachedTracer()
@@ -238,7 +238,7 @@ class Fit:
         )
         return Proposal(
             run=run,
-            micro_batches=max_rank_tokens(run, plan, self.inputs, shares),
+            micro_batches=peak_memory_batches(run, plan, self.inputs, shares),
             axes=self._axes(size),
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
@@ -293,7 +293,7 @@ class Fit:
         else:
             plan = inputs.plan_of(0, shape)
             self._packs[packing_length] = plan.packs
-        return plan, share_media(self._media, self.files.config, plan, size)
+        return plan, assign_media(self._media, self.files.config, plan, size)
 
     def _make_model(self, has_deepspeed: bool) -> nn.Module:
         """Return the model with its weights as a run keeps them, which depends on whether DeepSpeed keeps its own."""

@@ -35,7 +35,7 @@ from packtool.train.model.precision import full_size, quantized_layers, saved_by
 from packtool.train.model.sharding import expert_weights, zero_stage
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing
-from packtool.train.prepare.figures import RankTokens, max_rank_tokens, with_longest
+from packtool.train.prepare.figures import RankTokens, longest_micro_batches, peak_memory_batches
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 
@@ -132,7 +132,7 @@ def estimate_memory(
     dequantized = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     # What is sharded: 1 optimizer states, 2 also gradients, 3 also weights.
     stage = 3 if config.fsdp or config.shares_experts else zero_stage(config)
-    micro_batches = micro_batches or with_longest(config, model_config.to_dict(), RankTokens(computed=1))
+    micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
     passes = [traced_bytes(config, model_config, dtype, each, axes, trace) for each in micro_batches]
     traced = [num_bytes for num_bytes in passes if num_bytes is not None]
     tokens = micro_batches[0].computed
@@ -258,7 +258,7 @@ class CachedTracer:
         smaller = (
             num_bytes
             for (traced_tokens, traced_axes), num_bytes in self._of(config, dtype).items()
-            if traced_axes in comparable and traced_tokens.holds_at_most(tokens)
+            if traced_axes in comparable and traced_tokens.is_at_most(tokens)
         )
         return max(smaller, default=0)
 
@@ -294,7 +294,7 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
         run = with_shares(with_recomputing(run), size)
         dtype = resolve_dtype(model, run, on_gpu=True)
         axes = axes_of(run, World(0, config.world_size, size), files, preview.inputs.lengths, trained=True)
-        micro_batches = max_rank_tokens(run, plan, preview.inputs)
+        micro_batches = peak_memory_batches(run, plan, preview.inputs)
         empty, world_size = model_without_weights(run, model, dtype), config.world_size
         estimates.append(
             estimate_memory(

@@ -26,7 +26,7 @@ from packtool.train.model.load import (
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype
 from packtool.train.model.trainable import attach_adapter
 from packtool.train.prepare.checkpoint import copy_processor, saving
-from packtool.train.prepare.trained import TrainedModel, instead_of_adapter
+from packtool.train.prepare.trained import TrainedModel, describe_non_adapter
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)
     if trained.adapter is None:
-        raise ConfigError(f"{config.adapter} is no adapter: {instead_of_adapter(config.adapter)}")
+        raise ConfigError(f"{config.adapter} is no adapter: {describe_non_adapter(config.adapter)}")
     if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
         raise ConfigError(f"--output {output} is there already, and not empty", "Give a new directory.")
     directory = ModelFiles.load(trained.base).directory

@@ -30,7 +30,7 @@ from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model.precision import full_size, keeps_masters, raise_to_masters
-from packtool.train.prepare.trained import ADAPTER_FILE, instead_of_adapter, is_adapter
+from packtool.train.prepare.trained import ADAPTER_FILE, describe_non_adapter, is_adapter
 
 # Initializations that change the model's own weights, and therefore need them.
 _NEEDS_WEIGHTS = ("pissa", "olora")
@@ -267,7 +267,7 @@ def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: boo
     (directory,) = run.adapters
     if os.path.isdir(directory) and not is_adapter(directory):  # peft would ask the hub for it
         raise ConfigError(
-            f"--adapters {directory}: there is no adapter: {instead_of_adapter(directory)}",
+            f"--adapters {directory}: there is no adapter: {describe_non_adapter(directory)}",
             f"Give the directory of {ADAPTER_FILE}.",
         )
     try:

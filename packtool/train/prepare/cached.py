@@ -29,7 +29,7 @@ from packtool.train.prepare.figures import (
     SampleFigures,
     Steps,
     figures_of_steps,
-    max_rank_tokens,
+    peak_memory_batches,
 )
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.result import schedule_lines
@@ -58,12 +58,12 @@ class CachedSource(Steps):
     @property
     def reader(self) -> CacheReader:
         """The reader of all caches."""
-        return self.inputs.of_run[2]
+        return self.inputs.for_training[2]
 
     @property
     def files(self) -> ModelFiles:
         """Files of the model."""
-        return self.inputs.of_run[1]
+        return self.inputs.for_training[1]
 
     @property
     def media_limits(self) -> MediaLimits:
@@ -78,7 +78,7 @@ class CachedSource(Steps):
     @property
     def logs_channels(self) -> bool:
         """True if losses are logged by channel; the channels of a mixture are its sources."""
-        return self.inputs.mixture is not None or self.inputs.of_run[0].enable_channel_loss
+        return self.inputs.mixture is not None or self.inputs.for_training[0].enable_channel_loss
 
     def expected(self) -> dict[str, Any]:
         """The fields of a ``TrainResult`` that are known before the first step."""
@@ -138,7 +138,7 @@ class CachedSource(Steps):
         """The micro-batches of one rank that may need most memory, in the next epoch of ``step_shapes[number]``."""
         stages = self._stages
         plan = self.timeline.stretch(max(self.start, stages[number].first) if stages else self.start).plan
-        return max_rank_tokens(config, plan, self.inputs)
+        return peak_memory_batches(config, plan, self.inputs)
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
         """The shortest samples of the first micro-batch, in its order, or two that share a prefix."""
@@ -164,7 +164,7 @@ class CachedSource(Steps):
         samples = [(position, self.read(position)) for position in micro_batch.samples]
         return [f"row {sample.row} of {sample.source} (sample {position})" for position, sample in samples]
 
-    def words(self, micro_batch: MicroBatch) -> str:
+    def debug_text(self, micro_batch: MicroBatch) -> str:
         """``packs of samples [3 17] [4]``, for ``--debug``: numbers are positions in the caches."""
         return "packs of samples " + " ".join(f"[{' '.join(map(str, pack))}]" for pack in micro_batch.packs)
 
@@ -175,17 +175,17 @@ class CachedSource(Steps):
             for stage in (self.timeline.stages if self.inputs.stages else ())
         )
         shared_by = self.world.size // plan.steps.world_size if has_stages_of_other_size else None
-        brings: Mapping[Any, Any] = {"vision": self.figures.is_seen, "sound": self.figures.is_heard}
+        brings: Mapping[Any, Any] = {"vision": self.figures.has_vision, "sound": self.figures.has_sound}
         inputs, read_again = self.inputs, None  # samples that a media cache keeps for the next epoch; None for all
         is_drawn_anew = inputs.mixture is not None and not inputs.stages
         is_last = self.timeline.locate(self.timeline.num_steps - 1)[0] <= epoch
-        if inputs.of_run[0].media_cache is not None and is_drawn_anew and not is_last:
-            read_again = (inputs.wanted_of(epoch + 1) > 0) | (inputs.wanted_of(epoch) > 1)
+        if inputs.for_training[0].media_cache is not None and is_drawn_anew and not is_last:
+            read_again = (inputs.epoch_counts(epoch + 1) > 0) | (inputs.epoch_counts(epoch) > 1)
         return PlannedEpoch(plan, brings, read_again, shared_by)
 
-    def drawn(self) -> Iterator[RankStep]:
+    def rank_steps(self) -> Iterator[RankStep]:
         """Yield the steps of this rank from the first one to train, which need no communication."""
-        is_dynamic = self.inputs.of_run[0].removes_padding and not self.timeline.first.summary.options.packing
+        is_dynamic = self.inputs.for_training[0].removes_padding and not self.timeline.first.summary.options.packing
         for stretch in self.timeline.stretches(self.start):
             plan, first = stretch.plan, max(self.start - stretch.first, 0)
             figures = islice(figures_of_steps(plan, self.figures, is_dynamic=is_dynamic), first, None)
@@ -197,7 +197,7 @@ class CachedSource(Steps):
 
 def sample_figures(inputs: Inputs) -> SampleFigures:
     """The figures of all samples of the caches."""
-    (config, files, reader), targets, shared = inputs.of_run, inputs.targets, inputs.shared
+    (config, files, reader), targets, shared = inputs.for_training, inputs.targets, inputs.shared
     costs, index = RunCosts.of(config, files.config), reader.index
     each = partial(sample_costs, index=index) if shared is None else shared.sample_costs
     units = targets > 0 if config.loss_reduction == "sample" else targets
@@ -210,7 +210,7 @@ def sample_figures(inputs: Inputs) -> SampleFigures:
         units.astype(np.int64),
         each(costs.model, target_tokens=targets),
         each(costs.hardware, target_tokens=targets),
-        is_seen=(index.num_images > 0) | has_videos,
-        is_heard=(index.num_audios > 0) | may_sound,
+        has_vision=(index.num_images > 0) | has_videos,
+        has_sound=(index.num_audios > 0) | may_sound,
         mixture=inputs.mixture,
     )

@@ -151,7 +151,7 @@ def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, 
             continue
         check_limits(directory, manifest, config)
         check_video_and_audio(directory, manifest, config, files)
-        check_row_options(directory, manifest, config, with_template_of(reader, files))
+        check_row_options(directory, manifest, config, with_cache_template(reader, files))
     return reader
 
 
@@ -166,7 +166,7 @@ def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> Non
             raise MismatchError(f"{recipe.place}: {error.message}", error.remedy) from error
 
 
-def with_template_of(reader: CacheReader, files: ModelFiles) -> ModelFiles:
+def with_cache_template(reader: CacheReader, files: ModelFiles) -> ModelFiles:
     """The files of a model with the chat template file of the caches' export, if there was one and it still exists."""
     identity = reader.manifests[0].identity
     path = identity.spec.get("chat_template")

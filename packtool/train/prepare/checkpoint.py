@@ -31,7 +31,7 @@ from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
 
-Sums = Mapping[str, tuple[int, int]]
+Checksums = Mapping[str, tuple[int, int]]
 """Bytes and CRC-32 of files, by their paths inside a checkpoint."""
 
 ONLY_MODEL = "--resume-only-model true loads only its weights, and starts with a new optimizer and schedule."
@@ -54,7 +54,7 @@ _NO_SPACE_WORDS = ("No space left on device", "Disk quota exceeded", "File too l
 _TORCH_WORDS = ("PytorchStreamWriter", "unexpected pos", "inline_container")  # torch does not say why a write failed
 
 
-def sums_of(checkpoint: str) -> dict[str, tuple[int, int]]:
+def checksums_of(checkpoint: str) -> dict[str, tuple[int, int]]:
     """Size and checksum of all files that a resumed run reads."""
     names = [name for name in _files(checkpoint) if not _NOT_READ.fullmatch(name)]
     return {name: (os.path.getsize(os.path.join(checkpoint, name)), crc_of(checkpoint, name)) for name in names}
@@ -73,7 +73,7 @@ def crc_of(checkpoint: str, name: str) -> int:
         return zlib.crc32(b"".join(threads.map(crc_of_part, range(0, max(os.path.getsize(path), 1), _PART))))
 
 
-def damages(checkpoint: str, sums: Sums, *, only_model: bool = False) -> Iterator[str]:
+def find_damage(checkpoint: str, sums: Checksums, *, only_model: bool = False) -> Iterator[str]:
     """Yield a sentence for each damaged file of a checkpoint.
 
     Args:
@@ -309,10 +309,10 @@ class RunState:
 
 def read_run_state(checkpoint: str) -> RunState:
     """Read the state of a finished checkpoint; MismatchError for any other directory."""
-    return read_whole_state(checkpoint)[0]
+    return read_state_with_checksums(checkpoint)[0]
 
 
-def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
+def read_state_with_checksums(checkpoint: str) -> tuple[RunState, Checksums]:
     """Read the state of a finished checkpoint, and the checksums of its files; MismatchError as ``read_run_state``."""
     path = os.path.join(checkpoint, STATE_NAME)
     try:
@@ -340,7 +340,7 @@ def read_options(checkpoint: str) -> dict[str, Any] | None:
 
 def write_run_state(checkpoint: str, state: RunState, options: Mapping[str, Any] | None = None) -> None:
     """Mark a checkpoint as finished; ``options`` are those of the run without defaults, as JSON has them."""
-    values = {**dataclasses.asdict(state), "files": sums_of(checkpoint), "options": options}
+    values = {**dataclasses.asdict(state), "files": checksums_of(checkpoint), "options": options}
     values[_ASSIGNMENTS] = values.pop("assignments")
     values["digest"] = _digest(values)
     path = os.path.join(checkpoint, STATE_NAME)
@@ -384,7 +384,7 @@ def find_checkpoint(
     if resume_from.lower() != "true":
         if not os.path.isdir(resume_from):
             raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
-        if problems := list(damages(resume_from, read_whole_state(resume_from)[1], only_model=only_model)):
+        if problems := list(find_damage(resume_from, read_state_with_checksums(resume_from)[1], only_model=only_model)):
             raise MismatchError(
                 f"{resume_from} is damaged: {'; '.join(problems)}",
                 f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}",
@@ -397,7 +397,7 @@ def find_checkpoint(
         elif _saved_at(checkpoint) is None:
             broken.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
     for checkpoint in reversed(finished_checkpoints(output_dir)):
-        problems = list(damages(checkpoint, read_whole_state(checkpoint)[1], only_model=only_model))
+        problems = list(find_damage(checkpoint, read_state_with_checksums(checkpoint)[1], only_model=only_model))
         if not problems:
             newest = [f"the newest intact checkpoint is {checkpoint}"] if broken else []
             return checkpoint, [f"skipped: {line}" for line in broken] + newest

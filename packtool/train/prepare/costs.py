@@ -130,7 +130,7 @@ def sample_costs(cost: CostModel, index: SplitIndex, target_tokens: npt.NDArray[
     return cost(index.length, cost.attention(index.length), target_tokens, tower_work(cost, index).flops)
 
 
-def with_model(
+def with_costs(
     options: PlanOptions,
     model: Mapping[str, Any],
     learning: LearningOptions,

@@ -43,7 +43,7 @@ class Validation:
 
 def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None:
     """Plan the evaluation of the val split between steps; None with ``--eval-strategy no``."""
-    (config, files, reader), choices = inputs.of_run, inputs.choices
+    (config, files, reader), choices = inputs.for_training, inputs.target_choices
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)

@@ -80,7 +80,7 @@ class SampleFigures:
         units: of each sample in the loss's denominator.
         flops: None if unknown.
         hardware_flops: the same with recomputed activations.
-        is_seen, is_heard: whether a sample has images or videos, and sounds or videos with sound; None if unknown.
+        has_vision, has_sound: whether a sample has images or videos, and sounds or videos with sound; None if unknown.
         mixture: whose sources are counted; None without one.
     """
 
@@ -88,8 +88,8 @@ class SampleFigures:
     units: npt.NDArray[np.integer[Any]]
     flops: Costs | None = None
     hardware_flops: Costs | None = None
-    is_seen: npt.NDArray[np.bool_] | None = None
-    is_heard: npt.NDArray[np.bool_] | None = None
+    has_vision: npt.NDArray[np.bool_] | None = None
+    has_sound: npt.NDArray[np.bool_] | None = None
     mixture: Mixture | None = None
 
 
@@ -116,13 +116,13 @@ class Steps(ABC):
     ended = False
 
     @abstractmethod
-    def drawn(self) -> Iterator[RankStep]:
+    def rank_steps(self) -> Iterator[RankStep]:
         """Yield the steps in order; they are drawn ahead of training."""
 
     def save(self, checkpoint: str, step: int) -> None:  # noqa: B027  # planned steps need nothing
         """Save what this rank needs to resume after ``step`` steps."""
 
-    def counted(self) -> dict[str, Any]:
+    def final_counts(self) -> dict[str, Any]:
         """The fields of a ``TrainResult`` that are only known after training; every rank calls this at the end."""
         return {}
 
@@ -218,7 +218,7 @@ class RankTokens:
         values = {name: value for name, value in vars(self).items() if value is not None}
         return RankTokens(**{name: math.ceil(share * value) for name, value in values.items()} | {"computed": computed})
 
-    def holds_at_most(self, other: RankTokens) -> bool:
+    def is_at_most(self, other: RankTokens) -> bool:
         """Return whether ``other`` has at least as many of every kind."""
         mine, theirs = ((t.computed, t.vision, t.audio, t.local_vision, t.local_audio, t.keys) for t in (self, other))
         return all(a <= b for a, b in zip(mine, theirs, strict=True))
@@ -252,7 +252,7 @@ def num_fillers(kinds: Sequence[MediaKind]) -> int:
     return sum(number for kind, number in _FILLERS.items() if kind in kinds)
 
 
-def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
+def media_of_caches(index: SplitIndex, model: Mapping[str, Any]) -> Media:
     """The pictures, videos and sounds of caches, for a model with this ``config.json``."""
     vision = thinker_of(model).get("vision_config") or {}
     seen = Media.of_samples(
@@ -265,13 +265,13 @@ def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
     return seen.with_sounds(index.audio_tokens, index.num_audios, index.num_videos)
 
 
-def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
+def assign_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
     """Assign the media of an epoch to the towers of ``size`` ranks, by the FLOPs of their forward passes."""
     work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares, media.sounds)
     return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.placement)
 
 
-def max_rank_tokens(
+def peak_memory_batches(
     config: TrainConfig, plan: EpochPlan, inputs: Inputs, shares: MediaShares | None = None
 ) -> tuple[RankTokens, ...]:
     """The micro-batches of a rank that may need most memory: one with the most tokens of each kind that any has.
@@ -286,12 +286,12 @@ def max_rank_tokens(
     """
     packs, steps, size, reader = plan.packs, plan.steps, config.sequence_parallel_ranks, inputs.reader
     if reader is None:
-        return with_longest(config, inputs.model, RankTokens(computed=1))
+        return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
     added = reader.index if inputs.shared is None else inputs.shared
     media_tokens, audio_tokens = added.media_tokens, added.audio_tokens
     local: tuple[int | None, int | None] = None, None
     if size > 1:
-        shares = shares or share_media(seen_media(reader.index, inputs.model), inputs.model, plan, size)
+        shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, size)
         of_ranks = (shares.max_per_rank(values).max(initial=0) for values in (shares.media.tokens, shares.media.sounds))
         vision, audio = (math.ceil(number - 1e-6) for number in of_ranks)
         local = vision, audio
@@ -305,12 +305,12 @@ def max_rank_tokens(
         audio=max_per_batch(audio_tokens),
         num_local_vision_tokens=local[0],
         num_local_audio_tokens=local[1],
-        keys=int(steps.cell_sums(keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
+        keys=int(steps.cell_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
-    return with_longest(config, inputs.model, tokens)
+    return longest_micro_batches(config, inputs.model, tokens)
 
 
-def with_longest(config: TrainConfig, model: Mapping[str, Any], tokens: RankTokens) -> tuple[RankTokens, ...]:
+def longest_micro_batches(config: TrainConfig, model: Mapping[str, Any], tokens: RankTokens) -> tuple[RankTokens, ...]:
     """The longest micro-batch with these tokens of media, and if they differ the longest one with fillers."""
     longest = with_fillers = max_tokens(config, config.sequence_parallel_ranks)
     if config.torch_compile:
@@ -321,7 +321,7 @@ def with_longest(config: TrainConfig, model: Mapping[str, Any], tokens: RankToke
     return (full,) if with_fillers == longest else (full, RankTokens(computed=with_fillers, keys=full.keys))
 
 
-def keys_per_pack(packs: PackPlan) -> Int64Array:
+def max_keys_per_pack(packs: PackPlan) -> Int64Array:
     """Keys that the documents of each pack see, at most; int64 (K,).
 
     A document is a node of a tree, and its keys go from the root to its end. Each sample is one, and where n samples

@@ -96,7 +96,7 @@ class Segment:
             ) from error
 
 
-def options_kept(config: TrainConfig) -> dict[str, Any]:
+def recorded_options(config: TrainConfig) -> dict[str, Any]:
     """The options of a run that a history or a checkpoint records: those other than defaults, as JSON has them."""
     kept: dict[str, Any] = {}
     for name, value in non_default_options(config).items():
@@ -287,7 +287,7 @@ class RunRecord:
         """
         # Rows of samples are recorded, to match samples when their caches are gone. Those of remote caches are read
         # when they are needed: it would copy all of their shards at once.
-        reader, history = self._timeline.inputs.of_run[2], history_of(checkpoint)
+        reader, history = self._timeline.inputs.for_training[2], history_of(checkpoint)
         for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
             path = origins_path(history, manifest.fingerprint)
             if not storage.is_remote(directory) and not os.path.exists(path):
@@ -319,13 +319,13 @@ def ledger_after(
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     """The ledger of a checkpoint of an older packtool, from its plan; it has no skipped samples."""
     inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
-    reader = inputs.of_run[2]
+    reader = inputs.for_training[2]
     lengths, targets = inputs.lengths, inputs.targets
     planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
 
     def taken(number: int) -> npt.NDArray[np.int64]:
         """Occurrences of each sample in an epoch, (N,)."""
-        return np.asarray(planned if inputs.mixture is None else inputs.wanted_of(number), np.int64)
+        return np.asarray(planned if inputs.mixture is None else inputs.epoch_counts(number), np.int64)
 
     before, in_epoch = np.zeros((2, len(lengths)), np.int64)
     for number in range(epoch):
@@ -374,7 +374,7 @@ class Replay:
     @property
     def reader(self) -> CacheReader:
         """The reader of its caches."""
-        return self.timeline.inputs.of_run[2]
+        return self.timeline.inputs.for_training[2]
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Yield step, epoch, rank, micro-batch, and the pack in the epoch's plan, each time a sample was trained."""

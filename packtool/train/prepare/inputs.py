@@ -58,10 +58,10 @@ class Inputs:
         recipe: of the mixture; None if every sample is trained once an epoch.
         model: its ``config.json``.
         files: of the model; None if the costs are a preset's.
-        choices: of target tokens, where ``--loss-scale`` or the recipe differ from the export.
-        saved: the file of ``--plan``, whose packs are trained.
+        target_choices: of target tokens, where ``--loss-scale`` or the recipe differ from the export.
+        saved_plan: the file of ``--plan``, whose packs are trained.
         shared: prefixes that are computed once; None if every sample is computed whole.
-        unshared: message why prefixes are not shared that could be.
+        no_sharing_reason: message why prefixes are not shared that could be.
         mixture: samples of an epoch; with stages those of all of them; None without a recipe.
         stages: inputs of each stage of the recipe.
         sequence_parallel_size: ranks that share a sequence.
@@ -79,10 +79,10 @@ class Inputs:
     recipe: Recipe | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     files: ModelFiles | None = None
-    choices: TargetChoices = ()
-    saved: SavedPlan | None = None
+    target_choices: TargetChoices = ()
+    saved_plan: SavedPlan | None = None
     shared: SharedPrefixes | None = None
-    unshared: str | None = None
+    no_sharing_reason: str | None = None
     mixture: Mixture | None = None
     stages: tuple[Inputs, ...] = ()
     sequence_parallel_size: int = 1
@@ -94,11 +94,11 @@ class Inputs:
         if self.reader is None:
             return self
         assert self.options.cost is not None, "caches are planned with costs"
-        if self.saved is not None:
-            packs, parts = packs_of(self.saved), self.saved.parts
-            shared, unshared = load_shared_prefixes(packs, parts, self.model, self.reader), None
+        if self.saved_plan is not None:
+            packs, parts = packs_of(self.saved_plan), self.saved_plan.parts
+            shared, message = load_shared_prefixes(packs, parts, self.model, self.reader), None
         else:
-            shared, unshared = find_shared(
+            shared, message = find_shared(
                 self.config,
                 self.model,
                 self.reader,
@@ -110,7 +110,7 @@ class Inputs:
             if shared is not None:
                 trees = dataclasses.replace(shared.trees, parts=parts_of(self.config))
                 shared = dataclasses.replace(shared, trees=trees)
-        inputs = dataclasses.replace(self, shared=shared, unshared=unshared)
+        inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=message)
         if shared is not None:
             inputs = dataclasses.replace(inputs, towers=shared.towers(self.options.cost, self.targets))
         if self.recipe is None:
@@ -144,7 +144,7 @@ class Inputs:
             options=options if planned.stages else self.options,
             towers=planned.towers,
             shared=planned.shared,
-            unshared=planned.unshared,
+            no_sharing_reason=planned.no_sharing_reason,
             mixture=planned.mixture,
             stages=planned.stages,
             planner=planned,
@@ -181,7 +181,7 @@ class Inputs:
         )
 
     @property
-    def of_run(self) -> tuple[TrainConfig, ModelFiles, CacheReader]:
+    def for_training(self) -> tuple[TrainConfig, ModelFiles, CacheReader]:
         """Settings, model files and caches of a training run, which ``packtool plan`` may lack."""
         assert isinstance(self.config, TrainConfig), "the inputs of a training run"
         assert self.files is not None, "a model is trained"
@@ -192,7 +192,9 @@ class Inputs:
     def samples(self) -> SampleReader:
         """The samples, labeled by ``--loss-scale`` or that of their source."""
         assert self.reader is not None, "a file of lengths has no samples"
-        samples: SampleReader = RelabeledReader(self.reader, self.choices) if any(self.choices) else self.reader
+        samples: SampleReader = (
+            RelabeledReader(self.reader, self.target_choices) if any(self.target_choices) else self.reader
+        )
         if self.mixture is None:
             return samples
         keeps_channels = isinstance(self.config, TrainConfig) and self.config.enable_channel_loss
@@ -208,8 +210,8 @@ class Inputs:
         return lru_cache(maxsize=_KEPT_PLANS)(self._plan_of)
 
     def _plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
-        if self.saved is not None:
-            packs = packs_of(self.saved)
+        if self.saved_plan is not None:
+            packs = packs_of(self.saved_plan)
             is_first = epoch == 0 or not self.config.shuffle
             return self.assign(
                 packs if is_first else reorder_saved_packs(packs, seed=self.config.seed, epoch=epoch), assignment
@@ -276,7 +278,7 @@ class Inputs:
             per_device_train_batch_size=batch_size,
         )
 
-    def wanted_of(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
+    def epoch_counts(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
         """Occurrences of each sample of the caches in an epoch, int64 (N,), even if it is too long to be trained.
 
         Args:
@@ -287,7 +289,7 @@ class Inputs:
 
     def state(self, assignment: BatchShape) -> RunState:
         """The state of a run whose packs are assigned so, before its first step."""
-        config, _, reader = self.of_run
+        config, _, reader = self.for_training
         plan, steps = self.fingerprints(assignment)
         skrull, num_samples = self.options.skrull, self.options.samples_per_step
         step_rule = "" if num_samples is None else f"{num_samples} samples a step"
@@ -340,7 +342,7 @@ class Inputs:
         before = stages[number - 1].until_share if number else 0.0
         return ((stages[number].until_share or 1.0) - (before or 0.0)) * config.num_train_epochs
 
-    def stage_share(self, number: int, step: int, assignment: BatchShape) -> tuple[float, int]:
+    def first_epoch_fraction(self, number: int, step: int, assignment: BatchShape) -> tuple[float, int]:
         """The part of an epoch, in (0, 1], that a stage has first at ``step``, and its number of epochs, rounded up."""
         epochs = self.stage_end(number)
         if self.config.max_steps is not None:
@@ -374,7 +376,7 @@ class Inputs:
                     "the run had stages and now has none, so the number of epochs left is unknown",
                     "Set its end with --max-steps N, or keep stages in the recipe.",
                 )
-            return lambda _, trained: self.wanted_of(ledger.epoch, trained), self.options.max_length, None
+            return lambda _, trained: self.epoch_counts(ledger.epoch, trained), self.options.max_length, None
         number = self._stage_at(ledger)
         is_same = ledger.stage is not None and ledger.stage[0] == number
         first_epoch = ledger.stage[1] if ledger.stage is not None and is_same else ledger.epoch
@@ -385,7 +387,7 @@ class Inputs:
             assert mixture is not None, "every stage has a mixture"
             if ledger.epoch == first_epoch:
                 start = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
-                share, _ = self.stage_share(number, int(start), assignment)
+                share, _ = self.first_epoch_fraction(number, int(start), assignment)
                 mixture = mixture.partial_epoch(share, before)
             # Samples trained by another stage do not count for this one.
             return mixture.epoch_counts(ledger.epoch, trained if is_same else np.zeros_like(trained))

@@ -33,9 +33,9 @@ from packtool.train.prepare.caches import (
     export_command,
     named_sources,
     open_caches,
-    with_template_of,
+    with_cache_template,
 )
-from packtool.train.prepare.costs import tower_work, with_model
+from packtool.train.prepare.costs import tower_work, with_costs
 from packtool.train.prepare.evaluation import with_evaluation
 from packtool.train.prepare.inputs import Inputs, TargetChoices
 
@@ -78,7 +78,7 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
             "does not exist",
             "Give the directory of the model with --model.",
         )
-    files = with_template_of(reader, ModelFiles.load(path))
+    files = with_cache_template(reader, ModelFiles.load(path))
     check_sources(reader, recipe, files)
     choices = choices_of_targets(reader, files, None, recipe)
     return RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
@@ -136,7 +136,7 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         config = dataclasses.replace(config, cached_dataset=directories)
     reader = open_caches(directories, config, files)
     config, notes = with_evaluation(config, reader)
-    files = with_template_of(reader, files)
+    files = with_cache_template(reader, files)
     if recipe is not None:
         check_sources(reader, recipe, files)
     choices = choices_of_targets(reader, files, config.loss_scale, recipe)
@@ -159,7 +159,15 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         warning = "a cache was exported with --media-access any: if its rows have web addresses, training needs it too"
         notes = [warning, *notes]
     inputs = _inputs(
-        config, options, reader, recipe, files, targets=targets, choices=choices, saved=saved, notes=tuple(notes)
+        config,
+        options,
+        reader,
+        recipe,
+        files,
+        targets=targets,
+        target_choices=choices,
+        saved_plan=saved,
+        notes=tuple(notes),
     )
     return inputs.prepared() if planned is None else inputs.reuse_plans(planned)
 
@@ -194,7 +202,7 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
     options = plan_options(config, max_length=max_length, world_size=ranks)
     options = dataclasses.replace(options, packing_length=room or max_length)
     if recipe is not None and recipe.stages and config.sweep is not None:
-        raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Leave --sweep out.")
+        raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Plan without --sweep.")
     return _inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
 
 
@@ -208,7 +216,7 @@ def _inputs(
 ) -> Inputs:
     """The inputs with costs by the model's ``config.json``, or by that of 8 billion weights without a model."""
     model = MODEL_PRESETS["8b"] if files is None else files.config
-    options = with_model(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
+    options = with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     assert options.cost is not None, "the model gives them"
     if reader is not None:
         index = reader.index

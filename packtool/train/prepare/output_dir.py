@@ -49,7 +49,7 @@ _NOT_COPIED = (
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
-def best_of(output_dir: str, history: Iterable[Mapping[str, Any]]) -> str | None:
+def best_checkpoint(output_dir: str, history: Iterable[Mapping[str, Any]]) -> str | None:
     """The finished checkpoint with the lowest ``eval_loss`` in the Trainer's log lines; None if none was evaluated."""
     losses = {line["step"]: line["eval_loss"] for line in history if line.get("eval_loss") is not None}
     steps = {checkpoint: read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)}
@@ -71,7 +71,7 @@ def point(output_dir: str, name: str, checkpoint: str) -> None:
     os.replace(part, path)
 
 
-def remove_names(output_dir: str) -> None:
+def remove_links(output_dir: str) -> None:
     """Remove the links ``last`` and ``best``; a directory of the same name that is no model stays."""
     for name in (LAST, BEST):
         path = os.path.join(output_dir, name)
@@ -175,7 +175,7 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
         )
     if resumes_here or config.overwrite_output_dir or config.add_version:
         return checkpoint, notes
-    if used := _left_by_a_run(config.output_dir):
+    if used := _run_files(config.output_dir):
         shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
         on = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(config.output_dir) else ""
         raise ConfigError(
@@ -244,14 +244,14 @@ def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
     """Empty the output directory with ``--overwrite-output-dir``; returns the settings with that of the first rank."""
     if world.is_first and config.overwrite_output_dir:
         # The files of a run; those that packtool did not write stay.
-        for name in _left_by_a_run(config.output_dir):
+        for name in _run_files(config.output_dir):
             path = os.path.join(config.output_dir, name)
             if name.startswith(PREFIX):
                 discard_run_state(path)
                 shutil.rmtree(path)
             else:
                 os.remove(path)
-        remove_names(config.output_dir)
+        remove_links(config.output_dir)
         shutil.rmtree(os.path.join(config.output_dir, HISTORY), ignore_errors=True)
         for name in _OTHER_NAMES:
             with contextlib.suppress(FileNotFoundError):
@@ -277,7 +277,7 @@ def _check_is_possible(output_dir: str) -> None:
         raise StorageError(f"--output-dir {output_dir}: {there} is not writable", _REMEDY)
 
 
-def _left_by_a_run(output_dir: str) -> list[str]:
+def _run_files(output_dir: str) -> list[str]:
     names = sorted(os.listdir(output_dir)) if os.path.isdir(output_dir) else []
     return [name for name in names if name in (RESULT_NAME, METRICS_NAME) or re.fullmatch(PREFIX + r"\d+", name)]
 

@@ -129,7 +129,7 @@ class Preview:
         return figures
 
     @cached_property
-    def unshared(self) -> PlanSummary:
+    def unshared_summary(self) -> PlanSummary:
         """The figures of the plan if no prefix were shared."""
         if self.inputs.shared is None:
             return self.plan.summary
@@ -139,7 +139,7 @@ class Preview:
         """Figures of the same samples in padded batches, each of as many rows as packs hold samples on average."""
         inputs, seed = self.first_inputs, self.inputs.config.seed
         # About what else fits into the same memory.
-        num_rows = max(round(self.unshared.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
+        num_rows = max(round(self.unshared_summary.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
         options = dataclasses.replace(
             self.options,
             packing=False,
@@ -200,9 +200,9 @@ class Preview:
         """A sentence on shared prefixes, or on those that could be shared; None if there are none."""
         shared = self.inputs.shared
         if shared is None:
-            return self.inputs.unshared
+            return self.inputs.no_sharing_reason
         assert self.options.cost is not None, "a preview knows costs"
-        return shared.line(self.options.cost, self.plan.summary.num_steps, self.unshared.num_steps)
+        return shared.line(self.options.cost, self.plan.summary.num_steps, self.unshared_summary.num_steps)
 
     def _shared_figures(self) -> dict[str, Any] | None:
         """Savings by shared prefixes; None if there are none."""
@@ -221,8 +221,8 @@ class Preview:
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
             "tower_work_share_saved": shared.tower_work_saved(self.options.cost),
-            "packs_without": self.unshared.num_packs,
-            "steps_without": self.unshared.num_steps,
+            "packs_without": self.unshared_summary.num_packs,
+            "steps_without": self.unshared_summary.num_steps,
         }
 
     def save(self, path: str) -> None:

@@ -43,9 +43,9 @@ from packtool.train.prepare.history import (
     begin_ledger,
     history_of,
     ledger_of_plan,
-    options_kept,
     origins_path,
     read_ledger,
+    recorded_options,
 )
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.output_dir import ResumePoint
@@ -70,7 +70,7 @@ class MatchedCounts:
     is_gone: list[npt.NDArray[np.bool_]]
 
 
-def _paired_caches(
+def _pair_caches(
     sources: Sequence[SourceLedger], reader: CacheReader
 ) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
     """Pair caches by fingerprint: the ledger of each present cache, None for a new one; and the removed caches."""
@@ -288,7 +288,7 @@ def with_changed_data(
     Returns:
         the ledger of these caches, with the change; and the change of each cache, removed ones last.
     """
-    kept, leaving = _paired_caches(ledger.sources, reader)
+    kept, leaving = _pair_caches(ledger.sources, reader)
     new = [cache for cache, source in enumerate(kept) if source is None]
     # Of caches that were removed earlier, those with trained rows that have not come back.
     pool = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
@@ -307,7 +307,7 @@ def with_changed_data(
     bounds = reader.offsets[1:-1]
     trained = () if stage is None else tuple(source.trained for source in sources)
     change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, trained)
-    retired = [_only(source, is_gone) for source, is_gone in zip(pool, matched.is_gone, strict=True)]
+    retired = [_keep_counts(source, is_gone) for source, is_gone in zip(pool, matched.is_gone, strict=True)]
     retired += [source for source in ledger.retired if not source.trained.num_rows]
     now = {manifest.fingerprint for manifest in reader.manifests}
     retired = [source for source in retired if source.fingerprint not in now]
@@ -339,7 +339,7 @@ def _new_source(
     return dataclasses.replace(source, before=before, epoch=epoch)
 
 
-def _only(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedger:
+def _keep_counts(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedger:
     """The ledger with the counts of the chosen samples; its totals stay, for the others are trained from elsewhere."""
     before, epoch = (RowCounts.of(np.where(is_chosen, each.counts(), 0)) for each in (source.before, source.epoch))
     return dataclasses.replace(source, before=before, epoch=epoch)
@@ -347,7 +347,7 @@ def _only(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedge
 
 def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
     """Describe the differences between the caches of a checkpoint and those of this run, a line for each."""
-    kept, leaving = _paired_caches(sources, reader)
+    kept, leaving = _pair_caches(sources, reader)
     replaced = {source.directory for source in leaving}
     directories = [storage.absolute(directory) for directory in reader.directories]
     lines = [
@@ -390,7 +390,7 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
     Args:
         state: of a run that starts with these options and caches.
     """
-    before, checkpoint, (config, _, reader) = resume_point.before, resume_point.checkpoint, inputs.of_run
+    before, checkpoint, (config, _, reader) = resume_point.before, resume_point.checkpoint, inputs.for_training
     if before is None:
         return ResumedState(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
     # packtool.Batches resumes without a checkpoint, and so without a ledger.
@@ -437,7 +437,9 @@ def _with_other_data(
         )
     step, epoch = before.step, ledger.epoch
     wanted, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
-    ledger, changes = with_changed_data(ledger, inputs.of_run[2], wanted, history_of(checkpoint), max_length, stage)
+    ledger, changes = with_changed_data(
+        ledger, inputs.for_training[2], wanted, history_of(checkpoint), max_length, stage
+    )
     assert ledger.change is not None, "made with it"
     assignments = ((step, *state.assignment),)
     timeline = Timeline.of(inputs, assignments, ledger.change)
@@ -474,9 +476,9 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     checkpoint, before = resume_point.checkpoint, resume_point.before
     if checkpoint is None or before is None:
         return
-    options_before, options_now = read_options(checkpoint), options_kept(config)
+    options_before, options_now = read_options(checkpoint), recorded_options(config)
     changes = {
-        field.name: (_shown(field, options_before), _shown(field, options_now))
+        field.name: (_option_text(field, options_before), _option_text(field, options_now))
         for field in dataclasses.fields(config)
         if options_before is not None  # an older packtool does not record them
         and field.name not in _NOT_COMPARED
@@ -503,7 +505,7 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     yield f"resuming from {checkpoint}: {done}" + (f"; changed settings: {settings}" if settings else "")
 
 
-def _shown(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:
+def _option_text(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:
     """A setting's value, or its default, as a command line has it."""
     value = values.get(field.name, field.default)
     if isinstance(value, list):

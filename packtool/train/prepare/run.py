@@ -20,7 +20,7 @@ from packtool.train.prepare.cached import CachedSource, sample_figures
 from packtool.train.prepare.checkpoint import RunState, check_resumable
 from packtool.train.prepare.evaluation import Validation, validation_of
 from packtool.train.prepare.figures import RankTokens, Steps, length_step, max_tokens, num_fillers
-from packtool.train.prepare.history import RunRecord, Segment, options_kept
+from packtool.train.prepare.history import RunRecord, Segment, recorded_options
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
@@ -73,7 +73,7 @@ class Run:
         if config.streaming:
             return cls._of_rows(config, world)
         inputs = open_to_train(config, planned)
-        config, files, _ = inputs.of_run
+        config, files, _ = inputs.for_training
         resume_point = resume_point or ResumePoint.of(config)
         assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
         resumed = resume(resume_point, inputs.state(assignment), world, inputs)
@@ -83,7 +83,7 @@ class Run:
             size: axes_of(with_shares(config, size), world.shared_by(size), files, inputs.lengths, trained=True)
             for size in sorted(sizes)
         }
-        unshared = () if inputs.unshared is None else (inputs.unshared,)
+        unshared = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
         return cls(
             config=config,
             world=world,
@@ -210,7 +210,7 @@ class Run:
         segment = Segment(
             first=self.start,
             num_steps=self.timeline.num_steps,
-            config=options_kept(self.config),
+            config=recorded_options(self.config),
             caches=tuple((storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in caches),
             assignments=state.assignments or ((0, *state.assignment),),
             changed_at=None if self.ledger.change is None else self.ledger.change.step,

@@ -38,7 +38,7 @@ from packtool.stream.packs import Added, IntervalSharing, PackStream, StreamedPa
 from packtool.stream.reading import MAX_OPEN_SOURCES, StreamState, write_stream_state
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts
-from packtool.train.prepare.figures import RankStep, RankTokens, StepFigures, Steps, with_longest
+from packtool.train.prepare.figures import RankStep, RankTokens, StepFigures, Steps, longest_micro_batches
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.prepare.shared_prefixes import MIN_SAVING, first_pair, sharing_of_stream
 from packtool.train.prepare.timeline import OpenTimeline
@@ -138,7 +138,7 @@ class StreamedSource:
         if limits is not None and size > 1:
             largest = min(limits.max_pixels // limits.pixels_per_token, num_media)
             num_local = max(largest, -(-num_media // size))
-        return with_longest(
+        return longest_micro_batches(
             config, self.files.config, RankTokens(computed=1, vision=num_media, num_local_vision_tokens=num_local)
         )
 
@@ -169,7 +169,7 @@ class StreamedSource:
         """The origin of each sample of a micro-batch: its row and file."""
         return [f"row {sample.row} of {sample.source}" for sample in micro_batch.samples]
 
-    def words(self, micro_batch: MicroBatch) -> str:
+    def debug_text(self, micro_batch: MicroBatch) -> str:
         """``samples a.json:3 a.json:17``, for ``--debug``: files and rows."""
         return "samples " + " ".join(f"{sample.source}:{sample.row}" for sample in micro_batch.samples)
 
@@ -276,7 +276,7 @@ class StreamedSteps(Steps):
         self._step = source.start
         self._after = {source.start: source.stream or StreamState()}
 
-    def drawn(self) -> Iterator[RankStep]:
+    def rank_steps(self) -> Iterator[RankStep]:
         """Yield steps without end, for other ranks may have more rows."""
         self._log.begin()
         packs = iter(self._stream)
@@ -345,7 +345,7 @@ class StreamedSteps(Steps):
         if world.share_rank == 0:
             write_stream_state(checkpoint, world.data.rank, self._after[step])
 
-    def counted(self) -> dict[str, Any]:
+    def final_counts(self) -> dict[str, Any]:
         """The counts of the rows that all ranks have read."""
         counts = self._stream.counts.total(self._exchange.gathered(self._stream.counts))
         totals = self.totals

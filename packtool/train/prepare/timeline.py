@@ -10,7 +10,8 @@ the epoch. Stages of a curriculum:
                   | full epochs        epochs 2, 3  drawn as usual
 
 Each stage starts a new epoch, for seeds and for the ledger. The partial epoch of a stage comes first, so that all of
-its samples are trained, and is a mixture of its own (``Mixture.part``), in which samples of earlier stages come last.
+its samples are trained, and is a mixture of its own (``Mixture.partial_epoch``), in which samples of earlier stages
+come last.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class EpochStretch:
     @property
     def is_partial(self) -> bool:
         """True if it lies in the partial epoch that its section starts with."""
-        return self.section.part is not None and self.epoch == self.section.epoch
+        return self.section.partial_plan is not None and self.epoch == self.section.epoch
 
     @property
     def is_full(self) -> bool:
@@ -110,16 +111,16 @@ class Section:
     Args:
         first: its first step in the run.
         epoch: its first epoch.
-        part: plan of the part of that epoch that it has; None for all of it.
-        max_part_steps: steps of ``part`` that are trained; None for all.
+        partial_plan: plan of the part of that epoch that it has; None for all of it.
+        max_partial_steps: steps of ``partial_plan`` that are trained; None for all.
     """
 
     inputs: Inputs
     assignment: BatchShape
     first: int = 0
     epoch: int = 0
-    part: EpochPlan | None = None
-    max_part_steps: int | None = None
+    partial_plan: EpochPlan | None = None
+    max_partial_steps: int | None = None
 
     @classmethod
     def after_change(cls, inputs: Inputs, assignment: BatchShape, change: DataChange) -> Section:
@@ -138,15 +139,15 @@ class Section:
         return self.full.steps.num_steps
 
     @property
-    def num_part_steps(self) -> int:
+    def num_partial_steps(self) -> int:
         """Steps of the partial epoch that it starts with; 0 if it starts with a full one."""
-        num = 0 if self.part is None else self.part.steps.num_steps
-        return num if self.max_part_steps is None else min(num, self.max_part_steps)
+        num = 0 if self.partial_plan is None else self.partial_plan.steps.num_steps
+        return num if self.max_partial_steps is None else min(num, self.max_partial_steps)
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """The plan of one of its epochs."""
-        if self.part is not None and epoch == self.epoch:
-            return self.part
+        if self.partial_plan is not None and epoch == self.epoch:
+            return self.partial_plan
         return self.inputs.plan_of(epoch, self.assignment)
 
     def end(self, num_epochs: float, max_steps: int | None) -> int:
@@ -154,25 +155,25 @@ class Section:
         if max_steps:
             return max_steps
         epochs = num_epochs - self.epoch
-        if self.part is None:
+        if self.partial_plan is None:
             return self.first + math.ceil(max(epochs, 0.0) * self.steps_per_epoch)
         if epochs == 1:
-            return self.first + self.num_part_steps
+            return self.first + self.num_partial_steps
         # The same share of the epochs, in steps of another size.
         each = self.steps_per_epoch
-        left = math.ceil(max(min(epochs, 1.0) * each - (each - self.num_part_steps), 0))
+        left = math.ceil(max(min(epochs, 1.0) * each - (each - self.num_partial_steps), 0))
         return self.first + left + math.ceil(max(epochs - 1, 0.0) * each)
 
     def stretch(self, step: int) -> EpochStretch:
         """The epoch that a step of the run belongs to."""
         assert step >= self.first, "earlier steps were assigned before"
-        first = self.first + self.num_part_steps
+        first = self.first + self.num_partial_steps
         if step < first:
             return EpochStretch(self, self.epoch, self.first, first)
         each = self.steps_per_epoch
         number = (step - first) // each
         first += number * each
-        return EpochStretch(self, self.epoch + (self.part is not None) + number, first, first + each)
+        return EpochStretch(self, self.epoch + (self.partial_plan is not None) + number, first, first + each)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +251,7 @@ class TrainedStage:
             yield dataclasses.replace(stretch, stop=min(stretch.stop, self.stop))
             step = stretch.stop
 
-    def trained(self) -> Int64Array:
+    def training_counts(self) -> Int64Array:
         """Training count of each sample of the caches, int64 (N,)."""
         counts = np.zeros(len(self.inputs.lengths), np.int64)
         for stretch in self.stretches():
@@ -267,7 +268,7 @@ class TrainedStage:
         options = self.inputs.options
         shares = share_figures(by_name(self.counts(), self.mixture))
         sources = {name: each for name, each in shares.items() if each["num_samples"]}
-        trained, filtered = self.trained(), self.mixture.num_filtered
+        trained, filtered = self.training_counts(), self.mixture.num_filtered
         num_distinct = int(np.count_nonzero(trained))
         return {
             "first_step": self.first + 1,
@@ -369,10 +370,10 @@ class Timeline:
         done, section = step - stretch.first, stretch.section
         if self.inputs.stages:
             return stretch.epoch + done / max(stretch.stop - stretch.first, 1)
-        if section.first == 0 and section.part is None:
+        if section.first == 0 and section.partial_plan is None:
             return step / self.steps_per_epoch
         if stretch.is_partial:
-            done += max(self.steps_per_epoch - section.num_part_steps, 0)
+            done += max(self.steps_per_epoch - section.num_partial_steps, 0)
         return stretch.epoch + done / self.steps_per_epoch
 
     def target_tokens_from(self, start: int) -> int:
@@ -469,7 +470,7 @@ def _stages(
         *_, shape = (each for at, each in shapes if at <= step)
         later = [(at, inputs.scaled(number, each)) for at, each in shapes if at > step]
         begun, assignment = epoch, inputs.scaled(number, shape)
-        share, num_epochs = inputs.stage_share(number, step, shape)
+        share, num_epochs = inputs.first_epoch_fraction(number, step, shape)
         if change is not None and change.stage is not None:
             begun = change.stage[1]
             section = Section.after_change(inputs.stages[number], assignment, change)
@@ -484,7 +485,7 @@ def _stages(
         if stage.stop > step:
             step = stage.stop
             epoch = stage.sections[-1].stretch(step - 1).epoch
-        trained, epoch, change = trained + stage.trained(), epoch + 1, None
+        trained, epoch, change = trained + stage.training_counts(), epoch + 1, None
 
 
 def _first_section(

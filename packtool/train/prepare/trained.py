@@ -61,7 +61,7 @@ def is_adapter(directory: str) -> bool:
     return os.path.exists(os.path.join(directory, ADAPTER_FILE))
 
 
-def instead_of_adapter(directory: str) -> str:
+def describe_non_adapter(directory: str) -> str:
     """A description of a directory that holds no adapter, for errors."""
     last = os.path.join(directory, LAST)
     if not os.path.isdir(directory):

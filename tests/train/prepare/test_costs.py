@@ -18,7 +18,7 @@ from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.simulate.hardware import HARDWARE_PRESETS as HARDWARE
 from packtool.simulate.machine import Machine
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.costs import RunCosts, cost_of, with_model
+from packtool.train.prepare.costs import RunCosts, cost_of, with_costs
 
 MODEL: dict[str, Any] = MODEL_PRESETS["qwen2.5-0.5b"]
 
@@ -80,14 +80,14 @@ def test_a_model_of_unknown_form_costs_what_one_of_8b_does() -> None:
 
 def test_skrull_is_told_of_the_devices_that_there_are() -> None:
     options = PlanOptions(max_length=8, packing_length=8, skrull=SkrullOptions(bucket_size=8, sequence_parallel_size=4))
-    found = {name: with_model(options, MODEL, run_config(), HARDWARE[name]).skrull for name in ("h100", "a100")}
+    found = {name: with_costs(options, MODEL, run_config(), HARDWARE[name]).skrull for name in ("h100", "a100")}
     for name, skrull in found.items():
         assert skrull is not None
         machine = Machine(sizes=ModelSizes.of_config(MODEL), hardware=HARDWARE[name], world_size=4)
         assert skrull.times == machine.step_time(4)
         assert skrull.times.device == HARDWARE[name].name
     plain = dataclasses.replace(options, skrull=None)
-    assert with_model(plain, MODEL, run_config(), HARDWARE["a100"]).skrull is None
+    assert with_costs(plain, MODEL, run_config(), HARDWARE["a100"]).skrull is None
 
 
 def test_what_learns_is_told_where_packs_were_assigned_by_it() -> None:
@@ -96,5 +96,5 @@ def test_what_learns_is_told_where_packs_were_assigned_by_it() -> None:
     state = RunState(**given, per_device_train_batch_size=1, steps="s", learning="towers frozen")
     state.check_continues("checkpoint", dataclasses.replace(state, learning="towers lora"))
     other = dataclasses.replace(state, learning="towers lora", steps="t")
-    with pytest.raises(MismatchError, match="learning: towers lora there, towers frozen now"):
+    with pytest.raises(MismatchError, match="learning: towers lora in the checkpoint, towers frozen now"):
         state.check_continues("checkpoint", other)

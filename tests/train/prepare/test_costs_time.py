@@ -15,8 +15,8 @@ from packtool.planning.cost import MODEL_PRESETS
 from packtool.planning.epoch import EpochPlan, plan_epoch
 from packtool.planning.towers import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
-from packtool.train.prepare.costs import ExpectedTime, RunCosts, sample_costs, with_model
-from packtool.train.prepare.figures import seen_media, share_media
+from packtool.train.prepare.costs import ExpectedTime, RunCosts, sample_costs, with_costs
+from packtool.train.prepare.figures import assign_media, media_of_caches
 from packtool.train.prepare.opening import plan_options
 from tests.train.tiny import TinyWorld
 
@@ -39,10 +39,10 @@ def run_config(**settings: Any) -> TrainConfig:
 def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, SplitIndex, MediaShares]:
     index = CacheReader.open((tiny.cache,)).index
     options = plan_options(config, max_length=256, world_size=WORLD_SIZE // config.sequence_parallel_ranks)
-    options = with_model(options, TIME.model, config, TIME.hardware)
+    options = with_costs(options, TIME.model, config, TIME.hardware)
     plan = plan_epoch(index.length, index.target_tokens, options, seed=0, media_tokens=index.media_tokens)
-    media = seen_media(index, TIME.model)
-    return plan, index, share_media(media, TIME.model, plan, config.sequence_parallel_ranks)
+    media = media_of_caches(index, TIME.model)
+    return plan, index, assign_media(media, TIME.model, plan, config.sequence_parallel_ranks)
 
 
 def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> float:
@@ -114,7 +114,7 @@ def test_a_picture_is_looked_at_by_one_rank(tiny: TinyWorld) -> None:
         index = SplitIndex(**column, num_images=np.array([number]), patch_squares=squares, channels=())
         options = dataclasses.replace(plan_options(config, max_length=256, world_size=1), balance="none")
         plan = plan_epoch(index.length, index.target_tokens, options, seed=0)
-        shares = share_media(seen_media(index, model), model, plan, 4)
+        shares = assign_media(media_of_caches(index, model), model, plan, 4)
         found.append(float(time.steps(config, plan, index, shares).sum()))
         towers.append(float(cost.towers(index.vision_tokens, squares)[0]))
     one, four = found

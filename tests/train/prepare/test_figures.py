@@ -14,7 +14,7 @@ from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.launch.world import World
 from packtool.planning.skrull import SHARDED
-from packtool.train.prepare.figures import RankTokens, keys_per_pack
+from packtool.train.prepare.figures import RankTokens, max_keys_per_pack
 from packtool.train.prepare.run import Run
 from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld
@@ -71,7 +71,7 @@ def test_keys_of_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     packs = run.timeline.first.packs
     assert packs.shared is not None
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
-    told, found = keys_per_pack(packs), []
+    told, found = max_keys_per_pack(packs), []
     for number in range(packs.num_packs):
         samples = [run.source.reader.sample(int(position)) for position in packs.pack(number)]
         batch = collate_tree(samples, spec, frozenset())

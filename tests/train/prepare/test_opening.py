@@ -54,9 +54,9 @@ def test_a_plan_needs_the_model_for_targets(tiny: TinyWorld) -> None:
     [
         ({"loss_scale": "react"}, "the parts of texts that react weights differently", "--loss-scale react"),
         ({"loss_scale": "last_round+hermes"}, "the parts of texts", "Leave its loss_scale in --mix mix.yaml out"),
-        ({"media_limits": {"max_pixels": 64}}, "mix.yaml: .* of at most 12544 pixels.* for 64 ", "--max-pixels 64"),
-        ({"media_limits": {"image_min_token_num": 9}}, "of at least 4096 pixels.* for 9216 ", "--min-pixels 9216"),
-        ({"media_limits": {"fps": 1.0}}, "mix.yaml: .* FPS unset there, 1.0 here", "--fps 1.0"),
+        ({"media_limits": {"max_pixels": 64}}, "mix.yaml: .* of at most 12544 pixels.* sets 64 ", "--max-pixels 64"),
+        ({"media_limits": {"image_min_token_num": 9}}, "of at least 4096 pixels.* sets 9216 ", "--min-pixels 9216"),
+        ({"media_limits": {"fps": 1.0}}, "mix.yaml: .* FPS unset in the cache, 1.0 in this run", "--fps 1.0"),
     ],
 )
 def test_what_a_cache_cannot_give_is_refused(

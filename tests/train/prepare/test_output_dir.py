@@ -41,7 +41,7 @@ def test_what_can_be_no_directory_is_told_before_anything_is_planned(
 
 def test_a_directory_that_cannot_be_made_after_all_is_told(tiny: TinyWorld) -> None:
     """Root may write anywhere, until it tries."""
-    with pytest.raises(StorageError, match="--output-dir /proc/no-such/a cannot be made"):
+    with pytest.raises(StorageError, match="--output-dir /proc/no-such/a cannot be created"):
         train(tiny.config("/proc/no-such/a"), SilentProgress())
 
 
@@ -157,7 +157,7 @@ def test_a_used_directory_is_refused_replaced_or_gone_on_with(tiny: TinyWorld, t
 
 def test_lines_of_a_run_that_saved_nothing_are_kept_too(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / METRICS_NAME).write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match="holds another run") as caught:
+    with pytest.raises(ConfigError, match="already contains a run") as caught:
         train(tiny.config(tmp_path), SilentProgress())
     assert "--resume-from-checkpoint" not in str(caught.value.remedy)
     assert (tmp_path / METRICS_NAME).read_text() == '{"step": 1}\n'

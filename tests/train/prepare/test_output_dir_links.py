@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from packtool.progress import SilentProgress
-from packtool.train.prepare.output_dir import best_of, point, remove_names
+from packtool.train.prepare.output_dir import best_checkpoint, point, remove_links
 from packtool.train.run import train
 from tests.train.test_resume import make_checkpoint
 from tests.train.tiny import TinyWorld, export_rows
@@ -38,9 +38,9 @@ def test_the_best_is_one_of_those_that_are_there(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step)
     history: list[dict[str, Any]] = [{"step": 1, "loss": 0.1}, {"step": 4, "eval_loss": 0.1}]
-    assert best_of(str(tmp_path), history) is None
+    assert best_checkpoint(str(tmp_path), history) is None
     history += [{"step": 1, "eval_loss": None}, {"step": 2, "eval_loss": 0.5}, {"step": 3, "eval_loss": 0.7}]
-    assert best_of(str(tmp_path), history) == str(tmp_path / "checkpoint-2")
+    assert best_checkpoint(str(tmp_path), history) == str(tmp_path / "checkpoint-2")
 
 
 def test_where_there_are_no_links_the_model_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +61,5 @@ def test_where_there_are_no_links_the_model_is_copied(tmp_path: Path, monkeypatc
     assert (tmp_path / "last").is_symlink()
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "notes.txt").write_text("mine")
-    remove_names(str(tmp_path))
+    remove_links(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoint-1"]

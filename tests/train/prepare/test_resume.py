@@ -99,7 +99,7 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         if ledger is None:
             ledger = begin_ledger(reader)
         else:
-            wanted = partial(inputs.wanted_of, 0)
+            wanted = partial(inputs.epoch_counts, 0)
             ledger, changes = with_changed_data(ledger, reader, lambda _, found, wanted=wanted: wanted(found), "", 10)
             left = sum(source.left for source in changes)
             assert left == sum(1 for sample in caches.samples if not seen[sample])

@@ -276,7 +276,7 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
     assert (run.source.figures.media_tokens == direct.source.figures.media_tokens).all()
     assert run.source.figures.flops == pytest.approx(direct.source.figures.flops)
     assert prepared(alike, tmp_path, plan=path, share_prefix="true").source.min_shared == MIN_SHARED
-    with pytest.raises(MismatchError, match="--share-prefix: true there, false here"):
+    with pytest.raises(MismatchError, match="--share-prefix: true in the plan, false in this run"):
         prepared(alike, tmp_path, plan=path, share_prefix="false")
     with pytest.raises(MismatchError, match="shares prefixes, which cannot be combined with --neftune-noise-alpha"):
         prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
@@ -362,7 +362,7 @@ def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: 
     preview(config).save(config.save)
     assert read_plan(path).format == "packtool plan 1"
     assert prepared(alike, tmp_path, plan=path).source.min_shared is None
-    with pytest.raises(MismatchError, match="--share-prefix: false there, true here"):
+    with pytest.raises(MismatchError, match="--share-prefix: false in the plan, true in this run"):
         prepared(alike, tmp_path, plan=path, share_prefix="true")
 
 
@@ -376,7 +376,7 @@ def test_the_first_samples_share_a_prefix(alike: TinyWorld, tmp_path: Path) -> N
 def test_a_run_that_shared_is_not_gone_on_with_whole_samples(alike: TinyWorld, tmp_path: Path) -> None:
     state = prepared(alike, tmp_path).state
     whole = prepared(alike, tmp_path, share_prefix="false").state
-    with pytest.raises(MismatchError, match="shares_prefixes: True there, False now"):
+    with pytest.raises(MismatchError, match="shares_prefixes: True in the checkpoint, False now"):
         whole.check_continues("checkpoint-1", state)
 
 

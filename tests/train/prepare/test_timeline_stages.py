@@ -96,7 +96,7 @@ def test_shares_lengths_and_steps_of_every_stage() -> None:
         ({"until": 9}, {}, r"stages\[0\].until: 9 steps need --max-steps"),
         ({"until": 9}, {"max_steps": 9}, r"stages\[1\]: the run ends after step 9"),
         ({"until": None}, {"max_steps": 9}, r"stages\[0\].until is missing: with --max-steps"),
-        ({"packing_length": 9}, {"packing": False}, r"stages\[0\].packing_length: --packing false"),
+        ({"packing_length": 9}, {"packing": False}, r"stages\[0\].packing_length: it cannot be combined with"),
         ({"sequence_parallel_size": 2}, {}, r"stages\[0\].sequence_parallel_size: 2 does not divide the 1 processes"),
     ],
 )
@@ -239,8 +239,8 @@ def test_the_data_change_in_any_stage(
     )
     other = inputs(of, more, **length)
     mine: BatchShape = (world_size, 1, 1)
-    wanted_of, max_length, stage = other.epoch_to_resume(ledger, mine)
-    changed, _ = with_changed_data(ledger, of, wanted_of, "", max_length, stage)
+    epoch_counts, max_length, stage = other.epoch_to_resume(ledger, mine)
+    changed, _ = with_changed_data(ledger, of, epoch_counts, "", max_length, stage)
     change = changed.change
     assert change is not None
     after = Timeline.of(other, ((step, *mine),), change)
@@ -249,7 +249,7 @@ def test_the_data_change_in_any_stage(
     if epoch == ledger.epoch:
         trained = joined_counts([each.epoch for each in ledger.sources])
         drawn = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
-        wanted = wanted_of(joined_counts([source.before for source in ledger.sources]), trained)
+        wanted = epoch_counts(joined_counts([source.before for source in ledger.sources]), trained)
         assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     whole = samples_of(after, step, after.num_steps)

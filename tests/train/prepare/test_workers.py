@@ -56,7 +56,7 @@ def test_waiting_is_told_once_with_what_helps() -> None:
     assert note.after(0.5, 10.0) is None, "too short to tell"
     told = note.after(0.5, 20.0)
     assert told is not None
-    assert told.startswith("steps wait 50% of their time for data: --dataloader-num-workers 2 ")
+    assert told.startswith("steps wait 50% of their time for data: try --dataloader-num-workers 2 ")
     assert note.after(0.5, 100.0) is None
 
 
