@@ -261,7 +261,7 @@ def test_the_command_says_what_is_saved(alike: TinyWorld, capsys: pytest.Capture
     run(["plan", alike.cache, "--packing-length", "256"])
     shown = capsys.readouterr().out
     assert "saved by shared prefixes" in shown
-    assert "share of the towers' work" in shown
+    assert "fraction of the towers' FLOPs" in shown
     run(["plan", alike.cache, "--packing-length", "256", "--max-samples-per-pack", "9"])
     assert "that cannot be combined with --max-samples-per-pack" in capsys.readouterr().out
     run(["plan", alike.cache, "--packing-length", "256", "--share-prefix", "false", "--json"])

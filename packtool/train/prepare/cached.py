@@ -1,4 +1,4 @@
-"""The samples of a run on caches: all of its steps are planned, the same on every rank, without communication."""
+"""The samples and steps of a run on caches: every rank plans all steps alike, without communication."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from packtool.train.prepare.timeline import Timeline, TrainedStage
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedSource(Steps):
-    """The samples of caches, as one rank trains them.
+    """The samples of caches, and the steps in which one rank trains them.
 
     Args:
         inputs: of all plans.
         timeline: the steps of the run.
         world: this process among the others.
         start: the first step to train.
-        figures: of all samples; of those that share prefixes, what each adds.
+        figures: of all samples; a sample that shares a prefix has the figures that it adds.
     """
 
     inputs: Inputs
@@ -67,12 +67,12 @@ class CachedSource(Steps):
 
     @property
     def media_limits(self) -> MediaLimits:
-        """Limits that media are loaded with: those of the export."""
+        """Limits that media are loaded with, as at export."""
         return self.reader.manifests[0].identity.media_limits
 
     @property
     def min_shared(self) -> int | None:
-        """Tokens that a prefix must have to be computed once; None if every sample is computed whole."""
+        """Minimum tokens of a prefix that is computed once for several samples; None without shared prefixes."""
         return None if self.inputs.shared is None else MIN_SHARED
 
     @property
@@ -119,29 +119,29 @@ class CachedSource(Steps):
             yield inputs.shared.line(cost, timeline.first.summary.num_steps, unshared.num_steps)
 
     def media_tokens(self) -> float:
-        """Mean media tokens of one rank's micro-batch in the epoch that is trained next."""
+        """Mean media tokens of a micro-batch in the epoch that is trained next."""
         plan = self.timeline.stretch(self.start).plan
         return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
 
     @property
     def _stages(self) -> list[TrainedStage]:
-        """The stages that are still to be trained; empty for a run without stages."""
+        """The stages that are not finished at ``start``; empty for a run without stages."""
         return [stage for stage in self.timeline.stages if stage.stop > self.start] if self.inputs.stages else []
 
     @property
     def step_shapes(self) -> list[tuple[int, int]]:
-        """Packing length, and number of ranks that share a sequence, of each stage still to be trained."""
+        """Packing length, and number of ranks that share a sequence, of each stage not finished at ``start``."""
         shapes = [(stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size) for stage in self._stages]
         return shapes or [(self.inputs.options.packing_length, self.world.sequence_parallel_size)]
 
     def peak_memory_batches(self, config: TrainConfig, number: int) -> tuple[RankTokens, ...]:
-        """The micro-batches of one rank that may need most memory, in the next epoch of ``step_shapes[number]``."""
+        """The micro-batches of a rank that may need most memory, in the next epoch of ``step_shapes[number]``."""
         stages = self._stages
         plan = self.timeline.stretch(max(self.start, stages[number].first) if stages else self.start).plan
         return peak_memory_batches(config, plan, self.inputs)
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
-        """The shortest samples of the first micro-batch, in its order, or two that share a prefix."""
+        """The shortest samples of the first micro-batch, up to ``max_samples``; or two that share a prefix, if any."""
         stretch = self.timeline.stretch(self.start)
         plan, step = stretch.plan, self.start - stretch.first
         if self.inputs.shared is not None:
@@ -160,7 +160,7 @@ class CachedSource(Steps):
         return self.inputs.samples.sample
 
     def names(self, micro_batch: MicroBatch) -> list[str]:
-        """The origin of each sample of a micro-batch: its row and file."""
+        """The row, file and position of each sample of a micro-batch, for messages."""
         samples = [(position, self.read(position)) for position in micro_batch.samples]
         return [f"row {sample.row} of {sample.source} (sample {position})" for position, sample in samples]
 
@@ -169,22 +169,22 @@ class CachedSource(Steps):
         return "packs of samples " + " ".join(f"[{' '.join(map(str, pack))}]" for pack in micro_batch.packs)
 
     def planned_epoch(self, plan: EpochPlan, epoch: int) -> PlannedEpoch:
-        """The micro-batches of all ranks in an epoch with this plan."""
-        has_stages_of_other_size = any(
+        """The micro-batches of all ranks in an epoch with this plan, and the media that are read again after it."""
+        has_other_sizes = any(
             stage.inputs.sequence_parallel_size != self.world.sequence_parallel_size
             for stage in (self.timeline.stages if self.inputs.stages else ())
         )
-        shared_by = self.world.size // plan.steps.world_size if has_stages_of_other_size else None
-        brings: Mapping[Any, Any] = {"vision": self.figures.has_vision, "sound": self.figures.has_sound}
-        inputs, read_again = self.inputs, None  # samples that a media cache keeps for the next epoch; None for all
+        shared_by = self.world.size // plan.steps.world_size if has_other_sizes else None
+        towers: Mapping[Any, Any] = {"vision": self.figures.has_vision, "sound": self.figures.has_sound}
+        inputs, read_again = self.inputs, None  # samples whose media the media cache keeps; None for all
         is_drawn_anew = inputs.mixture is not None and not inputs.stages
         is_last = self.timeline.locate(self.timeline.num_steps - 1)[0] <= epoch
         if inputs.for_training[0].media_cache is not None and is_drawn_anew and not is_last:
             read_again = (inputs.epoch_counts(epoch + 1) > 0) | (inputs.epoch_counts(epoch) > 1)
-        return PlannedEpoch(plan, brings, read_again, shared_by)
+        return PlannedEpoch(plan, towers, read_again, shared_by)
 
     def rank_steps(self) -> Iterator[RankStep]:
-        """Yield the steps of this rank from the first one to train, which need no communication."""
+        """Yield the steps of this rank from ``start`` on."""
         is_dynamic = self.inputs.for_training[0].removes_padding and not self.timeline.first.summary.options.packing
         for stretch in self.timeline.stretches(self.start):
             plan, first = stretch.plan, max(self.start - stretch.first, 0)
@@ -196,21 +196,21 @@ class CachedSource(Steps):
 
 
 def sample_figures(inputs: Inputs) -> SampleFigures:
-    """The figures of all samples of the caches."""
+    """The figures of all samples of the caches; with shared prefixes, those that each sample adds."""
     (config, files, reader), targets, shared = inputs.for_training, inputs.targets, inputs.shared
     costs, index = RunCosts.of(config, files.config), reader.index
-    each = partial(sample_costs, index=index) if shared is None else shared.sample_costs
+    flops_of = partial(sample_costs, index=index) if shared is None else shared.sample_costs
     units = targets > 0 if config.loss_reduction == "sample" else targets
     media = index if shared is None else shared
-    # The index does not tell which videos have sound.
+    # The index does not record which videos have sound, so all may.
     audio, has_videos = reader.manifests[0].identity.media_limits.audio, index.num_videos > 0
-    may_sound = has_videos & (audio is not None and audio.in_video)
+    has_video_sound = has_videos & (audio is not None and audio.in_video)
     return SampleFigures(
         media.media_tokens,
         units.astype(np.int64),
-        each(costs.model, target_tokens=targets),
-        each(costs.hardware, target_tokens=targets),
+        flops_of(costs.model, target_tokens=targets),
+        flops_of(costs.hardware, target_tokens=targets),
         has_vision=(index.num_images > 0) | has_videos,
-        has_sound=(index.num_audios > 0) | may_sound,
+        has_sound=(index.num_audios > 0) | has_video_sound,
         mixture=inputs.mixture,
     )

@@ -43,11 +43,10 @@ from packtool.planning.pack_plan import PackPlan
 
 
 def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
-    """The directories of all caches, and the recipe; None where every sample is trained once an epoch.
+    """The directories of all caches, and the recipe of their mixture; None if every sample is trained once per epoch.
 
     Raises:
-        ConfigError: naming every mistake of an amount, a loss scale or of the file of ``--mix``.
-        StorageError: if that cannot be read.
+        ConfigError: with every mistake in amounts, loss scales and the file of ``--mix``.
     """
     problems: list[str] = []
     if options.mix is not None:
@@ -82,7 +81,7 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
 
 
 def portable_recipe(path: str) -> bytes:
-    """The YAML of a file of ``--mix`` that could be read, with paths that are the same from every folder."""
+    """The YAML of a valid file of ``--mix``, with absolute paths."""
     import yaml  # here, because most runs need none of it
 
     value = parse_yaml(storage.read_bytes(path).decode(errors="replace"))
@@ -94,7 +93,7 @@ def portable_recipe(path: str) -> bytes:
 
 
 def source_lines(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each source, from the figures of ``share_figures``."""
+    """A line for each source of a mixture; ``figures`` are those of ``share_figures``."""
     width = max(map(len, figures))
     for name, each in figures.items():
         yield (
@@ -110,7 +109,7 @@ def counts_in(plan: EpochPlan, mixture: Mixture) -> dict[str, SourceCounts]:
 
 
 def _with_amounts(recipe: Recipe, problems: list[str]) -> Recipe:
-    """A recipe with the amounts after the # of its paths parsed."""
+    """A recipe with the amounts after # in its paths parsed; mistakes are added to ``problems``."""
     sources = tuple(_with_amount(source, recipe.place, problems) for source in recipe.sources)
     if recipe.has_weights:
         problems += [
@@ -128,7 +127,7 @@ def _with_amounts(recipe: Recipe, problems: list[str]) -> Recipe:
 
 
 def _with_amount(source: SourceRecipe, place: str, problems: list[str]) -> SourceRecipe:
-    """A source with the amount after the # of its path parsed, unless a directory has that name."""
+    """A source with the amount after # in its path parsed, unless a directory has that name; as ``_with_amounts``."""
     text = amount_behind(source.path)
     if not text or storage.exists(source.path):
         return source
@@ -143,7 +142,7 @@ _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
 
 def open_caches(directories: Sequence[str], config: TrainConfig | VerifyConfig, files: ModelFiles) -> CacheReader:
-    """Open all caches of a run, and check that they are for its model and options."""
+    """Open all caches of a run, and check that they fit its model and options."""
     reader = CacheReader.open(directories, copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
@@ -167,7 +166,7 @@ def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> Non
 
 
 def with_cache_template(reader: CacheReader, files: ModelFiles) -> ModelFiles:
-    """The files of a model with the chat template file of the caches' export, if there was one and it still exists."""
+    """The files of a model, with the ``--chat-template`` of the caches' export if that file still exists unchanged."""
     identity = reader.manifests[0].identity
     path = identity.spec.get("chat_template")
     if not path or not os.path.isfile(path):
@@ -180,13 +179,13 @@ def check_model(
     directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig | EvalConfig | VerifyConfig
 ) -> None:
     """Check that a cache was exported with this model's type, tokenizer and template."""
-    there = manifest.identity
+    identity = manifest.identity
     pairs = {
-        "model type": (there.model_type, files.model_type),
-        "tokenizer": (there.tokenizer_hash, files.tokenizer_hash),
+        "model type": (identity.model_type, files.model_type),
+        "tokenizer": (identity.tokenizer_hash, files.tokenizer_hash),
     }
-    if not there.spec.get("chat_template"):  # one of --chat-template is the cache's, not the model's
-        pairs["chat template"] = (there.template_hash, files.template_hash)
+    if not identity.spec.get("chat_template"):  # a template of --chat-template is not the model's
+        pairs["chat template"] = (identity.template_hash, files.template_hash)
     different = [
         f"  - {name}: {theirs} in the cache, {ours} in the model"
         for name, (theirs, ours) in pairs.items()
@@ -202,26 +201,26 @@ def check_model(
 
 
 def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> None:
-    """Check that limits on images, as options or from the environment, are the export's."""
+    """Check that limits on images, from options or the environment, are those of the export."""
     limits = manifest.identity.media_limits.image
     if limits is None:
         return
-    for bound, word, there, here in (
+    for bound, word, exported, requested in (
         ("max", "most", limits.max_pixels, _pixels(config.max_pixels, config.image_max_token_num, limits)),
         ("min", "least", limits.min_pixels, _pixels(config.min_pixels, config.image_min_token_num, limits)),
     ):
-        if here is not None and here != there:
+        if requested is not None and requested != exported:
             raise MismatchError(
-                f"{directory} was exported with images of at {word} {there} pixels, but this run sets {here} "
+                f"{directory} was exported with images of at {word} {exported} pixels, but this run sets {requested} "
                 f"(by --{bound}-pixels or --image-{bound}-token-num, by a source in --mix, or by the environment "
                 f"variable {bound.upper()}_PIXELS or IMAGE_{bound.upper()}_TOKEN_NUM)",
                 "Remove that setting to use the cache's, or export into another directory:\n"
-                f"  {export_command(directory, manifest, **{f'{bound}_pixels': here})}",
+                f"  {export_command(directory, manifest, **{f'{bound}_pixels': requested})}",
             )
 
 
 def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
-    """Check that limits on videos and sounds have the same effect as the export's."""
+    """Check that limits on videos and audio have the same effect as those of the export."""
     spec = manifest.identity.spec
     names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
     changed = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}
@@ -253,19 +252,20 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
             f"Use --max-length {manifest.max_length}, or export into another directory:\n"
             f"  {export_command(directory, manifest, max_length=config.max_length)}",
         )
-    there_and_here = {
-        name: (manifest.identity.spec.get(name), getattr(config, name))
+    spec = manifest.identity.spec
+    pairs = {
+        name: (spec.get(name), getattr(config, name))
         for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
     }
-    here = config.expand_turns and expansion_of(config.expand_turns, files)
-    there_and_here["expand_turns"] = (manifest.identity.spec.get("expand_turns", "false"), here)
-    for name, (there, here) in there_and_here.items():
-        if here not in (None, there):
+    expansion = config.expand_turns and expansion_of(config.expand_turns, files)
+    pairs["expand_turns"] = (spec.get("expand_turns", "false"), expansion)
+    for name, (exported, requested) in pairs.items():
+        if requested not in (None, exported):
             raise MismatchError(
-                f"{directory} was exported with{'out' if there is None else ''} {flag(name)}"
-                f"{'' if there is None else f' {there}'}, but this run sets {here}",
+                f"{directory} was exported with{'out' if exported is None else ''} {flag(name)}"
+                f"{'' if exported is None else f' {exported}'}, but this run sets {requested}",
                 "Leave the option out, or export into another directory:\n"
-                f"  {export_command(directory, manifest, **{name: here})}",
+                f"  {export_command(directory, manifest, **{name: requested})}",
             )
 
 
@@ -275,20 +275,25 @@ def packs_of(saved: SavedPlan) -> PackPlan:
 
 
 def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
-    """Raise a MismatchError unless a saved plan is intact and belongs to these caches and options."""
+    """Raise a MismatchError unless a saved plan is intact and fits these caches and options."""
     path = config.plan
     if packs_of(saved).fingerprint != saved.plan:
         raise MismatchError(f"--plan {path} is damaged: its packs differ from those that were saved", "Save it again.")
-    there = "false" if saved.shared is None else "true"
+    shares_prefixes = "false" if saved.shared is None else "true"
     pairs = {
         "caches": (saved.cache, reader.fingerprint),
         "samples in the caches": (saved.num_cached, len(reader)),
         "--packing-length": (saved.capacity, config.packing_length or saved.capacity),
         "--max-length": (saved.max_length, config.max_length or saved.max_length),
-        "--share-prefix": (there, there if config.share_prefix == "auto" else config.share_prefix),
+        "--share-prefix": (
+            shares_prefixes,
+            shares_prefixes if config.share_prefix == "auto" else config.share_prefix,
+        ),
     }
     different = [
-        f"  - {name}: {there} in the plan, {here} in this run" for name, (there, here) in pairs.items() if there != here
+        f"  - {name}: {saved_value} in the plan, {value} in this run"
+        for name, (saved_value, value) in pairs.items()
+        if saved_value != value
     ]
     if different:
         lines = "\n".join(different)
@@ -307,12 +312,12 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
 
 
 def repair_command(directory: str, manifest: Manifest) -> str:
-    """The command that repairs a cache, from any folder."""
+    """The command that repairs a cache; its paths are absolute."""
     return shlex.join([*_export_words(manifest, {}), "--output-dir", storage.absolute(directory), "--repair"])
 
 
 def export_command(directory: str, manifest: Manifest, **changes: object) -> str:
-    """The command that exports the rows of a cache with changed settings into a new directory, from any folder."""
+    """The command that exports the rows of a cache with changed settings into a new directory; paths are absolute."""
     return shlex.join([*_export_words(manifest, changes), "--output-dir", _unused(storage.absolute(directory))])
 
 
@@ -335,13 +340,13 @@ def _export_words(manifest: Manifest, changes: Mapping[str, object]) -> list[str
 
 
 def _unused(path: str) -> str:
-    """A path like this one that does not exist yet: ``cache-2``, ``a-2.plan``."""
+    """A similar path that does not exist yet: ``cache-2`` for ``cache``, ``a-2.plan`` for ``a.plan``."""
     stem, suffix = os.path.splitext(path.rstrip("/"))
     return next(name for number in count(2) if not storage.exists(name := f"{stem}-{number}{suffix}"))
 
 
 def _dataset_words(manifest: Manifest) -> list[str]:
-    """The options that name the rows and how they were read."""
+    """The words of the options for an export's rows: files, amounts, columns and access."""
     sources = [(source.path, load_json(source.settings or "{}")) for source in manifest.sources]
     words = []
     for option, is_val in (("--dataset", False), ("--val-dataset", True)):
@@ -364,7 +369,7 @@ def _dataset_words(manifest: Manifest) -> list[str]:
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:
-    """A limit in pixels, from pixels or from tokens; None without a limit."""
+    """A limit in pixels, given in pixels or in tokens; None if neither is given."""
     if pixels is not None:
         return pixels
     return None if tokens is None else tokens * limits.pixels_per_token

@@ -32,7 +32,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
 
 Checksums = Mapping[str, tuple[int, int]]
-"""Bytes and CRC-32 of files, by their paths inside a checkpoint."""
+"""Size in bytes and CRC-32 of files, by their paths inside a checkpoint."""
 
 ONLY_MODEL = "--resume-only-model true loads only its weights, and starts with a new optimizer and schedule."
 
@@ -55,13 +55,13 @@ _TORCH_WORDS = ("PytorchStreamWriter", "unexpected pos", "inline_container")  # 
 
 
 def checksums_of(checkpoint: str) -> dict[str, tuple[int, int]]:
-    """Size and checksum of all files that a resumed run reads."""
+    """Size and checksum of each file that a resumed run reads."""
     names = [name for name in _files(checkpoint) if not _NOT_READ.fullmatch(name)]
     return {name: (os.path.getsize(os.path.join(checkpoint, name)), crc_of(checkpoint, name)) for name in names}
 
 
 def crc_of(checkpoint: str, name: str) -> int:
-    """CRC-32 of the CRC-32s of a file's parts of 64 MiB, which are read by several threads."""
+    """CRC-32 of the CRC-32s of a file's 64 MiB parts, which several threads read."""
     path = os.path.join(checkpoint, name)
 
     def crc_of_part(start: int) -> bytes:
@@ -74,10 +74,10 @@ def crc_of(checkpoint: str, name: str) -> int:
 
 
 def find_damage(checkpoint: str, sums: Checksums, *, only_model: bool = False) -> Iterator[str]:
-    """Yield a sentence for each damaged file of a checkpoint.
+    """Yield a sentence for each missing or changed file of a checkpoint.
 
     Args:
-        sums: of its files when it was finished; none from an older packtool.
+        sums: checksums of its files when it was finished; empty from an older packtool.
         only_model: check only weights.
     """
     for name, (size, crc) in sums.items():
@@ -93,7 +93,7 @@ def find_damage(checkpoint: str, sums: Checksums, *, only_model: bool = False) -
 
 
 def check_resumable(checkpoint: str, rank: int, size: int) -> None:
-    """Raise a MismatchError if files are missing that a rank needs to resume exactly, as with ``save_only_model``."""
+    """Raise a MismatchError if a rank lacks files to resume exactly, as in checkpoints of ``--save-only-model``."""
     names = _files(checkpoint)
     missing = [what for what, pattern in _NEEDED.items() if not any(pattern.fullmatch(name) for name in names)]
     ranks = [name for name in names if re.fullmatch(r"rng_state_\d+\.pth", name)]
@@ -111,11 +111,11 @@ _MAKE_ROOM = (
 
 @contextlib.contextmanager
 def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn errors of writing a checkpoint, or another directory, into a StorageError, and remove the unfinished files.
+    """Turn errors of writing a checkpoint or another directory into a StorageError, and remove the directory.
 
     Args:
-        remedy: for the user.
-        num_bytes: approximate size of the directory, if that is known.
+        remedy: of the StorageError.
+        num_bytes: approximate size of the directory, if known.
     """
     try:
         yield
@@ -131,21 +131,21 @@ def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None =
 
 
 def _write_failure(error: Exception, directory: str, num_bytes: int | None) -> str:
-    """Explain why a directory could not be written, with needed and free space; other arguments as ``saving``."""
+    """The reason why a directory could not be written, with needed and free space; arguments as for ``saving``."""
     reason = next((words for words in _NO_SPACE_WORDS if words in str(error)), None)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     has_limit = limit != resource.RLIM_INFINITY
     if reason is None:
         if isinstance(error, OSError):
-            return str(error)  # not about room
+            return str(error)  # not about space
         reason = "File too large" if has_limit else "No space left on device"
     if reason == "File too large" and has_limit:
         return f"{reason}: files may have {_megabytes(limit)} at most; raise the limit with ulimit -f unlimited"
     written = sum(os.path.getsize(os.path.join(directory, name)) for name in _files(directory))
     place = os.path.dirname(os.path.abspath(directory))
     needed = f"more than {_megabytes(written)}" if num_bytes is None else f"about {_megabytes(max(num_bytes, written))}"
-    room = written + shutil.disk_usage(place).free
-    return f"{reason}: it needs {needed}, and {place} had {_megabytes(room)} free (a quota may allow less)"
+    free = written + shutil.disk_usage(place).free
+    return f"{reason}: it needs {needed}, and {place} had {_megabytes(free)} free (a quota may allow less)"
 
 
 def _megabytes(num_bytes: int) -> str:
@@ -154,7 +154,7 @@ def _megabytes(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def loading(checkpoint: str, what: str) -> Iterator[None]:
-    """Turn any error of reading a checkpoint without checksums into a MismatchError that names ``what``."""
+    """Turn any error of reading a checkpoint into a MismatchError that says ``what`` could not be read."""
     try:
         yield
     except (PacktoolError, KeyboardInterrupt, MemoryError):
@@ -186,7 +186,7 @@ _FROM_OPTIONS = (
 )
 
 FROM_DATA = frozenset(("cache", "plan", "steps", "max_length", "packing_length", "shares_prefixes", "learning"))
-"""Fields of a state that follow from the caches, and may differ where these may."""
+"""Fields of a state that follow from the caches; with ``--data-change allow`` they may differ."""
 
 # Files of tokenizer and processor; weights, configs and adapters are the checkpoint's own.
 _PROCESSOR_FILE = re.compile(
@@ -202,18 +202,18 @@ class RunState:
     Args:
         plan: fingerprint of the first epoch's packs.
         steps: fingerprint of how they are assigned to steps and ranks.
-        assignments: (first step, world size, gradient accumulation, batch size) of each time that packs were assigned
-            anew, for another number of ranks.
+        assignments: (first step, world size, gradient accumulation, batch size) for each number of ranks that packs
+            were assigned to.
         cache: fingerprint of the caches.
         seed: of the plans of all epochs.
         data_since: the first step, 0-based, with the current data; 0 if they never changed.
         step: optimizer steps done.
         epoch, step_in_epoch: position of that step.
-        shares_prefixes: shared prefixes are computed once.
+        shares_prefixes: True if shared prefixes are computed once.
         schedule: settings by which Skrull assigns packs, or ``--samples-per-step``; empty without them.
-        learning: which parts of the model are trained, where packs are assigned by it.
+        learning: the trained parts of the model, if they decide how packs are assigned.
         master_weights: precision of the kept weights.
-        shares_experts: ranks hold different experts.
+        shares_experts: True if ranks hold different experts.
         streaming: settings that decide the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
     """
@@ -246,7 +246,7 @@ class RunState:
 
     @classmethod
     def of(cls, config: TrainConfig, **fields: Any) -> RunState:
-        """The state of a run before its first step: ``fields``, and the options that are fields themselves."""
+        """The state of a run before its first step: ``fields``, and the options that states record."""
         return cls(**{name: getattr(config, name) for name in _FROM_OPTIONS}, **fields)
 
     @property
@@ -255,7 +255,7 @@ class RunState:
         return self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size
 
     def is_assigned_anew_after(self, other: RunState) -> bool:
-        """Return whether packs are assigned to another number of ranks than in that state."""
+        """Return whether packs must be assigned to ranks again, because the number of ranks differs."""
         return not self.streaming and self.world_size != other.world_size
 
     def check_continues(
@@ -266,14 +266,15 @@ class RunState:
         data_may_change: bool = False,
         other_data: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """Raise a MismatchError with every difference unless a run with this state may resume from a checkpoint.
+        """Raise a MismatchError with every difference if a run with this state cannot resume from a checkpoint.
 
-        With another world size the packs must be the same, but not the steps: they are assigned anew.
+        With another world size, packs must be the same; steps may differ, because packs are assigned again.
 
         Args:
+            checkpoint: its name in the error.
             other: state of the checkpoint.
-            data_may_change: caches, and fields that follow from them, may differ.
-            other_data: returns a line for each difference of the caches.
+            data_may_change: fields that follow from the caches may differ (``FROM_DATA``).
+            other_data: returns a line for each difference of the caches, for the error.
         """
         ignored = {"step", "epoch", "step_in_epoch", "saved_at", "assignments", "data_since"}
         if data_may_change:
@@ -291,7 +292,7 @@ class RunState:
             shown = {
                 name: ["none" if side[name] == "" else side[name] for side in (theirs, mine)] for name in different
             }
-            lines = [f"  - {name}: {there} in the checkpoint, {now} now" for name, (there, now) in shown.items()]
+            lines = [f"  - {name}: {old} in the checkpoint, {new} now" for name, (old, new) in shown.items()]
             remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
             if not causes:
                 lines.append(
@@ -365,19 +366,19 @@ def discard_run_state(checkpoint: str) -> None:
 def find_checkpoint(
     resume_from: str | None, output_dir: str, *, only_model: bool = False
 ) -> tuple[str | None, list[str]]:
-    """Find the intact checkpoint that ``--resume-from-checkpoint`` names.
+    """Find the checkpoint that ``--resume-from-checkpoint`` names, and check that it is intact.
 
     Args:
         resume_from: None, ``true``, ``false`` or a directory.
-        output_dir: where ``true`` looks for the newest intact one.
-        only_model: its weights are all that is needed.
+        output_dir: where ``true`` takes the newest intact checkpoint.
+        only_model: check only weights.
 
     Returns:
-        its directory, None to train from the beginning; and messages on newer checkpoints that are damaged.
+        its directory, None to train from the beginning; and warnings on newer checkpoints that are damaged.
 
     Raises:
-        ConfigError: if there is none.
-        MismatchError: if the named one is damaged, with the files that are.
+        ConfigError: if there is no finished checkpoint, or the named directory does not exist.
+        MismatchError: if the named checkpoint is damaged.
     """
     if resume_from is None or resume_from.lower() == "false":
         return None, []
@@ -414,7 +415,7 @@ def _checkpoints(output_dir: str) -> list[str]:
 
 
 def _saved_at(checkpoint: str) -> tuple[float, int] | None:
-    """Time and step of a checkpoint; None if its state cannot be read."""
+    """Time of saving, in seconds since 1970, and step of a checkpoint; None if its state cannot be read."""
     try:
         state = read_run_state(checkpoint)
     except MismatchError:
@@ -423,7 +424,7 @@ def _saved_at(checkpoint: str) -> tuple[float, int] | None:
 
 
 def is_checkpoint(directory: str) -> bool:
-    """Return whether a directory is named as checkpoints are."""
+    """Return whether a directory has a checkpoint's name, ``checkpoint-STEP``."""
     return os.path.basename(os.path.abspath(directory)).startswith(PREFIX)
 
 
@@ -435,7 +436,8 @@ def run_directory(directory: str) -> str:
 def finished_checkpoints(output_dir: str) -> list[str]:
     """The finished checkpoints in a directory, the newest last; without those whose state is damaged.
 
-    By the time in their state: an earlier, longer run may have left some there, and file times change with copies.
+    They are ordered by the time in their state: an earlier run may have trained more steps, and copying a file
+    changes its time.
     """
     saved = [(_saved_at(checkpoint), checkpoint) for checkpoint in _checkpoints(output_dir)]
     return [checkpoint for _, checkpoint in sorted((at, name) for at, name in saved if at is not None)]

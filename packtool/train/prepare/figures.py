@@ -1,4 +1,4 @@
-"""Figures of steps over all ranks; lengths of micro-batches, and the one of a rank that needs most memory."""
+"""Figures of steps over all ranks; lengths of micro-batches, and the peak-memory micro-batch of a rank."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ _SUMMED = tuple(each.name for each in dataclasses.fields(StepFigures) if each.na
 
 @dataclass(frozen=True, eq=False)
 class SampleFigures:
-    """Figures of each sample of the caches, (N,) by position.
+    """Figures of each sample of the caches, arrays (N,) by position.
 
     Args:
-        media_tokens: placeholder tokens of all media.
-        units: of each sample in the loss's denominator.
-        flops: None if unknown.
+        media_tokens: placeholder tokens of all media of a sample.
+        units: contribution of a sample to the loss's denominator (``StepFigures.units``).
+        flops: forward and backward; None if unknown.
         hardware_flops: the same with recomputed activations.
         has_vision, has_sound: whether a sample has images or videos, and sounds or videos with sound; None if unknown.
         mixture: whose sources are counted; None without one.
@@ -107,20 +107,20 @@ class RankStep:
 
 
 class Steps(ABC):
-    """The steps of one rank from the first one to train.
+    """The optimizer steps of one rank, from the first one to train.
 
     Attributes:
-        ended: True once the step that was begun last is the last one.
+        ended: True once the step that was begun last is the last step of the run.
     """
 
     ended = False
 
     @abstractmethod
     def rank_steps(self) -> Iterator[RankStep]:
-        """Yield the steps in order; they are drawn ahead of training."""
+        """Yield the steps in order; the data workers read them ahead of training."""
 
     def save(self, checkpoint: str, step: int) -> None:  # noqa: B027  # planned steps need nothing
-        """Save what this rank needs to resume after ``step`` steps."""
+        """Save this rank's position in the data after ``step`` steps, for resuming."""
 
     def final_counts(self) -> dict[str, Any]:
         """The fields of a ``TrainResult`` that are only known after training; every rank calls this at the end."""
@@ -128,7 +128,11 @@ class Steps(ABC):
 
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:
-    """The figures of every step of an epoch; with ``is_dynamic``, unpacked micro-batches have no padding."""
+    """Yield the figures of every step of an epoch, in order.
+
+    Args:
+        is_dynamic: micro-batches that are not packed have no padding (``--dynamic-batch-tokens``).
+    """
     packs, steps = plan.packs, plan.steps
     tokens = packs.tokens_per_pack()
     if plan.placement is not None and plan.summary.skrull is not None:
@@ -178,16 +182,16 @@ def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.in
 
 @dataclass(frozen=True, kw_only=True)
 class RankTokens:
-    """Tokens of a rank's micro-batch.
+    """Numbers of tokens in a rank's micro-batch, which decide its memory.
 
     Args:
-        computed: by the language model.
-        vision: of them, placeholders of images and videos.
-        audio: of them, placeholders of sounds.
-        num_local_vision_tokens: of pictures and videos that this rank encodes, where ranks share a sequence; None:
-            ``vision``.
-        num_local_audio_tokens: of sounds that it encodes; None: ``audio``.
-        keys: that documents see, those of shared prefixes once for each; 0 where nothing is shared.
+        computed: all tokens that the language model computes.
+        vision: of these, placeholders of images and videos.
+        audio: of these, placeholders of audio.
+        num_local_vision_tokens: tokens of images and videos that this rank's tower encodes, where ranks share a
+            sequence; None: ``vision``.
+        num_local_audio_tokens: tokens of audio that it encodes; None: ``audio``.
+        keys: attention keys of all documents, where those of a shared prefix count for each; 0 without shared prefixes.
     """
 
     computed: int
@@ -208,18 +212,18 @@ class RankTokens:
         return self.audio if self.num_local_audio_tokens is None else self.num_local_audio_tokens
 
     def within(self, computed: int) -> RankTokens:
-        """A micro-batch of ``computed`` tokens with as many of each kind, at least one of them text."""
+        """A micro-batch of ``computed`` tokens with these media, cut to leave at least one token of text."""
         audio = min(self.audio, computed - 1)
         return dataclasses.replace(self, computed=computed, audio=audio, vision=min(self.vision, computed - 1 - audio))
 
     def scaled(self, computed: int) -> RankTokens:
-        """A micro-batch of ``computed`` tokens with as many of each kind in proportion."""
-        share = computed / self.computed
+        """A micro-batch of ``computed`` tokens with the same share of each kind, rounded up."""
+        ratio = computed / self.computed
         values = {name: value for name, value in vars(self).items() if value is not None}
-        return RankTokens(**{name: math.ceil(share * value) for name, value in values.items()} | {"computed": computed})
+        return RankTokens(**{name: math.ceil(ratio * value) for name, value in values.items()} | {"computed": computed})
 
     def is_at_most(self, other: RankTokens) -> bool:
-        """Return whether ``other`` has at least as many of every kind."""
+        """Return whether ``other`` has at least as many tokens of every kind."""
         mine, theirs = ((t.computed, t.vision, t.audio, t.local_vision, t.local_audio, t.keys) for t in (self, other))
         return all(a <= b for a, b in zip(mine, theirs, strict=True))
 
@@ -231,7 +235,7 @@ _ALIGNED = 16
 """Lengths are multiples of it, for matrix products on GPUs."""
 
 _FILLERS: dict[MediaKind, int] = {"image": 3, "audio": 1}
-"""Tokens of the documents that let a tower run where no sample has media for it (``batch.collate``)."""
+"""Tokens of filler documents, which let a tower run where no sample has media for it (``batch.collate``)."""
 
 
 def length_step(num_tokens: int) -> int:
@@ -248,25 +252,25 @@ def max_tokens(config: TrainConfig, sequence_parallel_size: int) -> int:
 
 
 def num_fillers(kinds: Sequence[MediaKind]) -> int:
-    """Tokens of the documents that stand in for missing media of these kinds."""
+    """Tokens of the filler documents for these kinds of media (``_FILLERS``)."""
     return sum(number for kind, number in _FILLERS.items() if kind in kinds)
 
 
 def media_of_caches(index: SplitIndex, model: Mapping[str, Any]) -> Media:
-    """The pictures, videos and sounds of caches, for a model with this ``config.json``."""
+    """The images, videos and audio of all samples of the caches, for a model with this ``config.json``."""
     vision = thinker_of(model).get("vision_config") or {}
-    seen = Media.of_samples(
+    media = Media.of_samples(
         index.vision_tokens,
         index.patch_squares,
         index.num_images,
         index.num_videos,
         patches_per_token=int(vision.get("spatial_merge_size", 2)) ** 2,
     )
-    return seen.with_sounds(index.audio_tokens, index.num_audios, index.num_videos)
+    return media.with_sounds(index.audio_tokens, index.num_audios, index.num_videos)
 
 
 def assign_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
-    """Assign the media of an epoch to the towers of ``size`` ranks, by the FLOPs of their forward passes."""
+    """Assign the media of an epoch to the ``size`` ranks that share a sequence, by the FLOPs of the towers."""
     work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares, media.sounds)
     return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.placement)
 
@@ -274,27 +278,29 @@ def assign_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: 
 def peak_memory_batches(
     config: TrainConfig, plan: EpochPlan, inputs: Inputs, shares: MediaShares | None = None
 ) -> tuple[RankTokens, ...]:
-    """The micro-batches of a rank that may need most memory: one with the most tokens of each kind that any has.
+    """The micro-batches of a rank that may need most memory.
 
     Args:
-        config: with its packing length, and the ranks that share a sequence.
+        config: with the packing length and the number of ranks that share a sequence.
+        plan: of an epoch.
         inputs: of the plan; without caches, media are unknown.
-        shares: of media, where ranks share sequences; assigned here if None.
+        shares: assignment of media to ranks that share sequences; computed here if None.
 
     Returns:
-        it, and where layers are compiled also the longest one that has fillers in place of media.
+        a full micro-batch that has the maximum of each kind of tokens over all micro-batches of the plan; and with
+        ``--torch-compile``, one with fillers in place of media, if it is longer.
     """
     packs, steps, size, reader = plan.packs, plan.steps, config.sequence_parallel_ranks, inputs.reader
     if reader is None:
         return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
     added = reader.index if inputs.shared is None else inputs.shared
     media_tokens, audio_tokens = added.media_tokens, added.audio_tokens
-    local: tuple[int | None, int | None] = None, None
+    num_local: tuple[int | None, int | None] = None, None
     if size > 1:
         shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, size)
-        of_ranks = (shares.max_per_rank(values).max(initial=0) for values in (shares.media.tokens, shares.media.sounds))
-        vision, audio = (math.ceil(number - 1e-6) for number in of_ranks)
-        local = vision, audio
+        maxima = (shares.max_per_rank(values).max(initial=0) for values in (shares.media.tokens, shares.media.sounds))
+        vision, audio = (math.ceil(maximum - 1e-6) for maximum in maxima)
+        num_local = vision, audio
 
     def max_per_batch(values: npt.NDArray[Any]) -> int:
         return int(steps.cell_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
@@ -303,15 +309,15 @@ def peak_memory_batches(
         computed=1,
         vision=max_per_batch(media_tokens - audio_tokens),
         audio=max_per_batch(audio_tokens),
-        num_local_vision_tokens=local[0],
-        num_local_audio_tokens=local[1],
+        num_local_vision_tokens=num_local[0],
+        num_local_audio_tokens=num_local[1],
         keys=int(steps.cell_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
     return longest_micro_batches(config, inputs.model, tokens)
 
 
 def longest_micro_batches(config: TrainConfig, model: Mapping[str, Any], tokens: RankTokens) -> tuple[RankTokens, ...]:
-    """The longest micro-batch with these tokens of media, and if they differ the longest one with fillers."""
+    """The longest micro-batch with the media of ``tokens``; and the longest one with fillers, if it is longer."""
     longest = with_fillers = max_tokens(config, config.sequence_parallel_ranks)
     if config.torch_compile:
         step, fillers = length_step(longest), num_fillers(family_of(model).kinds)
@@ -322,10 +328,10 @@ def longest_micro_batches(config: TrainConfig, model: Mapping[str, Any], tokens:
 
 
 def max_keys_per_pack(packs: PackPlan) -> Int64Array:
-    """Keys that the documents of each pack see, at most; int64 (K,).
+    """Upper bound of the attention keys of all documents of each pack with shared prefixes, int64 (K,).
 
-    A document is a node of a tree, and its keys go from the root to its end. Each sample is one, and where n samples
-    begin alike there may be n - 1 forks: the plan knows of fewer than collation finds, which compares tokens.
+    A document is a node of a prefix tree, and its keys reach from the root to its end. Each sample is a node, and n
+    samples with a common prefix may have n - 1 forks: collation compares tokens and may find more than the plan has.
     """
-    assert packs.shared is not None, "without trees a document sees its own"
+    assert packs.shared is not None, "packs with shared prefixes"
     return packs.sums_per_pack(packs.full_lengths) + packs.sums_per_pack(packs.shared)

@@ -2,15 +2,15 @@
 
 OUTPUT_DIR/history/
     run.json                    a segment for each time: options, caches, assignment of packs, fingerprints
-    mix-120.yaml                the recipe of --mix as it was then, with absolute paths, of the segment behind step 120
-    ledger-120.npz              what was trained before step 121, where the data changed there
-    rows-<fingerprint>.npz      which file and row each sample of a cache was made of
+    mix-120.yaml                recipe of --mix, with absolute paths, of the segment that starts after step 120
+    ledger-120.npz              ledger of all samples trained before a change of the data after step 120
+    rows-<fingerprint>.npz      file and row of each sample of a cache
 
 A plan is a pure function of options and caches, so the history is enough to plan any step again.
 ``packtool_ledger.npz`` in a checkpoint, and ``ledger-120.npz``, are archives of numpy arrays, megabytes for 100M
 samples: ``told`` is JSON with names, totals and the last change of the data; ``0.before.0``, ``0.epoch.0``, ... are
-planes of bits (``planning.ledger``) of the first cache, ``0.skipped`` its rows that could not be loaded. Caches that
-the run no longer has come last.
+bit planes of counts (``planning.ledger``) of the first cache, ``0.skipped`` its rows that could not be loaded. Caches
+that were removed from the run come last.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
 _TOTALS = ("directory", "fingerprint", "num", "num_samples", "tokens", "target_tokens")
 _Arrays = dict[str, npt.NDArray[Any]]
-# How a run resumes does not change its steps.
+# Options of resuming, which do not change steps.
 _NOT_KEPT = ("resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run")
 _PATHS = ("model", "plan", "hardware", "mix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The steps of a run from one start, or resumption, to the next.
+    """The steps of a run between two starts or resumptions.
 
     Args:
         first: its first step, 0-based.
         began: seconds since 1970.
-        num_steps: of the run as planned then.
-        config: options other than defaults, with absolute paths; that of ``--mix`` is the history's copy.
+        num_steps: of the whole run, as planned at this start.
+        config: options other than defaults, with absolute paths; ``--mix`` names the history's copy.
         caches: directory, fingerprint and number of samples of each.
         assignments: as ``RunState`` has them, at least one.
         changed_at: step after which the data last changed; None if they never did.
@@ -85,7 +85,7 @@ class Segment:
 
     @property
     def train_config(self) -> TrainConfig:
-        """The options of the run; MismatchError if this version of packtool has other ones."""
+        """The settings of the run; MismatchError if this version of packtool lacks one of its options."""
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in self.config.items()}
         try:
             return TrainConfig(**values)
@@ -97,7 +97,7 @@ class Segment:
 
 
 def recorded_options(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run that a history or a checkpoint records: those other than defaults, as JSON has them."""
+    """The options of a run for its history and checkpoints: those other than defaults, as JSON values."""
     kept: dict[str, Any] = {}
     for name, value in non_default_options(config).items():
         if name in _NOT_KEPT:
@@ -111,11 +111,11 @@ def recorded_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def read_history(output_dir: str) -> list[Segment]:
-    """The segments of a run, the first one first.
+    """Read the segments of a run, in order.
 
     Raises:
-        ConfigError: if there is no such directory.
-        MismatchError: if it holds no run, or one of an older packtool; or if the file is damaged.
+        ConfigError: if the directory does not exist.
+        MismatchError: if it has no history, or the file is damaged.
     """
     if not os.path.isdir(output_dir):
         raise ConfigError(f"{output_dir}: there is no such directory")
@@ -160,7 +160,7 @@ def origins_path(history: str, fingerprint: str) -> str:
 
 
 def ledger_name(step: int) -> str:
-    """The file of a history that has the ledger of a change of the data after so many steps."""
+    """Name of the file, in a history, with the ledger at a change of the data after ``step`` steps."""
     return f"ledger-{step}.npz"
 
 
@@ -245,13 +245,16 @@ Skipped = Sequence[tuple[int, int]]
 
 
 class RunRecord:
-    """Keeps history and ledger of a run up to date; on the first rank.
+    """Writer of the history and the ledgers of a run, on its first rank.
 
     Args:
-        ledger: of what was trained before.
+        ledger: of all samples trained before this start.
         timeline: of the run.
-        segment: of the history.
-        checkpoint: that the run resumes from.
+        segment: to add to the history.
+        checkpoint: that the run resumes from, if any.
+
+    Attributes:
+        ledger: of the steps up to the last checkpoint.
     """
 
     def __init__(self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None) -> None:
@@ -259,7 +262,7 @@ class RunRecord:
         self._timeline, self._segment = timeline, segment
 
     def begin(self, output_dir: str) -> None:
-        """Write the history before the first step; a resumed run drops the segments whose steps it trains again."""
+        """Write the history before the first step, without segments whose steps a resumed run trains again."""
         folder, segment = os.path.join(output_dir, HISTORY), self._segment
         storage.make_directory(folder)
         before: list[Segment] = []
@@ -285,8 +288,8 @@ class RunRecord:
             skipped: samples that all ranks skipped since the last checkpoint.
             left_out: steps since then that changed no weight.
         """
-        # Rows of samples are recorded, to match samples when their caches are gone. Those of remote caches are read
-        # when they are needed: it would copy all of their shards at once.
+        # The rows of local caches are recorded, to match samples after a cache was removed. Those of remote caches are
+        # read only when they are needed, because reading them copies all shards.
         reader, history = self._timeline.inputs.for_training[2], history_of(checkpoint)
         for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
             path = origins_path(history, manifest.fingerprint)
@@ -300,7 +303,7 @@ class RunRecord:
 def ledger_after(
     ledger: Ledger, timeline: Timeline, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()
 ) -> Ledger:
-    """A ledger with all steps of a timeline up to ``step``; other arguments as for ``RunRecord.save``."""
+    """The ledger after ``step`` steps of a timeline; ``skipped`` and ``left_out`` as for ``RunRecord.save``."""
     lengths, targets = timeline.inputs.lengths, timeline.inputs.targets
     while True:
         stretch = timeline.stretch(ledger.step)
@@ -310,41 +313,41 @@ def ledger_after(
             return dataclasses.replace(ledger, stage=timeline.stage_of(ledger.step))
         plan, first = stretch.plan, stretch.first
         here = range(ledger.step, min(stretch.stop, step))
-        none = [plan.samples_of(each - first, each - first + 1) for each in left_out if each in here]
-        out = [position for at, position in skipped if at in here and at not in left_out]
-        rows = np.concatenate([np.array(out, np.int64), *none])
-        ledger = ledger.plus(plan, range(here.start - first, here.stop - first), lengths, targets, rows)
+        of_left_out = [plan.samples_of(each - first, each - first + 1) for each in left_out if each in here]
+        positions = [position for at, position in skipped if at in here and at not in left_out]
+        untrained = np.concatenate([np.array(positions, np.int64), *of_left_out])
+        ledger = ledger.plus(plan, range(here.start - first, here.stop - first), lengths, targets, untrained)
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
-    """The ledger of a checkpoint of an older packtool, from its plan; it has no skipped samples."""
+    """The ledger after ``step`` steps, for a checkpoint of an older packtool without one; no sample is skipped."""
     inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
     reader = inputs.for_training[2]
     lengths, targets = inputs.lengths, inputs.targets
     planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
 
-    def taken(number: int) -> npt.NDArray[np.int64]:
-        """Occurrences of each sample in an epoch, (N,)."""
+    def count_samples(number: int) -> npt.NDArray[np.int64]:
+        """How often an epoch has each sample, (N,)."""
         return np.asarray(planned if inputs.mixture is None else inputs.epoch_counts(number), np.int64)
 
     before, in_epoch = np.zeros((2, len(lengths)), np.int64)
     for number in range(epoch):
-        before += taken(number)
+        before += count_samples(number)
     if done:
-        left = timeline.stretch(step).plan.packs_from(done).samples
-        in_epoch = taken(epoch) - np.bincount(left, minlength=len(lengths))
+        remaining = timeline.stretch(step).plan.packs_from(done).samples
+        in_epoch = count_samples(epoch) - np.bincount(remaining, minlength=len(lengths))
     parts = (np.split(each, reader.offsets[1:-1]) for each in (before, in_epoch, lengths, targets))
     sources = []
-    for begun, ago, now, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):
-        times = ago + now
+    for source, earlier, current, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):
+        counts = earlier + current
         sources.append(
             dataclasses.replace(
-                begun,
-                before=RowCounts.of(ago),
-                epoch=RowCounts.of(now),
-                num_samples=int(times.sum()),
-                tokens=int((times * length).sum()),
-                target_tokens=int((times * target).sum()),
+                source,
+                before=RowCounts.of(earlier),
+                epoch=RowCounts.of(current),
+                num_samples=int(counts.sum()),
+                tokens=int((counts * length).sum()),
+                target_tokens=int((counts * target).sum()),
             )
         )
     return Ledger(step=step, epoch=epoch, sources=tuple(sources))
@@ -363,7 +366,7 @@ class Replay:
 
     Args:
         segment: of its history.
-        stop: the first step after the segment, or that was not trained yet.
+        stop: the first step after the segment, or the first that was not trained.
         timeline: its steps, numbered as in the run.
     """
 
@@ -377,7 +380,11 @@ class Replay:
         return self.timeline.inputs.for_training[2]
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield step, epoch, rank, micro-batch, and the pack in the epoch's plan, each time a sample was trained."""
+        """Yield step, epoch, rank, micro-batch and pack (of the epoch's plan) of each time that a sample was trained.
+
+        Args:
+            position: of the sample in the caches.
+        """
         step = self.segment.first
         while step < self.stop:
             stretch = self.timeline.stretch(step)
@@ -391,7 +398,7 @@ class Replay:
 
 
 def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
-    """The segments of a run, each with the step at which it was resumed, or at which the run is now."""
+    """The segments of a run, each with the first step after it; after the last, that is the number of trained steps."""
     segments = read_history(output_dir)
     # Log and checkpoints tell how many steps were trained.
     steps = [read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)]
@@ -404,13 +411,14 @@ def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
 
 
 def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
-    """Plan a segment of a run again.
+    """Plan a segment of a run again, and check that its fingerprints are the same.
 
     Args:
+        stop: as for ``Replay``.
         model: directory of its model, if that has moved.
 
     Raises:
-        MismatchError: if a cache is gone or has changed since, or this packtool plans otherwise.
+        MismatchError: if a cache is missing or has changed, or this version of packtool plans other steps.
         ConfigError: if its model cannot be read.
     """
     _check_unchanged(segment)
@@ -451,7 +459,7 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
 
 
 def _check_unchanged(segment: Segment) -> None:
-    """Raise a MismatchError unless caches and ``--plan`` of a segment are there, and the caches as they were."""
+    """Raise a MismatchError if a cache or the ``--plan`` of a segment is missing, or a cache has changed."""
     for directory, fingerprint, _ in segment.caches:
         try:
             current = Manifest.read(directory).fingerprint

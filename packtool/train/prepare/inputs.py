@@ -90,7 +90,7 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
     def prepared(self) -> Inputs:
-        """Find shared prefixes, and draw up mixtures, in inputs that have neither."""
+        """Find shared prefixes and make the mixtures of a recipe; inputs of a file of lengths stay unchanged."""
         if self.reader is None:
             return self
         assert self.options.cost is not None, "caches are planned with costs"
@@ -119,7 +119,7 @@ class Inputs:
         return inputs.mixed(self.recipe, max_length)
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
-        """Reuse the shared prefixes, mixtures and plans of ``planned``; prepare them anew if the plans would differ."""
+        """Reuse prefixes, mixtures and plans of ``planned`` if they would be the same; else ``prepared``."""
         options = planned.options
         same = dataclasses.replace(
             self.options,
@@ -151,15 +151,15 @@ class Inputs:
         )
 
     def mixed(self, recipe: Recipe, max_length: int) -> Inputs:
-        """Add the mixture of a recipe, or those of its stages."""
+        """Add the mixture of a recipe, or those of its stages; ``max_length`` limits the samples of every stage."""
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := _stage_problems(recipe, self):
             raise ConfigError.from_problems(problems)
         stages = []
         for stage in recipe.stages:
-            room = stage.packing_length or self.options.packing_length
-            options = dataclasses.replace(self.options, packing_length=room, max_length=min(max_length, room))
+            length = stage.packing_length or self.options.packing_length
+            options = dataclasses.replace(self.options, packing_length=length, max_length=min(max_length, length))
             size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
             mixture = self._mixture_of(stage, options.max_length)
             stages.append(
@@ -190,7 +190,7 @@ class Inputs:
 
     @cached_property
     def samples(self) -> SampleReader:
-        """The samples, labeled by ``--loss-scale`` or that of their source."""
+        """Reader of the samples, whose targets follow ``--loss-scale`` or that of their source."""
         assert self.reader is not None, "a file of lengths has no samples"
         samples: SampleReader = (
             RelabeledReader(self.reader, self.target_choices) if any(self.target_choices) else self.reader
@@ -223,7 +223,7 @@ class Inputs:
     def _plan(
         self, epoch: int, assignment: BatchShape, shared: SharedPrefixes | None, samples: Int64Array | None = None
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture, or of the given samples."""
+        """The plan of an epoch without a mixture, or of the given ``samples``, int64 (M,), ascending."""
         options, towers = self._assigned(assignment), self.towers
         if shared is not None and samples is not None:
             assert options.cost is not None, "training knows costs"
@@ -248,7 +248,7 @@ class Inputs:
         )
 
     def plan_left(self, change: DataChange, assignment: BatchShape) -> EpochPlan | None:
-        """The plan of the rest of the epoch in which the data changed; None if nothing was left."""
+        """The plan of the samples left of the epoch in which the data changed; None if all were trained."""
         samples = np.repeat(np.arange(len(self.lengths)), change.samples())
         if not (self.lengths[samples] <= self.options.max_length).any():
             return None
@@ -258,7 +258,7 @@ class Inputs:
         return self._plan(change.epoch, assignment, shared, samples)
 
     def assign(self, packs: PackPlan, assignment: BatchShape) -> EpochPlan:
-        """The plan that assigns these packs to ranks."""
+        """The plan that assigns given packs to steps and ranks."""
         options, trees = self._assigned(assignment), None if self.shared is None else self.shared.trees
         media_tokens = self.media_tokens
         return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers, trees=trees)
@@ -279,16 +279,16 @@ class Inputs:
         )
 
     def epoch_counts(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
-        """Occurrences of each sample of the caches in an epoch, int64 (N,), even if it is too long to be trained.
+        """How often an epoch has each sample of the caches, int64 (N,); too long samples are counted, too.
 
         Args:
-            trained: how often the epoch trained each before the data changed, (N,); None if they did not.
+            trained: how often the epoch trained each before the data changed, (N,); None without a change.
         """
         trained = np.zeros(len(self.lengths), np.int64) if trained is None else trained
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)
 
     def state(self, assignment: BatchShape) -> RunState:
-        """The state of a run whose packs are assigned so, before its first step."""
+        """The state of a run before its first step, to compare with checkpoints; plans the first epoch."""
         config, _, reader = self.for_training
         plan, steps = self.fingerprints(assignment)
         skrull, num_samples = self.options.skrull, self.options.samples_per_step
@@ -313,23 +313,23 @@ class Inputs:
         )
 
     def fingerprints(self, assignment: BatchShape) -> tuple[str, str]:
-        """Fingerprints of the packs, for any number of ranks, and of the steps.
+        """Fingerprints of the packs, equal for any number of ranks, and of the steps.
 
-        Those of stages include where they end, which decides what they draw.
+        With stages, the first includes the end of each stage, which decides the samples that it draws.
         """
         if not self.stages:
             plan = self.plan_of(0, assignment)
             return plan.lasting_fingerprint, plan.steps.fingerprint if plan.placement is None else plan.fingerprint
-        lasting, steps = self.stages[0].fingerprints(self.scaled(0, assignment))
+        lasting, steps = self.stages[0].fingerprints(self.stage_assignment(0, assignment))
         digest = hashlib.sha256(lasting.encode())
         for number, stage in enumerate(self.stages):
             assert stage.mixture is not None, "made with one"
-            room, size = stage.options.packing_length, stage.sequence_parallel_size
-            digest.update(f"{stage.mixture.fingerprint} {room} {size} {self.stage_end(number)}\n".encode())
+            length, size = stage.options.packing_length, stage.sequence_parallel_size
+            digest.update(f"{stage.mixture.fingerprint} {length} {size} {self.stage_end(number)}\n".encode())
         return digest.hexdigest(), steps
 
     def stage_end(self, number: int) -> float:
-        """Steps of the run that are done when a stage ends; without ``--max-steps`` its number of epochs."""
+        """With ``--max-steps``, the steps that are done when a stage ends; without, the stage's number of epochs."""
         assert self.recipe is not None, "stages are a recipe's"
         stages, config = self.recipe.stages, self.config
         if config.max_steps is not None:
@@ -343,16 +343,19 @@ class Inputs:
         return ((stages[number].until_share or 1.0) - (before or 0.0)) * config.num_train_epochs
 
     def first_epoch_fraction(self, number: int, step: int, assignment: BatchShape) -> tuple[float, int]:
-        """The part of an epoch, in (0, 1], that a stage has first at ``step``, and its number of epochs, rounded up."""
+        """The fraction of an epoch, in (0, 1], that a stage starting at ``step`` trains first; its epochs, rounded up.
+
+        A stage of 2.3 epochs has a first epoch of 0.3 and two full ones, (0.3, 3).
+        """
         epochs = self.stage_end(number)
         if self.config.max_steps is not None:
-            each = self.stages[number].plan_of(0, self.scaled(number, assignment)).steps.num_steps
-            epochs = (epochs - step) / each
-        num = max(math.ceil(epochs - 1e-9), 1)
-        return epochs - (num - 1), num
+            steps = self.stages[number].plan_of(0, self.stage_assignment(number, assignment)).steps
+            epochs = (epochs - step) / steps.num_steps
+        num_epochs = max(math.ceil(epochs - 1e-9), 1)
+        return epochs - (num_epochs - 1), num_epochs
 
-    def scaled(self, number: int, assignment: BatchShape) -> BatchShape:
-        """An assignment to the data-parallel ranks of a stage, from that of the run."""
+    def stage_assignment(self, number: int, assignment: BatchShape) -> BatchShape:
+        """The assignment of the run, with the data-parallel ranks of a stage, which may share sequences differently."""
         world_size, accumulation, batch_size = assignment
         ranks = world_size * self.config.sequence_parallel_ranks // self.stages[number].sequence_parallel_size
         return ranks, accumulation, batch_size
@@ -395,7 +398,7 @@ class Inputs:
         return count_samples, stage.options.max_length, (number, first_epoch)
 
     def _stage_at(self, ledger: Ledger) -> int:
-        """The stage in which a run resumes with other data."""
+        """The 0-based number of the stage in which a run resumes with changed data."""
         if self.config.max_steps is not None:
             last = len(self.stages) - 1
             return next((number for number in range(last) if ledger.step < self.stage_end(number)), last)
@@ -411,7 +414,7 @@ class Inputs:
 
 
 def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Conflicts of stages with the settings of the run, a line for each."""
+    """Conflicts of stages with the settings of the run, a message for each."""
     config, place, problems = inputs.config, recipe.place, []
     stages, size = recipe.stages, config.sequence_parallel_ranks
     if inputs.options.skrull is not None:

@@ -1,4 +1,4 @@
-"""Inputs of commands: caches opened, their targets chosen and counted, and the options of their plan decided."""
+"""Opening of the inputs of a plan: caches, their targets, model and options."""
 
 from __future__ import annotations
 
@@ -46,27 +46,31 @@ _WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
 def choices_of_targets(
     reader: CacheReader, files: ModelFiles, loss_scale: str | None, recipe: Recipe | None
 ) -> TargetChoices:
-    """The choice of target tokens of each cache, by loss scales.
+    """The choice of target tokens of each cache, where its loss scale differs from that of its export.
 
     Args:
         files: of the model, with the caches' chat template.
-        loss_scale: of the run, for sources without one of their own.
-        recipe: whose sources are the caches, in their order; None for caches as they are.
+        loss_scale: of the run, for sources without their own.
+        recipe: of the mixture, whose sources are the caches in their order; None without a mixture.
 
     Raises:
-        MismatchError: if a choice needs the rows, as rules do that weigh parts of a text.
+        MismatchError: if the targets cannot be chosen without the rows, as with rules that weight parts of a text.
     """
     scales = [None] * len(reader.directories) if recipe is None else [source.loss_scale for source in recipe.sources]
     choices = []
-    for directory, manifest, wanted in zip(reader.directories, reader.manifests, scales, strict=True):
-        option = "--loss-scale" if wanted is None or recipe is None else f"its loss_scale in {recipe.place}"
-        wanted = loss_scale if wanted is None else wanted
-        choices.append(None if wanted is None else _choice(directory, manifest, files, wanted, option))
+    for directory, manifest, own in zip(reader.directories, reader.manifests, scales, strict=True):
+        option = "--loss-scale" if own is None or recipe is None else f"its loss_scale in {recipe.place}"
+        scale = loss_scale if own is None else own
+        choices.append(None if scale is None else _choice(directory, manifest, files, scale, option))
     return tuple(choices)
 
 
 def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | None) -> npt.NDArray[np.integer[Any]]:
-    """Target tokens of each sample, (N,), of a run that is only planned; ``model`` is for caches whose own is gone."""
+    """Target tokens of each sample, (N,), for ``packtool plan``.
+
+    Args:
+        model: directory to use if the model of the caches' export does not exist.
+    """
     if recipe is None or not any(source.loss_scale or source.media_limits for source in recipe.sources):
         return reader.index.target_tokens
     # The caches' own first: the other may be one of another size.
@@ -85,10 +89,14 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
 
 
 def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str) -> TargetChoice | None:
-    """The choice of one cache; ``option`` is the name of ``loss_scale`` for the user."""
+    """The choice of one cache; None if its export had this loss scale.
+
+    Args:
+        option: origin of ``loss_scale``, for the remedy of errors.
+    """
     scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
-    there = str(manifest.identity.spec.get("loss_scale", "default"))
-    wanted, current = parse_loss_scale(scale), parse_loss_scale(there)
+    exported = str(manifest.identity.spec.get("loss_scale", "default"))
+    wanted, current = parse_loss_scale(scale), parse_loss_scale(exported)
     if current == wanted:
         return None
     by_processor = bool(family_of(files.config).processor_inputs)
@@ -105,19 +113,19 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: s
         )
     elif (current.rules or wanted.rules) and not (current.rules == wanted.rules and narrows):
         problem = (
-            f"was exported with --loss-scale {there}: the parts of texts that {scale} weights differently "
+            f"was exported with --loss-scale {exported}: the parts of texts that {scale} weights differently "
             "cannot be told without the rows"
         )
     elif by_processor and _WIDTH[wanted.base] > _WIDTH[current.base]:
         problem = (
-            f"was exported with --loss-scale {there}: among the tokens that {scale} trains in addition, "
+            f"was exported with --loss-scale {exported}: among the tokens that {scale} trains in addition, "
             "placeholders of media cannot be told from text, because the model's own processor wrote them"
         )
     else:
         return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules) or by_processor)
     changes: dict[str, str | None] = {"loss_scale": loss_scale}
     if expand_problems(spec.get("expand_turns"), loss_scale):
-        changes["expand_turns"] = None  # no export of turns has that loss scale; one of whole rows has
+        changes["expand_turns"] = None  # this loss scale needs an export without --expand-turns
     raise MismatchError(
         f"{directory} {problem}",
         f"Leave {option} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
@@ -125,10 +133,10 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: s
 
 
 def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
-    """Open the caches of a training run, check that they fit its model and options, and prepare for planning.
+    """Open the caches of a training run, check that they fit its model and options, and prepare their plans.
 
     Args:
-        planned: inputs of ``packtool plan`` for this run, whose plans are taken where they would be the same.
+        planned: inputs of ``packtool plan`` for this run, whose plans are reused if they would be the same.
     """
     files = ModelFiles.load(config.model)
     directories, recipe = named_sources(config)
@@ -173,34 +181,34 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
 
 
 def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Inputs:
-    """Open what ``packtool plan`` plans, caches or a file of lengths; the inputs are not yet ``prepared``.
+    """Open the caches, or the file of lengths, of ``packtool plan``; the inputs are not yet ``prepared``.
 
-    Samples that are longer than a pack are left out; with ``--max-length`` they are refused, as training refuses them.
+    Samples longer than a pack are left out; with ``--max-length`` they are an error, as in training.
 
     Args:
-        packing_length: instead of ``config.packing_length``, for a sweep.
+        packing_length: replaces ``config.packing_length``, for ``--sweep``.
     """
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
-    room = packing_length or config.packing_length
+    capacity = packing_length or config.packing_length
     if reader is not None:
         lengths: npt.NDArray[np.integer[Any]] = reader.index.length
         targets = planned_targets(reader, recipe, config.model)
         longest = max(manifest.max_length for manifest in reader.manifests)
     else:
         lengths = targets = read_lengths(str(config.lengths))
-        longest = room or int(lengths.max(initial=1))
+        longest = capacity or int(lengths.max(initial=1))
     model = config.model
     if model is None and reader is not None:
         model = str(reader.manifests[0].identity.spec["model"])
         model = model if storage.exists(storage.join(model, "config.json")) else None
     files = None if model is None else ModelFiles.load(model)
-    max_length = min(config.max_length or longest, room or longest)
+    max_length = min(config.max_length or longest, capacity or longest)
     if packing_length is None and config.max_length is not None:
         max_length = config.max_length
     ranks = config.world_size // config.sequence_parallel_ranks
     options = plan_options(config, max_length=max_length, world_size=ranks)
-    options = dataclasses.replace(options, packing_length=room or max_length)
+    options = dataclasses.replace(options, packing_length=capacity or max_length)
     if recipe is not None and recipe.stages and config.sweep is not None:
         raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Plan without --sweep.")
     return _inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
@@ -214,7 +222,7 @@ def _inputs(
     files: ModelFiles | None,
     **others: Any,
 ) -> Inputs:
-    """The inputs with costs by the model's ``config.json``, or by that of 8 billion weights without a model."""
+    """Make inputs whose options have the costs of the model, or of one with 8 billion weights if ``files`` is None."""
     model = MODEL_PRESETS["8b"] if files is None else files.config
     options = with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     assert options.cost is not None, "the model gives them"

@@ -1,13 +1,13 @@
 """The output directory of a run, and the checkpoint that it resumes from.
 
 OUTPUT_DIR/                                 without --add-version
-OUTPUT_DIR/v0-20260131-120000/              with it: the first run, and when it began
-OUTPUT_DIR/v1-20260201-090000/              the second
-OUTPUT_DIR/last, OUTPUT_DIR/best            links to checkpoints; copies of the model where there are no links
+OUTPUT_DIR/v0-20260131-120000/              with it: the first run, with the time of its start
+OUTPUT_DIR/v1-20260201-090000/              the second run
+OUTPUT_DIR/last, OUTPUT_DIR/best            links to checkpoints; copies of the model on file systems without links
 OUTPUT_DIR/history/                         the history of the run (``prepare.history``)
 
-A run never writes into the directory of another one. Its first process locks the directory before anything is loaded;
-all ranks check the directory, and only the lock is written before they communicate.
+A run never writes into the directory of another run. Its first process locks the directory before anything is loaded;
+all ranks check it, and nothing but the lock is written before they communicate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from packtool.train.prepare.checkpoint import (
 
 LAST, BEST = "last", "best"
 HISTORY = "history"
-"""Folder of an output directory for what checkpoints do not hold."""
+"""Folder of an output directory for the history of its run, which all checkpoints share."""
 
 # A copy is for loading, not for resuming.
 _NOT_COPIED = (
@@ -50,7 +50,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def best_checkpoint(output_dir: str, history: Iterable[Mapping[str, Any]]) -> str | None:
-    """The finished checkpoint with the lowest ``eval_loss`` in the Trainer's log lines; None if none was evaluated."""
+    """The finished checkpoint with the lowest ``eval_loss`` in the Trainer's log ``history``; None without any."""
     losses = {line["step"]: line["eval_loss"] for line in history if line.get("eval_loss") is not None}
     steps = {checkpoint: read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)}
     evaluated = [checkpoint for checkpoint, step in steps.items() if step in losses]
@@ -58,7 +58,7 @@ def best_checkpoint(output_dir: str, history: Iterable[Mapping[str, Any]]) -> st
 
 
 def point(output_dir: str, name: str, checkpoint: str) -> None:
-    """Atomically make ``OUTPUT_DIR/NAME`` a link to a checkpoint; OSError if it can neither be linked nor copied."""
+    """Atomically make ``OUTPUT_DIR/NAME`` a link to a checkpoint, or a copy; OSError if neither is possible."""
     path, part = os.path.join(output_dir, name), os.path.join(output_dir, f".{name}.part")
     _remove(part)
     try:
@@ -72,7 +72,7 @@ def point(output_dir: str, name: str, checkpoint: str) -> None:
 
 
 def remove_links(output_dir: str) -> None:
-    """Remove the links ``last`` and ``best``; a directory of the same name that is no model stays."""
+    """Remove the links ``last`` and ``best``, or copies in their place; other directories of that name stay."""
     for name in (LAST, BEST):
         path = os.path.join(output_dir, name)
         if os.path.islink(path) or any(os.path.exists(os.path.join(path, file)) for file in _MODEL_FILES):
@@ -104,7 +104,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def with_resumed_version(config: TrainConfig) -> TrainConfig:
-    """Resume a run with ``--add-version`` in the numbered folder of its checkpoint."""
+    """The settings of a run with ``--add-version`` that resumes in the numbered folder of its checkpoint."""
     resume = config.resume_from_checkpoint
     if not config.add_version or resume is None or resume.lower() == "false":
         return config
@@ -128,13 +128,13 @@ def newest_checkpoint(config: TrainConfig) -> str | None:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumes from, if any.
+    """The point at which a run starts: the beginning, or a checkpoint.
 
     Args:
-        checkpoint: its directory; None to train from the beginning.
-        before: its state; also set without a checkpoint, by ``packtool.Batches``, whose user keeps the checkpoints.
-        weights: checkpoint to take only the weights from; None for those of the model.
-        notes: messages on damaged checkpoints.
+        checkpoint: directory of the checkpoint; None to train from the beginning.
+        before: state to resume from; ``packtool.Batches`` has one without a checkpoint, which its user keeps.
+        weights: checkpoint from which only the weights are loaded; None for those of the model.
+        notes: warnings on damaged checkpoints.
     """
 
     checkpoint: str | None = None
@@ -157,10 +157,10 @@ class ResumePoint:
 
 
 def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
-    """Find the checkpoint that a run resumes from, or takes its weights from; None for a run from the beginning.
+    """Find the checkpoint that a run resumes from or loads weights from, and check that its output directory is free.
 
     Returns:
-        its directory, and messages on damaged ones.
+        the checkpoint's directory, None without one; and warnings on damaged checkpoints.
     """
     _check_is_possible(config.output_dir)
     checkpoint, notes = find_checkpoint(
@@ -177,17 +177,17 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
         return checkpoint, notes
     if used := _run_files(config.output_dir):
         shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
-        on = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(config.output_dir) else ""
+        resume = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(config.output_dir) else ""
         raise ConfigError(
             f"--output-dir {config.output_dir} already contains a run: {shown}",
-            f"Give another directory; or {on}--overwrite-output-dir true deletes it first, and --add-version true "
+            f"Give another directory; or {resume}--overwrite-output-dir true deletes it first, and --add-version true "
             "creates a numbered folder in it for each run.",
         )
     return checkpoint, notes
 
 
 def refuse_other_run(config: TrainConfig) -> None:
-    """Raise a MismatchError if another run is at work in the output directory; writes nothing."""
+    """Raise a MismatchError if another run is training in the output directory; writes nothing."""
     config = with_resumed_version(config)
     if not config.add_version:
         refuse_if_busy(os.path.abspath(config.output_dir))
@@ -195,12 +195,13 @@ def refuse_other_run(config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
-    """Make and lock the output directory, in the first process of a run; a dry run only checks that it is free.
+    """Create and lock the output directory in the first process of a run; a dry run only checks that it is free.
 
-    Directories that are still empty at the end are removed again.
+    Directories that were created and are empty at the end are removed.
 
     Yields:
-        the settings, in the first process with the numbered folder of ``--add-version``; and its lock, if any.
+        the settings, in the first process with the numbered folder of ``--add-version``; and the lock, None in other
+        processes and in a dry run.
     """
     config = with_resumed_version(config)
     _check_is_possible(config.output_dir)
@@ -231,7 +232,7 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
 
 
 def _new_version(output_dir: str) -> str:
-    """Make the next numbered folder; two runs that start at once get one each."""
+    """Create the next numbered folder; two runs that start at once get different ones."""
     while True:
         number = max((_number(folder) for folder in _versions(output_dir)), default=-1) + 1
         folder = os.path.join(output_dir, f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -241,9 +242,9 @@ def _new_version(output_dir: str) -> str:
 
 
 def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
-    """Empty the output directory with ``--overwrite-output-dir``; returns the settings with that of the first rank."""
+    """Clear the directory with ``--overwrite-output-dir``; return the settings with the first rank's directory."""
     if world.is_first and config.overwrite_output_dir:
-        # The files of a run; those that packtool did not write stay.
+        # Files that packtool did not write stay.
         for name in _run_files(config.output_dir):
             path = os.path.join(config.output_dir, name)
             if name.startswith(PREFIX):
@@ -265,25 +266,26 @@ def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
 
 
 def _check_is_possible(output_dir: str) -> None:
-    """Raise unless the directory can be made and written to."""
+    """Raise a ConfigError or StorageError unless the directory is writable, or can be created."""
     if not output_dir:
         raise ConfigError("--output-dir is empty", _REMEDY)
-    there = os.path.abspath(output_dir)
-    while not os.path.lexists(there):
-        there = os.path.dirname(there)
-    if not os.path.isdir(there):
-        raise ConfigError(f"--output-dir {output_dir}: {there} is not a directory", _REMEDY)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"--output-dir {output_dir}: {there} is not writable", _REMEDY)
+    existing = os.path.abspath(output_dir)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise ConfigError(f"--output-dir {output_dir}: {existing} is not a directory", _REMEDY)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(f"--output-dir {output_dir}: {existing} is not writable", _REMEDY)
 
 
 def _run_files(output_dir: str) -> list[str]:
+    """Names of a run's checkpoints, result and metrics in a directory, sorted."""
     names = sorted(os.listdir(output_dir)) if os.path.isdir(output_dir) else []
     return [name for name in names if name in (RESULT_NAME, METRICS_NAME) or re.fullmatch(PREFIX + r"\d+", name)]
 
 
 def _versions(output_dir: str) -> list[str]:
-    """The numbered folders, the newest last."""
+    """The numbered folders of ``--add-version``, the newest last."""
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
     folders = [os.path.join(output_dir, name) for name in names if _VERSION.fullmatch(name)]
     return sorted(folders, key=lambda folder: (_number(folder), folder))

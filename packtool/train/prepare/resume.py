@@ -56,12 +56,12 @@ _NOTHING = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class MatchedCounts:
-    """Training counts of new caches, taken from removed caches with the same samples.
+    """Training counts of new caches, matched with those of removed caches that have the same samples.
 
     Args:
-        before, epoch: by cache, counts (N,) of its samples before this epoch and in it.
-        num_new: by cache, samples without a match.
-        is_gone: of each removed cache, bool (M,), samples without a match.
+        before, epoch: by number of the new cache, counts (N,) of its samples before this epoch and in it.
+        num_new: by number of the new cache, its samples without a match.
+        is_gone: of each removed cache, bool (M,), its samples without a match.
     """
 
     before: dict[int, Int64Array]
@@ -73,7 +73,7 @@ class MatchedCounts:
 def _pair_caches(
     sources: Sequence[SourceLedger], reader: CacheReader
 ) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
-    """Pair caches by fingerprint: the ledger of each present cache, None for a new one; and the removed caches."""
+    """Pair caches by fingerprint: the ledger of each cache of ``reader``, None for new ones; and the removed caches."""
     removed = list(sources)
     kept: list[SourceLedger | None] = []
     for manifest in reader.manifests:
@@ -90,8 +90,8 @@ def _match_counts(
     """Match the samples of new caches to those of removed ones.
 
     Args:
-        pool: removed caches, the first ``num_leaving`` of them removed since the checkpoint.
-        new: numbers of the new caches.
+        pool: removed caches; the first ``num_leaving`` were removed since the checkpoint, the others earlier.
+        new: numbers of the new caches in ``reader``.
         history: folder of the run's history.
     """
     if not new or not pool:
@@ -100,7 +100,7 @@ def _match_counts(
         gone = [np.ones(source.num, np.bool_) for source in pool]
         return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, gone)
     before, epoch = (joined_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
-    # Of caches removed earlier, samples that were matched then have no counts here any more.
+    # Of caches that were removed earlier, samples that were matched then have no counts left here.
     is_considered = before + epoch > 0
     is_considered[: sum(source.num for source in pool[:num_leaving])] = True
     considered = np.flatnonzero(is_considered)
@@ -134,14 +134,16 @@ def _match_contents(
     reader: CacheReader,
     matches: dict[int, Match],
 ) -> dict[int, tuple[Int64Array, Int64Array]] | None:
-    """Match samples by content where their rows have no match.
+    """Match samples by content that ``matches`` did not match by row.
 
     Args:
-        missing: samples of the pool without a match.
-        counts: how often each sample of the pool was trained.
+        missing: positions in the joined pool of samples without a match, int64 (M,).
+        counts: how often each sample of the joined pool was trained.
+        matches: by number of the new cache, the matches by row.
 
     Returns:
-        by cache, matched samples and those of the pool that are the same; None if a removed cache cannot be read.
+        by number of the new cache, positions of matched samples in it and in the joined pool; None if a removed cache
+        cannot be read.
     """
     starts = np.cumsum([0, *(source.num for source in pool)])
     unmatched = {cache: np.flatnonzero(each.is_new) for cache, each in matches.items()}
@@ -165,7 +167,7 @@ def _match_contents(
 
 
 def _old_origins(source: SourceLedger, history: str) -> Origins:
-    """Read the rows that the samples of a removed cache came from."""
+    """Read files and rows of the samples of a removed cache, from the history or the cache itself."""
     path = origins_path(history, source.fingerprint)
     if os.path.exists(path):
         return Origins.read(path)
@@ -180,7 +182,7 @@ def _old_origins(source: SourceLedger, history: str) -> Origins:
 
 
 def _open_unchanged(source: SourceLedger) -> CacheReader | None:
-    """Open a removed cache; None if it has changed or cannot be read."""
+    """Open a removed cache; None if it cannot be read, or another cache has taken its place."""
     try:
         if Manifest.read(source.directory).fingerprint != source.fingerprint:
             return None
@@ -190,13 +192,13 @@ def _open_unchanged(source: SourceLedger) -> CacheReader | None:
 
 
 def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
-    """Raise if rows cannot be matched because their file has changed and the old cache is gone."""
-    now = {
+    """Raise a MismatchError if a file of rows has changed, and the old cache, which could tell its rows, is missing."""
+    new_digests = {
         path: digest for origins in new.values() for path, digest in zip(origins.files, origins.digests, strict=True)
     }
     for source, origins in zip(pool, old, strict=True):
         for path, digest in zip(origins.files, origins.digests, strict=True):
-            if now.get(path, digest) != digest and _open_unchanged(source) is None:
+            if new_digests.get(path, digest) != digest and _open_unchanged(source) is None:
                 raise MismatchError(
                     f"{path} has changed since {source.directory} was exported, so its rows cannot be matched with "
                     "those that were trained: the old cache, which has their contents, is missing",
@@ -215,17 +217,17 @@ SourceStatus = Literal["as before", "new", "back", "exported again", "replaced",
 
 @dataclass(frozen=True)
 class SourceChange:
-    """The change of one cache since the checkpoint; as JSON shows it.
+    """The change of one cache since the checkpoint; its fields are keys of JSON.
 
     Args:
         directory: of the cache.
-        fate: its status: one that is "exported again" has rows of one that is "replaced"; one that is "back" was
+        fate: its status: one that was "exported again" has rows of one that was "replaced"; one that is "back" was
             removed earlier.
         samples: of the cache.
-        trained: of them in this epoch, by this cache or the one that it replaces.
-        left: to be trained in this epoch.
-        new: samples of rows that the run did not have.
-        gone: samples that no cache has any more; of a cache that is gone or replaced.
+        trained: samples trained in this epoch, from this cache or the one that it replaces.
+        left: samples left to train in this epoch.
+        new: samples that no earlier cache of the run had.
+        gone: samples of a removed cache that no cache has any more.
     """
 
     directory: str
@@ -270,27 +272,27 @@ def change_lines(
 def with_changed_data(
     ledger: Ledger,
     reader: CacheReader,
-    wanted: Callable[[Int64Array, Int64Array], Int64Array],
+    count_samples: Callable[[Int64Array, Int64Array], Int64Array],
     history: str,
     max_length: int,
     stage: tuple[int, int] | None = None,
 ) -> tuple[Ledger, tuple[SourceChange, ...]]:
-    """Move the ledger of a checkpoint to other caches.
+    """Transfer the ledger of a checkpoint to changed caches.
 
     Args:
         reader: of the caches of the resumed run.
-        wanted: returns how often the epoch has each of their samples, (N,), given how often each was trained before
-            the epoch, and in it.
+        count_samples: returns how often the epoch has each of their samples, (N,), from how often each was trained
+            before the epoch, and in it.
         history: folder of the run's history.
         max_length: maximum tokens of a sample.
-        stage: of the run, as ``Ledger`` has it.
+        stage: of the run, as in ``Ledger``.
 
     Returns:
         the ledger of these caches, with the change; and the change of each cache, removed ones last.
     """
     kept, leaving = _pair_caches(ledger.sources, reader)
     new = [cache for cache, source in enumerate(kept) if source is None]
-    # Of caches that were removed earlier, those with trained rows that have not come back.
+    # Caches that were removed earlier take part if they have trained rows that no other cache has.
     pool = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
     matched = _match_counts(pool, len(leaving), reader, new, history)
     removed_before = {source.fingerprint: source for source in reversed(ledger.retired)}
@@ -303,7 +305,7 @@ def with_changed_data(
     ]
     counts = joined_counts([source.epoch for source in sources])
     before_epoch = joined_counts([source.before for source in sources])
-    left = np.maximum(wanted(before_epoch, counts) - counts, 0)
+    left = np.maximum(count_samples(before_epoch, counts) - counts, 0)
     bounds = reader.offsets[1:-1]
     trained = () if stage is None else tuple(source.trained for source in sources)
     change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, trained)
@@ -332,7 +334,7 @@ def with_changed_data(
 def _new_source(
     reader: CacheReader, cache: int, matched: MatchedCounts, removed_before: Mapping[str, SourceLedger]
 ) -> SourceLedger:
-    """The ledger of a cache that the checkpoint did not have, with matched counts."""
+    """The ledger of a cache that is new since the checkpoint, with matched counts."""
     fingerprint, num = reader.manifests[cache].fingerprint, int(reader.offsets[cache + 1] - reader.offsets[cache])
     source = removed_before.get(fingerprint) or SourceLedger.begin("", fingerprint, num)
     before, epoch = RowCounts.of(matched.before[cache]), RowCounts.of(matched.epoch[cache])
@@ -340,13 +342,13 @@ def _new_source(
 
 
 def _keep_counts(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedger:
-    """The ledger with the counts of the chosen samples; its totals stay, for the others are trained from elsewhere."""
+    """The ledger with counts of the chosen samples only; its totals stay, because it has trained the others, too."""
     before, epoch = (RowCounts.of(np.where(is_chosen, each.counts(), 0)) for each in (source.before, source.epoch))
     return dataclasses.replace(source, before=before, epoch=epoch)
 
 
 def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
-    """Describe the differences between the caches of a checkpoint and those of this run, a line for each."""
+    """A line for each difference between the caches of a checkpoint and those of this run."""
     kept, leaving = _pair_caches(sources, reader)
     replaced = {source.directory for source in leaving}
     directories = [storage.absolute(directory) for directory in reader.directories]
@@ -360,19 +362,19 @@ def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> l
 
 
 _FIXED_PANELS = ("Optimizer", "Parameters")
-"""Panels of options that a resumed optimizer has from its checkpoint."""
+"""Panels of the options that a checkpoint's optimizer fixes."""
 _LENGTH = ("num_train_epochs", "max_steps")
 _NOT_COMPARED = ("output_dir", "dataloader_num_workers", "data_change")
 
 
 @dataclass(frozen=True, eq=False)
 class ResumedState:
-    """The timeline, state and ledger of a run from its resume point.
+    """Timeline, state and ledger of a run at its resume point.
 
     Args:
-        timeline: of all steps from there.
-        state: with each time that packs were assigned.
-        ledger: of what was trained before.
+        timeline: of the run.
+        state: with all assignments of packs so far.
+        ledger: of all samples trained before.
         changes: of each cache; empty if the data are the same.
         notes: for the user.
     """
@@ -385,10 +387,10 @@ class ResumedState:
 
 
 def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inputs) -> ResumedState:
-    """Resume from a checkpoint, or start a run.
+    """Check that a run may resume, and locate it in its timeline; a new run starts at step 0.
 
     Args:
-        state: of a run that starts with these options and caches.
+        state: of a new run with these options and caches.
     """
     before, checkpoint, (config, _, reader) = resume_point.before, resume_point.checkpoint, inputs.for_training
     if before is None:
@@ -429,16 +431,16 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
 def _with_other_data(
     checkpoint: str, before: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
 ) -> ResumedState:
-    """Resume with other data: the rest of the epoch is planned again."""
+    """Resume with changed data (``--data-change allow``): the rest of the epoch is planned again."""
     if ledger is None:
         raise MismatchError(
             f"{checkpoint} is from an older packtool and has no ledger, so it is unknown which samples were trained",
             "Resume with its own caches until the next checkpoint, and change the data there.",
         )
     step, epoch = before.step, ledger.epoch
-    wanted, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
+    count_samples, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
     ledger, changes = with_changed_data(
-        ledger, inputs.for_training[2], wanted, history_of(checkpoint), max_length, stage
+        ledger, inputs.for_training[2], count_samples, history_of(checkpoint), max_length, stage
     )
     assert ledger.change is not None, "made with it"
     assignments = ((step, *state.assignment),)
@@ -462,16 +464,16 @@ def _with_other_data(
 
 
 def steps_planned(checkpoint: str) -> int:
-    """The planned number of steps of the run of a checkpoint."""
+    """The number of steps that the run of a checkpoint was planned with."""
     with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
         return int(load_json(file.read())["max_steps"])
 
 
 def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState, num_steps: int) -> Iterator[str]:
-    """Yield one line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
+    """Yield a line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
 
     Raises:
-        MismatchError: if a changed setting would have no effect, or would shift the schedule of learning rates.
+        MismatchError: if a changed setting would have no effect, or would shift the learning rate schedule.
     """
     checkpoint, before = resume_point.checkpoint, resume_point.before
     if checkpoint is None or before is None:
@@ -506,7 +508,7 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
 
 
 def _option_text(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:
-    """A setting's value, or its default, as a command line has it."""
+    """A setting's value, or its default, as on a command line; ``values`` are those of ``recorded_options``."""
     value = values.get(field.name, field.default)
     if isinstance(value, list):
         return " ".join(map(str, value))

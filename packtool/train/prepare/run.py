@@ -36,15 +36,15 @@ class Run:
     """A training run on one rank, ready for its first step.
 
     Args:
-        config: the settings, with everything decided that was left to packtool.
+        config: the settings, with all automatic choices made.
         world: this process among the others.
-        source: the samples: of caches, or of rows that are encoded during training.
-        state: what its checkpoints record, and what a run that resumes from them must agree with.
+        source: samples and steps, of caches or of rows that are encoded during training.
+        state: recorded by its checkpoints; a run that resumes from them must have the same.
         resume_point: where it starts.
-        axes_by_size: how ranks share a sequence, by their number: that of the run, and those of its stages.
+        axes_by_size: sequence parallelism by number of ranks, of the run and of its stages.
         notes: messages for the user.
         validation: the split that is evaluated between steps; None without evaluation.
-        ledger: of what was trained before; None for a stream.
+        ledger: of the samples trained before; None for a stream.
         changes: of each cache since the checkpoint; empty if the data are the same.
     """
 
@@ -63,10 +63,10 @@ class Run:
     def of(
         cls, config: TrainConfig, world: World, resume_point: ResumePoint | None = None, planned: Inputs | None = None
     ) -> Run:
-        """Check that model, caches or rows, options and checkpoint fit, and plan; takes seconds.
+        """Check that model, caches or rows, options and checkpoint fit, and plan the first epoch; takes seconds.
 
         Args:
-            resume_point: by default the one that the options and the output directory name.
+            resume_point: by default that of the options and the output directory.
             planned: as for ``open_to_train``.
         """
         config = with_resumed_version(config)
@@ -105,7 +105,7 @@ class Run:
 
     @classmethod
     def _of_rows(cls, config: TrainConfig, world: World) -> Run:
-        """A run that encodes and packs rows while it trains; reads the first rows of the first files."""
+        """Make a run that encodes and packs rows while it trains; reads the first rows of the first files."""
         source, state, notes = open_stream(config, world)
         resume_point = ResumePoint.of(config)
         checkpoint, before = resume_point.checkpoint, resume_point.before
@@ -143,11 +143,11 @@ class Run:
 
     @property
     def axes(self) -> Axes:
-        """The sequence parallelism of the run, from which stages may differ."""
+        """Sequence parallelism of the run; its stages may differ."""
         return self.axes_by_size[self.world.sequence_parallel_size]
 
     def expected(self) -> TrainResult:
-        """The result as far as it is known before the first step."""
+        """The fields of the result that are known before the first step."""
         return TrainResult(
             steps=self.timeline.num_steps,
             num_processes=self.world.size,
@@ -157,12 +157,12 @@ class Run:
         )
 
     def with_config(self, **changes: Any) -> Run:
-        """The same run with other settings that neither plan nor source depend on."""
+        """The same run with changed settings; plan and source must not depend on these."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))
 
     @property
     def step_configs(self) -> list[tuple[TrainConfig, Axes]]:
-        """Settings of steps, and how ranks share their sequences: one pair, or one for each stage still to train."""
+        """Settings and sequence parallelism of the steps: one pair, or one for each stage not finished at ``start``."""
         return [
             (
                 dataclasses.replace(with_shares(self.config, size), packing_length=packing_length),
@@ -177,7 +177,7 @@ class Run:
 
     @property
     def length_multiple(self) -> int:
-        """Tokens of which the length of a micro-batch is a multiple; 1 without ``--torch-compile``."""
+        """Number that lengths of micro-batches are multiples of, in tokens; 1 without ``--torch-compile``."""
         return length_step(self._max_tokens) if self.config.torch_compile else 1
 
     @property
@@ -185,7 +185,7 @@ class Run:
         return max(max_tokens(config, config.sequence_parallel_ranks) for config, _ in self.step_configs)
 
     def length_lines(self) -> Iterator[str]:
-        """Say which lengths of micro-batches are compiled, with ``--torch-compile``."""
+        """Describe the lengths of micro-batches that ``--torch-compile`` compiles, if it is set."""
         if self.config.torch_compile:
             step, fillers = self.length_multiple, num_fillers(family_of(self.source.files.config).kinds)
             num_lengths = -(-(self._max_tokens + fillers) // step)
@@ -202,7 +202,7 @@ class Run:
         return self.source
 
     def record(self) -> RunRecord | None:
-        """The keeper of this run's history and ledger; None for a stream, which has neither."""
+        """Writer of this run's history and ledger; None for a stream, which has neither."""
         if self.ledger is None:
             return None
         reader, state = self.caches.reader, self.state

@@ -83,7 +83,7 @@ class EpochStretch:
 
     @property
     def typical_plan(self) -> EpochPlan:
-        """Its plan; for a full epoch that of the first, which has the same shares of other samples."""
+        """The plan of its epoch; for a full epoch that of the first one, whose counts stand for all of them."""
         return self.section.full if self.is_full else self.plan
 
     def samples(self) -> Int64Array:
@@ -106,12 +106,12 @@ class EpochStretch:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Successive epochs, without end, whose packs are assigned to the same ranks.
+    """Successive epochs whose packs are assigned to the same ranks; the next section or stage decides where they end.
 
     Args:
         first: its first step in the run.
         epoch: its first epoch.
-        partial_plan: plan of the part of that epoch that it has; None for all of it.
+        partial_plan: plan of its first epoch, if it trains only a part of that; None for a full epoch.
         max_partial_steps: steps of ``partial_plan`` that are trained; None for all.
     """
 
@@ -125,12 +125,12 @@ class Section:
     @classmethod
     def after_change(cls, inputs: Inputs, assignment: BatchShape, change: DataChange) -> Section:
         """The rest of the epoch in which the data changed, and the epochs after it."""
-        left = inputs.plan_left(change, assignment)
-        return cls(inputs, assignment, change.step, change.epoch + (left is None), left)
+        rest = inputs.plan_left(change, assignment)
+        return cls(inputs, assignment, change.step, change.epoch + (rest is None), rest)
 
     @cached_property
     def full(self) -> EpochPlan:
-        """The plan of a full epoch; all have as many steps."""
+        """The plan of the first full epoch; all have as many steps."""
         return self.inputs.plan_of(0, self.assignment)
 
     @property
@@ -141,8 +141,8 @@ class Section:
     @property
     def num_partial_steps(self) -> int:
         """Steps of the partial epoch that it starts with; 0 if it starts with a full one."""
-        num = 0 if self.partial_plan is None else self.partial_plan.steps.num_steps
-        return num if self.max_partial_steps is None else min(num, self.max_partial_steps)
+        num_steps = 0 if self.partial_plan is None else self.partial_plan.steps.num_steps
+        return num_steps if self.max_partial_steps is None else min(num_steps, self.max_partial_steps)
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """The plan of one of its epochs."""
@@ -151,7 +151,7 @@ class Section:
         return self.inputs.plan_of(epoch, self.assignment)
 
     def end(self, num_epochs: float, max_steps: int | None) -> int:
-        """Steps of the run after ``num_epochs`` epochs, counted from its beginning; ``max_steps`` if that is given."""
+        """Steps of the run that are done after ``num_epochs`` epochs of the run, or ``max_steps`` if that is given."""
         if max_steps:
             return max_steps
         epochs = num_epochs - self.epoch
@@ -159,10 +159,10 @@ class Section:
             return self.first + math.ceil(max(epochs, 0.0) * self.steps_per_epoch)
         if epochs == 1:
             return self.first + self.num_partial_steps
-        # The same share of the epochs, in steps of another size.
-        each = self.steps_per_epoch
-        left = math.ceil(max(min(epochs, 1.0) * each - (each - self.num_partial_steps), 0))
-        return self.first + left + math.ceil(max(epochs - 1, 0.0) * each)
+        # The first epoch ends with the partial one; its earlier steps were trained before this section.
+        per_epoch = self.steps_per_epoch
+        partial = math.ceil(max(min(epochs, 1.0) * per_epoch - (per_epoch - self.num_partial_steps), 0))
+        return self.first + partial + math.ceil(max(epochs - 1, 0.0) * per_epoch)
 
     def stretch(self, step: int) -> EpochStretch:
         """The epoch that a step of the run belongs to."""
@@ -170,10 +170,10 @@ class Section:
         first = self.first + self.num_partial_steps
         if step < first:
             return EpochStretch(self, self.epoch, self.first, first)
-        each = self.steps_per_epoch
-        number = (step - first) // each
-        first += number * each
-        return EpochStretch(self, self.epoch + (self.partial_plan is not None) + number, first, first + each)
+        per_epoch = self.steps_per_epoch
+        number = (step - first) // per_epoch
+        first += number * per_epoch
+        return EpochStretch(self, self.epoch + (self.partial_plan is not None) + number, first, first + per_epoch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,8 +214,8 @@ class TrainedStage:
             if step >= section.end(num_epochs, max_steps):
                 break
             stretch = section.stretch(step)
-            left = section.inputs.assign(stretch.plan.packs_from(step - stretch.first), assignment)
-            section = Section(section.inputs, assignment, step, stretch.epoch, left)
+            rest = section.inputs.assign(stretch.plan.packs_from(step - stretch.first), assignment)
+            section = Section(section.inputs, assignment, step, stretch.epoch, rest)
             sections.append(section)
         return cls(number, epoch, tuple(sections), section.end(num_epochs, max_steps))
 
@@ -383,7 +383,7 @@ class Timeline:
     def num_steps_without_packing(self) -> int:
         """Steps of the run with one sample a row."""
         if self.inputs.stages:
-            return math.ceil(sum(self._sums(lambda plan: plan.summary.num_steps_without_packing)))
+            return math.ceil(sum(self._trained_parts(lambda plan: plan.summary.num_steps_without_packing)))
         return math.ceil(self.num_steps / self.steps_per_epoch * self.first.summary.num_steps_without_packing)
 
     def num_empty_micro_batches(self) -> int:
@@ -392,7 +392,7 @@ class Timeline:
         Each epoch has them in its last step; with Skrull their number differs a little between epochs.
         """
         if self.inputs.stages:
-            return round(sum(self._sums(lambda plan: plan.steps.num_empty_micro_batches)))
+            return round(sum(self._trained_parts(lambda plan: plan.steps.num_empty_micro_batches)))
         return self.num_steps // self.steps_per_epoch * self.first.steps.num_empty_micro_batches
 
     def slowest_flops(self) -> float:
@@ -402,13 +402,13 @@ class Timeline:
             assert plan.summary.balance is not None, "costs are known"
             return plan.summary.balance.flops * plan.summary.balance.mean
 
-        return sum(self._sums(of_epoch))
+        return sum(self._trained_parts(of_epoch))
 
-    def _sums(self, number: Callable[[EpochPlan], float]) -> Iterator[float]:
-        """A number of each epoch's plan, times the fraction of its steps that is trained."""
+    def _trained_parts(self, figure: Callable[[EpochPlan], float]) -> Iterator[float]:
+        """Yield a figure of each epoch's plan, times the fraction of its steps that is trained."""
         for stretch in self.stretches():
             plan = stretch.typical_plan
-            yield number(plan) * (stretch.stop - stretch.first) / max(plan.steps.num_steps, 1)
+            yield figure(plan) * (stretch.stop - stretch.first) / max(plan.steps.num_steps, 1)
 
     def counts_of_steps(self) -> Int64Array:
         """Samples, tokens and target tokens of each source in each step of the run, int64 (T, S, 3).
@@ -458,7 +458,10 @@ def stage_title(figures: Mapping[str, Any]) -> str:
 def _stages(
     inputs: Inputs, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None
 ) -> Iterator[TrainedStage]:
-    """The stages of a run; arguments as for ``Timeline.of``."""
+    """Yield the stages of a run, each with the plan of its first epoch; arguments as for ``Timeline.of``.
+
+    A run whose data changed begins with the stage of the change, at that step.
+    """
     shapes = [(step, (ranks, accumulation, size)) for step, ranks, accumulation, size in assignments]
     step, epoch, number = 0, 0, 0
     trained = np.zeros(len(inputs.lengths), np.int64)
@@ -468,16 +471,16 @@ def _stages(
         trained = joined_counts(change.trained)
     while True:
         *_, shape = (each for at, each in shapes if at <= step)
-        later = [(at, inputs.scaled(number, each)) for at, each in shapes if at > step]
-        begun, assignment = epoch, inputs.scaled(number, shape)
-        share, num_epochs = inputs.first_epoch_fraction(number, step, shape)
+        later = [(at, inputs.stage_assignment(number, each)) for at, each in shapes if at > step]
+        first_epoch, assignment = epoch, inputs.stage_assignment(number, shape)
+        fraction, num_epochs = inputs.first_epoch_fraction(number, step, shape)
         if change is not None and change.stage is not None:
-            begun = change.stage[1]
+            first_epoch = change.stage[1]
             section = Section.after_change(inputs.stages[number], assignment, change)
         else:
-            section = _first_section(inputs, number, (step, epoch), share, trained, assignment)
+            section = _first_section(inputs, number, (step, epoch), fraction, trained, assignment)
         stop = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
-        stage = TrainedStage.of(number, begun, section, later, begun + num_epochs, stop)
+        stage = TrainedStage.of(number, first_epoch, section, later, first_epoch + num_epochs, stop)
         yield stage
         number += 1
         if number == len(inputs.stages):
@@ -489,18 +492,24 @@ def _stages(
 
 
 def _first_section(
-    inputs: Inputs, number: int, start: tuple[int, int], share: float, trained: Int64Array, assignment: BatchShape
+    inputs: Inputs, number: int, start: tuple[int, int], fraction: float, trained: Int64Array, assignment: BatchShape
 ) -> Section:
-    """A stage from its first step and epoch, ``start``; a ``share`` below 1 begins with a partial epoch."""
+    """The section that a stage begins with.
+
+    Args:
+        start: its first step and epoch.
+        fraction: of an epoch that the stage trains first, in (0, 1].
+        trained: training count of each sample so far, int64 (N,); the least trained are drawn first.
+    """
     stage = inputs.stages[number]
     assert stage.mixture is not None, "made with one"
-    num_steps = each = None
+    num_steps = per_epoch = None
     if inputs.config.max_steps is not None:
-        each = stage.plan_of(0, assignment).steps.num_steps
-        num_steps = round(share * each)
+        per_epoch = stage.plan_of(0, assignment).steps.num_steps
+        num_steps = round(fraction * per_epoch)
     while True:
-        plan = stage.plan_mixture(stage.mixture.partial_epoch(share, trained), start[1], assignment)
-        if num_steps is None or each is None or plan.steps.num_steps >= num_steps:
+        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, trained), start[1], assignment)
+        if num_steps is None or per_epoch is None or plan.steps.num_steps >= num_steps:
             return Section(stage, assignment, *start, plan, num_steps)
-        # One step too few would end the run early.
-        share += (num_steps - plan.steps.num_steps + 0.5) / each
+        # One step too few would end the run early, so more samples are drawn.
+        fraction += (num_steps - plan.steps.num_steps + 0.5) / per_epoch

@@ -296,8 +296,8 @@ def test_the_parts_of_a_tree_are_placed_and_told(alike: TinyWorld, tmp_path: Pat
             in_one, meeting = told["of_them_in_one_step"], told["of_them_meeting_in_a_step"]
             assert told["trees_in_several_packs"] == NUM_TREES
             assert (in_one, meeting) == ((NUM_TREES, NUM_TREES) if wanted == "together" else (0, 0))
-            shown = f"{NUM_TREES}; {in_one} in one step, {meeting} with several packs in a step"
-            assert ("    trees in several packs", shown) in plan_lines(found.figures())
+            shown = f"{NUM_TREES}; {in_one} within one step, {meeting} with several packs in the same step"
+            assert ("    trees split over packs", shown) in plan_lines(found.figures())
         else:
             assert "trees_in_several_packs" not in told
         direct = prepared(alike, tmp_path, **cut)

@@ -169,7 +169,7 @@ def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
                 assert trained[own][drawn[own] == more].max() <= trained[own][drawn[own] == less].min(), order
         assert np.array_equal(np.sort(samples_of(found, step, part.stop)), np.sort(samples_of(again, step, part.stop)))
         counts = np.bincount(samples_of(found, step, part.stop), minlength=len(trained))
-        assert np.array_equal(counts, part.trained())
+        assert np.array_equal(counts, part.training_counts())
         assert found.target_tokens_from(step) >= int((counts * np.maximum(of.index.length // 2, 1)).sum())
         trained += counts
         step = part.stop
@@ -216,7 +216,7 @@ def test_a_run_goes_on_anywhere(
         return
     # Other processes pack nothing anew: what a stage has to train, it trains.
     whole = Timeline.of(made, ((0, 1, 1, 1),))
-    assert np.array_equal(counted, sum(part.trained() for part in whole.stages))
+    assert np.array_equal(counted, sum(part.training_counts() for part in whole.stages))
 
 
 @settings(max_examples=12)
