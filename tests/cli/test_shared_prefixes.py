@@ -67,7 +67,7 @@ def command(verb: str, world: TinyWorld, folder: Path) -> list[str]:
 
 
 def check(words: list[str], reason: str, code: int, capfd: Any) -> None:
-    """Asked for, it is refused before anything is read; else every sample is computed whole, with the reason."""
+    """Asked for, it is refused before anything is read; else every sample is computed in full, with the reason."""
     assert run([*words, "--share-prefix", "true"]) == code
     refused = capfd.readouterr().err
     assert "--share-prefix true" in refused
@@ -84,7 +84,7 @@ def check(words: list[str], reason: str, code: int, capfd: Any) -> None:
 )
 def test_options(verb: str, words: str, alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     dry = ["--dry-run"] if verb == "train" else []
-    check([*command(verb, alike, tmp_path), *words.split(), *dry], f"with {REASONS[words]}", EXIT_USAGE, capfd)
+    check([*command(verb, alike, tmp_path), *words.split(), *dry], f"combined with {REASONS[words]}", EXIT_USAGE, capfd)
 
 
 def test_a_tree_keeps_the_budget_of_media(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
