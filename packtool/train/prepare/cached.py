@@ -141,7 +141,7 @@ class CachedSource(Steps):
         return peak_memory_batches(config, plan, self.inputs)
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
-        """The shortest samples of the first micro-batch, up to ``max_samples``; or two that share a prefix, if any."""
+        """The shortest samples of the first micro-batch, at most ``max_samples``; or two that share a prefix."""
         stretch = self.timeline.stretch(self.start)
         plan, step = stretch.plan, self.start - stretch.first
         if self.inputs.shared is not None:

@@ -44,14 +44,14 @@ from packtool.simulate.machine import Machine
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 MAX_PARAMETERS = 100_000_000
-"""Models up to this size keep their activations: these fit anywhere."""
+"""Parameters of the largest model that keeps its activations by default."""
 
 
 def with_recomputing(config: TrainConfig) -> TrainConfig:
     """Decide ``--gradient-checkpointing`` by the size of the model.
 
-    Recomputing takes about a third more time and saves nearly all activations, which a model of billions of parameters
-    has no memory for.
+    Recomputation takes about a third more time and saves nearly all activations, for which models of billions of
+    parameters have no memory.
     """
     if config.gradient_checkpointing is not None:
         return config
@@ -63,7 +63,7 @@ def with_recomputing(config: TrainConfig) -> TrainConfig:
 
 
 def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
-    """The message that recomputing was chosen for the user; empty if it was not."""
+    """The message that recomputation was chosen by default; empty if it was not."""
     if config.gradient_checkpointing is not None or not decided.gradient_checkpointing:
         return []
     return [
@@ -74,14 +74,14 @@ def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class RunCosts:
-    """FLOPs of a run: of its model (for MFU), and of the hardware, with recomputed activations (for HFU)."""
+    """FLOPs of a run: of its model, for MFU; and of the hardware, with recomputed activations, for HFU."""
 
     model: CostModel
     hardware: CostModel
 
     @classmethod
     def of(cls, config: TrainConfig, model: Mapping[str, Any]) -> RunCosts:
-        """The FLOPs of a model with the trainable weights and the recomputing of a run."""
+        """FLOPs of a model with the trained weights and the recomputation of a run."""
         recomputes, in_towers = bool(config.gradient_checkpointing), config.vit_gradient_checkpointing
         vocabulary = text_config_of(model).get("vocab_size") or 0
         again = cost_of(
@@ -89,7 +89,7 @@ class RunCosts:
             config,
             recomputes_language=recomputes,
             recomputes_towers=recomputes if in_towers is None else in_towers,
-            # A pack of few targets may have a single chunk, which is not recomputed, and costs next to nothing.
+            # The head recomputes chunks of logits; a pack with few targets may have a single chunk, which costs little.
             recomputes_head=config.packing_length is None or config.packing_length * vocabulary > CHUNK_LOGITS,
         )
         return cls(cost_of(model, config), again)
@@ -102,7 +102,7 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: b
         recomputes: as for ``CostModel.of_config``.
     """
     if isinstance(learning, AdapterOptions) and learning.adapters:
-        # The target modules of an adapter that is trained further; one that cannot be read is refused later.
+        # Take the target modules of an adapter that is trained further; if it cannot be read, loading fails later.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             with open(os.path.join(learning.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
                 adapter = load_json(file.read())
@@ -120,7 +120,7 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: b
 
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
-    """The cost of the media of each sample of a cache."""
+    """FLOPs of the media of each sample of a cache, and number of its media."""
     flops = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
     return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos + index.num_audios)
 
@@ -177,7 +177,7 @@ class ExpectedTime:
     trained_bytes: int
 
     def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
-        """Seconds of each step of an epoch, (S,); ``shares`` has the rank that processes each medium."""
+        """Seconds of each step of an epoch, (S,); ``shares`` assigns media to ranks that share a sequence."""
         packs, steps = plan.packs, plan.steps
         sequence_parallel_size = config.sequence_parallel_ranks
         cost, sizes = RunCosts.of(config, self.model).hardware, ModelSizes.or_8b(self.model)
@@ -188,7 +188,7 @@ class ExpectedTime:
             recompute=bool(config.gradient_checkpointing),
             way=config.sequence_parallel_type,
         )
-        # The costs of this run include its recomputing and its frozen weights.
+        # These costs include the recomputation and frozen weights of the run, and the machine must not add them again.
         own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
         again = machine.step_time(sequence_parallel_size)
         times = dataclasses.replace(
@@ -219,7 +219,8 @@ class ExpectedTime:
         """Seconds of exchanges of weights and gradients, by the sharding of a run.
 
         Returns:
-            beside every micro-batch; beside the backward pass of a step's last micro-batch; and of a step, exposed.
+            overlapping with each micro-batch; overlapping with the backward pass of a step's last micro-batch; and
+            exposed, per step.
         """
         if self.world_size == 1:
             return 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Evaluations as far as they are decided before torch is imported: the same on every rank."""
+"""Plans of evaluations, decided without torch and equal on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Validation:
     """The val split of a run's caches.
 
     Args:
-        samples: with their labels as ``--loss-scale`` chooses them.
+        samples: with the targets that ``--loss-scale`` chooses.
         plan: micro-batches of all ranks.
     """
 
@@ -56,14 +56,14 @@ def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None
 
 @dataclass(frozen=True)
 class PreparedEvaluation:
-    """An evaluation that only has to be carried out.
+    """An evaluation whose inputs are checked and whose samples are assigned to ranks.
 
     Args:
         trained: the model.
         reader: of all caches.
         plan: of all ranks.
-        axes: how sequences are shared.
-        notes: messages on prefixes that samples share.
+        axes: sequence parallelism.
+        notes: messages on shared prefixes.
     """
 
     config: EvalConfig
@@ -101,7 +101,7 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         plan = dataclasses.replace(plan, trees=shared.trees)
         message = shared.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
-        # A file that cannot be written is refused now, and not after the evaluation.
+        # An output that cannot be written is an error now, and not after the evaluation.
         if storage.is_directory(config.output):
             raise ConfigError(f"--output {config.output} is a directory", "Give the name of a file in it.")
         storage.make_directory(storage.parent(storage.normalize(config.output)) or ".")
@@ -110,18 +110,18 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
 
 
 def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConfig, list[str]]:
-    """The settings of a run with ``--eval-strategy`` and ``--eval-steps`` decided, and messages for the user.
+    """Decide ``--eval-strategy`` and ``--eval-steps`` of a run; return its settings, and notes for the user.
 
-    As in ms-swift, a val split is evaluated when checkpoints are saved, unless the options differ.
+    As in ms-swift, a val split is by default evaluated when checkpoints are saved.
     """
     every = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
         return dataclasses.replace(config, eval_steps=every), []
-    num = [m.splits[VAL_SPLIT].rows if VAL_SPLIT in m.splits else 0 for m in reader.manifests]
+    num_val = [m.splits[VAL_SPLIT].rows if VAL_SPLIT in m.splits else 0 for m in reader.manifests]
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
-    if all(num) and strategy != "no":
+    if all(num_val) and strategy != "no":
         when = f"every {every:,} steps" if strategy == "steps" else "at the end of every epoch"
-        message = f"the val split ({sum(num):,} samples) is evaluated {when} and at the end"
+        message = f"the val split ({sum(num_val):,} samples) is evaluated {when} and at the end"
         message += ": --eval-strategy no turns this off"
         return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [message]
     if config.seeks_best or config.early_stop_interval is not None:
@@ -131,7 +131,7 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
             "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
     message = "nothing is evaluated, because only some of the caches have a val split"
-    return dataclasses.replace(config, eval_strategy="no"), [message] if any(num) and strategy != "no" else []
+    return dataclasses.replace(config, eval_strategy="no"), [message] if any(num_val) and strategy != "no" else []
 
 
 def plan_of_samples(
@@ -146,10 +146,10 @@ def plan_of_samples(
     """Plan the micro-batches of an evaluation.
 
     Args:
-        max_tokens: of a micro-batch, a hard limit; see ``plan_evaluation``.
+        max_tokens: of a micro-batch; a ConfigError if a sample alone has more.
         max_samples: of a micro-batch.
-        limit: take only so many samples, the first ones.
-        alignment: each is padded to a multiple of it.
+        limit: take only the first ``limit`` samples.
+        alignment: multiple of tokens that each sample is padded to.
     """
     lengths = reader.index.length[:limit]
     aligned = aligned_lengths(lengths, alignment)

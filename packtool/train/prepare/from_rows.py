@@ -1,4 +1,4 @@
-"""Rows of ``packtool train``: the cache that is made of them once.
+"""Caches that ``packtool train`` makes from rows, once for each set of rows, model and options.
 
 CACHE_DIR/exports/<fingerprint of rows, model and options>/       a cache like any other
 """
@@ -36,18 +36,18 @@ def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
 
 
 def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainConfig], None]) -> TrainConfig:
-    """Turn a run on rows into one on their cache, which is made if it does not exist; other runs are unchanged.
+    """Replace the rows of a run by their cache, which is made if it does not exist; other runs stay unchanged.
 
-    One process of the machine makes it while the others wait; an interrupted export is resumed.
+    One process of the machine makes the cache while the others wait; an interrupted export is resumed.
 
     Args:
-        check: called before rows are read; raises for mistakes that do not depend on them.
+        check: called before rows are read; raises errors that do not depend on them.
     """
     if not config.dataset or config.streaming:
         return config
     files = ModelFiles.load(config.model, config.chat_template)
     export_config = config.export_config("", length_of_rows(config, files))
-    # Files that are mixed by shares get a cache each: samples know their cache, and not the file of their rows.
+    # Files of a mixture get a cache each, because samples are mixed by cache.
     sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
     exports = [dataclasses.replace(export_config, dataset=own) for own in sets]
     root = os.path.join(config.cache_dir or LocalCopies().directory, _EXPORTS)
@@ -80,7 +80,7 @@ def rows_fingerprint(
     """Fingerprint of an export: its options, the model, and each file's path, size and time.
 
     Args:
-        with_times: include the times of the last change of local files; other machines have other clocks.
+        with_times: include modification times of local files, which differ between machines.
     """
     identity = dataclasses.asdict(identity_of(export_config, files, media_encoding(files, export_config).limits))
     identity["spec"] = {name: value for name, value in identity["spec"].items() if name not in PATH_SETTINGS}

@@ -327,7 +327,7 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
 
     def count_samples(number: int) -> npt.NDArray[np.int64]:
-        """How often an epoch has each sample, (N,)."""
+        """Occurrences of each sample in an epoch, (N,)."""
         return np.asarray(planned if inputs.mixture is None else inputs.epoch_counts(number), np.int64)
 
     before, in_epoch = np.zeros((2, len(lengths)), np.int64)

@@ -279,7 +279,7 @@ class Inputs:
         )
 
     def epoch_counts(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
-        """How often an epoch has each sample of the caches, int64 (N,); too long samples are counted, too.
+        """Occurrences of each sample of the caches in an epoch, int64 (N,), including samples that are too long.
 
         Args:
             trained: how often the epoch trained each before the data changed, (N,); None without a change.
@@ -329,7 +329,7 @@ class Inputs:
         return digest.hexdigest(), steps
 
     def stage_end(self, number: int) -> float:
-        """With ``--max-steps``, the steps that are done when a stage ends; without, the stage's number of epochs."""
+        """Steps of the run that are done when a stage ends; without ``--max-steps``, the stage's number of epochs."""
         assert self.recipe is not None, "stages are a recipe's"
         stages, config = self.recipe.stages, self.config
         if config.max_steps is not None:

@@ -1,4 +1,4 @@
-"""``packtool plan``: a schedule and its figures, before a GPU is rented. No torch, no weights."""
+"""``packtool plan``: the schedule of a run and its figures; needs neither torch nor weights."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Preview:
     Args:
         inputs: of the plan.
         timeline: of the run's steps.
-        plan: of the first epoch; with stages a full epoch of the first one.
-        seconds: that planning took.
+        plan: of the first epoch; with stages, a full epoch of the first stage.
+        seconds: duration of planning.
     """
 
     inputs: Inputs
@@ -55,7 +55,7 @@ class Preview:
 
     @property
     def first_inputs(self) -> Inputs:
-        """The inputs of ``plan``: with stages those of the first one."""
+        """The inputs of ``plan``; with stages, those of the first stage."""
         return self.timeline.stages[0].inputs
 
     @property
@@ -65,7 +65,7 @@ class Preview:
 
     @property
     def num_epochs(self) -> float:
-        """Passes of the run over its samples."""
+        """Epochs of the run."""
         config = self.inputs.config
         return config.max_steps / self.plan.steps.num_steps if config.max_steps else config.num_train_epochs
 
@@ -130,15 +130,15 @@ class Preview:
 
     @cached_property
     def unshared_summary(self) -> PlanSummary:
-        """The figures of the plan if no prefix were shared."""
+        """The summary of the first epoch if no prefix were shared."""
         if self.inputs.shared is None:
             return self.plan.summary
         return self.inputs.unshared_summary(self.timeline.stages[0].sections[0].assignment)
 
     def _plain_batches(self) -> dict[str, Any]:
-        """Figures of the same samples in padded batches, each of as many rows as packs hold samples on average."""
+        """Figures of the same samples in padded batches, with as many rows as a pack has samples on average."""
         inputs, seed = self.first_inputs, self.inputs.config.seed
-        # About what else fits into the same memory.
+        # Such a batch needs about as much memory as a pack.
         num_rows = max(round(self.unshared_summary.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
         options = dataclasses.replace(
             self.options,
@@ -181,7 +181,7 @@ class Preview:
 
     @property
     def batch_line(self) -> str | None:
-        """A sentence on the larger batch of packs, with advice; None if it is no larger than without packing."""
+        """A sentence on the batch size with packing, and advice; None if it is about that without packing."""
         summary, options = self.plan.summary, self.options
         if options.samples_per_step is not None:
             return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
@@ -192,12 +192,12 @@ class Preview:
 
     @cached_property
     def parts(self) -> TreeParts | None:
-        """The parts of trees that did not fit into one pack; None without such trees."""
+        """Trees of shared prefixes that take several packs; None without such trees."""
         return TreeParts.of(self.plan.packs, None if self.inputs.shared is None else self.inputs.shared.trees)
 
     @property
     def shared_line(self) -> str | None:
-        """A sentence on shared prefixes, or on those that could be shared; None if there are none."""
+        """A sentence on shared prefixes, or why none are shared; None if there are none to share."""
         shared = self.inputs.shared
         if shared is None:
             return self.inputs.no_sharing_reason
@@ -226,10 +226,10 @@ class Preview:
         }
 
     def save(self, path: str) -> None:
-        """Write the packs for ``packtool train --plan``, and the steps of the first epoch for other readers."""
+        """Write a plan file: packs for ``packtool train --plan``, and steps of the first epoch for other readers."""
         reader = self.inputs.reader
         assert reader is not None, "checked with the settings"
-        # A file keeps packs, without what other epochs of a mixture would draw.
+        # A plan file has the packs of one epoch, so it does not record the mixture.
         packs = dataclasses.replace(self.plan.full_packs, mixture="")
         plan = SavedPlan(
             samples=packs.samples,
@@ -250,7 +250,7 @@ class Preview:
 
 
 def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
-    """Plan the first epoch; in a sweep with another ``packing_length`` than the settings have."""
+    """Plan the first epoch; with ``--sweep``, ``packing_length`` replaces that of the settings."""
     inputs = open_to_plan(config, packing_length)
     begin = time.perf_counter()
     inputs = inputs.prepared()
@@ -261,14 +261,14 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
 
 
 def resumed_figures(config: PlanConfig) -> dict[str, Any]:
-    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run, with its own options.
+    """Preview how ``packtool train --resume-from-checkpoint`` would resume a run with its own options.
 
     Args:
-        config: ``resume`` is the run's directory or one of its checkpoints; caches or their recipe are the run's if
-            none are given.
+        config: ``resume`` is the run's directory or one of its checkpoints; without caches or a recipe, those of the
+            run are used.
 
     Returns:
-        all figures by name, as JSON has them.
+        all figures by their names in JSON.
     """
     assert config.resume is not None, "the command has --resume"
     directory = config.resume.rstrip("/")

@@ -1,4 +1,4 @@
-"""The result of a run, for ``packtool_train.json``, the table and ``--json``; lines on settings and schedule."""
+"""The result of a run (``packtool_train.json``, table and ``--json``), and log lines on its settings and schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainResult:
 
     Args:
         num_samples: in the plan of an epoch.
-        filtered: samples of the caches that are longer than ``max_length``, or that ``--plan`` does not hold.
+        filtered: samples of the caches that are longer than ``max_length``, or not in ``--plan``.
         num_repeats: samples of the plan that a mixture repeats.
         not_drawn: samples of the caches that a mixture draws in other epochs.
         num_packs: of an epoch; padded rows without packing.
@@ -50,14 +50,14 @@ class TrainResult:
         resumed_from: checkpoint that this run resumed from.
         num_trainable_parameters, num_parameters: of the model with its adapters.
         output_dir: as given.
-        streaming: figures of samples are of those that were trained.
+        streaming: True if rows were streamed; figures of samples then count those that were trained.
         num_shared_tokens: tokens that a streaming run saved by shared prefixes.
         num_skipped: samples that ``--on-bad-media skip`` left out of the steps of this run.
         dropped: rows of a streaming run that could not be used, by reason.
         parts_left_out: turns and responses of its other rows that could not be used, by reason.
         sources: of a mixture, by name: counts and shares of samples, tokens and target tokens, and epochs, in the steps
             of this run; in a dry run of its first epoch.
-        stages: figures of each stage; those of a plan are of the first one then.
+        stages: figures of each stage; figures of the plan are those of the first stage.
     """
 
     num_samples: int
@@ -105,7 +105,7 @@ def settings_lines(config: TrainConfig) -> Iterator[str]:
 
 
 def non_default_options(config: TrainConfig | PlanConfig | VerifyConfig) -> dict[str, Any]:
-    """The settings other than defaults, without caches that a recipe names."""
+    """The settings other than defaults by name, without caches that a recipe names."""
     options: dict[str, Any] = {}
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
@@ -181,14 +181,14 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
         f"packing: yes (--packing false pads); packing length: {summary.options.packing_length:,}, packing processes: "
         f"{summary.options.packing_num_proc}, {processes}"
     )
-    keeps = config.samples_per_step is not None
-    least = "" if keeps else f" (at least {summary.lower_bound:,} are needed)"
-    free = " (free space is not computed)" if keeps else ""
+    has_fixed_steps = config.samples_per_step is not None
+    lower_bound = "" if has_fixed_steps else f" (at least {summary.lower_bound:,} are needed)"
+    free = " (free space is not computed)" if has_fixed_steps else ""
     yield (
-        f"packs: {summary.num_packs:,}{least}, {summary.samples_per_pack:.2f} samples a pack, fill "
+        f"packs: {summary.num_packs:,}{lower_bound}, {summary.samples_per_pack:.2f} samples a pack, fill "
         f"{summary.fill:.2%}{free}"
     )
-    if keeps:
+    if has_fixed_steps:
         yield f"optimizer steps: {num_steps:,}, as without packing; {own_steps_line(summary, timeline.first.steps)}"
         return
     if last := last_step_line(timeline):

@@ -1,4 +1,4 @@
-"""Prefixes that samples share, which are computed once, and the tokens and costs that each sample adds."""
+"""Prefixes that samples share and that are computed once; tokens and costs that each sample adds to them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ _MIN_MENTIONED = 0.01
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Trees of samples with common prefixes; arrays are by position in the caches.
+    """Trees of samples with common prefixes.
+
+    A sample adds to its tree the tokens after the prefix that it shares with the sample before it. Arrays (N,) are by
+    position in the caches.
 
     Args:
         index: of the caches.
-        prefixes: of their samples.
+        prefixes: candidates of each sample, recorded at export.
         trees: of samples with common prefixes.
     """
 
@@ -48,12 +51,12 @@ class SharedPrefixes:
 
     @property
     def num_whole_tokens(self) -> int:
-        """Tokens of the samples of all trees, each whole."""
+        """Tokens of the samples of all trees, if nothing were shared."""
         return int(self.index.length[self.trees.samples].sum(dtype=np.int64))
 
     @property
     def saved(self) -> float:
-        """The fraction of tokens that is saved, 0 to 1."""
+        """The fraction of all tokens of the caches that sharing saves, 0 to 1."""
         return self.trees.saved(self.index.length)
 
     @property
@@ -69,26 +72,28 @@ class SharedPrefixes:
     def logits(self, target_tokens: npt.NDArray[np.integer[Any]]) -> Int64Array:
         """Upper bound of the target tokens that each sample adds, for which logits are computed; int64 (N,).
 
-        Exact for the cache's own targets; for others, and in older caches, at most the new tokens of a sample.
+        Exact for the targets of the export. For others, and in caches without targets of prefixes, the bound is the
+        number of tokens that the sample adds.
 
         Args:
             target_tokens: (N,), of each full sample.
         """
         logits = np.zeros(len(target_tokens), np.int64)
-        of, trees = self.prefixes.prefixes.target_tokens, self.trees
+        prefix_targets, trees = self.prefixes.prefixes.target_tokens, self.trees
         samples, targets = trees.samples, target_tokens[trees.samples]
         has_prefix = trees.prefixes != NOTHING
         shared = np.zeros(len(samples), np.int64)
-        shared[has_prefix] = of[trees.prefixes[has_prefix]]
+        shared[has_prefix] = prefix_targets[trees.prefixes[has_prefix]]  # negative if unknown
         is_exact = (targets == self.index.target_tokens[samples]) & (shared >= 0)
         new = trees.new_tokens(self.index.length)
         logits[samples] = np.where(is_exact, np.maximum(targets - shared, 0), np.minimum(targets, new))
         return logits
 
     def towers(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> TowerWork:
-        """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) are of full samples."""
-        full, of = tower_work(cost, self.index), self.prefixes.prefixes
-        flops = cost.towers(of.media_tokens - of.audio_tokens, of.patch_squares, of.audio_tokens)
+        """Costs of the media, and target tokens, that each sample adds; ``target_tokens`` (N,) of full samples."""
+        full, prefixes = tower_work(cost, self.index), self.prefixes.prefixes
+        vision_tokens = prefixes.media_tokens - prefixes.audio_tokens
+        flops = cost.towers(vision_tokens, prefixes.patch_squares, prefixes.audio_tokens)
         added = self.trees.added(full.flops, np.rint(flops).astype(np.int64))
         return TowerWork(added, full.num_seen, self.logits(target_tokens))
 
@@ -98,7 +103,7 @@ class SharedPrefixes:
         return 1 - int(self.towers(cost, self.index.target_tokens).flops.sum()) / full_flops if full_flops else 0.0
 
     def sample_costs(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:
-        """FLOPs that each sample adds, (N,); ``target_tokens`` (N,) are those of whole samples."""
+        """FLOPs that each sample adds, (N,); ``target_tokens`` (N,) of full samples."""
         towers = self.towers(cost, target_tokens)
         assert towers.logits is not None, "made with it"
         lengths = self.index.length.astype(np.int64)
@@ -107,7 +112,7 @@ class SharedPrefixes:
         return cost(lengths - shared, cost.attention(lengths, shared), towers.logits, towers.flops)
 
     def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
-        """A sentence on what is saved.
+        """A sentence on the savings, for the log.
 
         Args:
             num_steps, num_steps_whole: of an epoch with and without sharing; 0 if nothing is trained.
@@ -136,16 +141,17 @@ def find_shared(
     max_media_tokens: int | None = None,
     limit: int | None = None,
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """Find the prefixes that samples share, by ``--share-prefix``; and a message if they share less than they could.
+    """Find the prefixes that samples share, by ``--share-prefix``; and a message if they could share more.
 
     Args:
+        capacity: maximum tokens of a pack.
         max_length: longer samples are left out.
         max_samples, max_media_tokens: of a tree.
         limit: use only the first ``limit`` samples.
 
     Raises:
-        MismatchError: with ``--share-prefix true``, if a cache does not record the prefixes of its samples.
-        UnsupportedModelError: with ``--share-prefix true``, if the model cannot resume from a prefix.
+        MismatchError, UnsupportedModelError: with ``--share-prefix true``, if a cache records no prefixes, or the
+            model cannot use them.
     """
     if config.share_prefix == "false":
         return None, None
@@ -175,10 +181,8 @@ def find_shared(
     if is_required or (shared.saved > MIN_SAVING and not reasons):
         return shared, None
     if shared.saved > MIN_SAVING:
-        message = (
-            f"shared prefixes: {shared.saved:.0%} of the tokens could be saved, but each sample is computed in full"
-        )
-        return None, f"{message}: {_reason(reasons[0])}"
+        message = f"{shared.saved:.0%} of the tokens could be saved, but each sample is computed in full"
+        return None, f"shared prefixes: {message}: {_reason(reasons[0])}"
     if reasons or shared.saved < _MIN_MENTIONED:
         return None, None
     return None, (
@@ -188,7 +192,7 @@ def find_shared(
 
 
 def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[IntervalSharing | None, str | None]:
-    """The prefix sharing of a stream, by ``--share-prefix``; and a message if something prevents it."""
+    """Prefix sharing of a stream, by ``--share-prefix``; if an option or the model prevents it, None and a message."""
     if config.share_prefix == "false":
         return None, None
     if reasons := _reasons_against(config, model):
@@ -199,7 +203,7 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
 
 
 def _reasons_against(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
-    """Options, and a property of the model, that prevent sharing; an UnsupportedModelError if it is required."""
+    """Reasons against sharing; UnsupportedModelError if ``--share-prefix true`` requires it and the model cannot."""
     problem = _problem_of_model(model)
     if problem and config.share_prefix == "true":
         raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
@@ -221,7 +225,7 @@ def load_shared_prefixes(
     """The prefixes that a saved plan shares; None if it shares none.
 
     Args:
-        parts: of trees, as its file records them.
+        parts: placement of the parts of trees, as recorded in the plan's file.
 
     Raises:
         MismatchError: if the caches do not record these prefixes.
@@ -245,20 +249,20 @@ def load_shared_prefixes(
 
 
 def parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
-    """The placement in steps of the parts of a split tree."""
+    """The placement in steps of the packs of a tree that does not fit into one pack."""
     if not config.shuffle:
         return "any"  # the order is the user's
     return "together" if config.max_rows_per_tree is None else "apart"
 
 
 def _as_planned(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:
-    """The prefixes of the first samples, as ``plan_trees`` takes them."""
+    """The prefixes of the first ``num_samples`` samples, as ``plan_trees`` takes them."""
     offsets = prefixes.offsets[: num_samples + 1]
     return Prefixes(offsets, prefixes.prefixes.lengths[: offsets[-1]], prefixes.prefixes.hashes[: offsets[-1]])
 
 
 def _prefixes(reader: CacheReader, *, is_required: bool) -> SplitPrefixes | None:
-    """The prefixes of all samples; None if a cache has none, a MismatchError if they are required."""
+    """The recorded prefixes of all samples; if a cache has none, None, or a MismatchError if ``is_required``."""
     prefixes = reader.prefixes()
     if prefixes is not None or not is_required:
         return prefixes
@@ -275,7 +279,7 @@ def _prefixes(reader: CacheReader, *, is_required: bool) -> SplitPrefixes | None
 
 
 def _problem_of_model(model: Mapping[str, Any]) -> str:
-    """The reason why samples of a model cannot resume from a shared prefix; empty if they can."""
+    """The reason why a model cannot compute a prefix once for several samples; empty if it can."""
     kind = str(text_config_of(model).get("model_type"))
     if kind not in family_of(model).recurrent_types:
         return ""
@@ -283,6 +287,6 @@ def _problem_of_model(model: Mapping[str, Any]) -> str:
 
 
 def _reason(reason: str) -> str:
-    """A reason against sharing, an option or a sentence, as the end of another sentence."""
+    """A reason against sharing, an option or a sentence, as the second half of a sentence."""
     is_option = reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES))
     return f"that cannot be combined with {reason}" if is_option else reason

@@ -1,8 +1,8 @@
 """Rows that are encoded and packed while a run trains, and the steps of one rank on them.
 
-There is no plan, so ranks add up what a step holds: before each step one all-reduce of a few numbers sums their packs'
-figures, and tells whether any rank has more rows. A rank without rows trains empty micro-batches, with zero loss, until
-all have ended; the loss stays the mean over the target tokens of the step.
+There is no plan, so ranks add up the figures of each step: before the step, one all-reduce of a few numbers sums the
+figures of their packs and tells whether any rank has more rows. A rank without rows trains empty micro-batches with
+zero loss until all ranks have ended; the loss stays the mean over the target tokens of the step.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.prepare.shared_prefixes import MIN_SAVING, first_pair, sharing_of_stream
 from packtool.train.prepare.timeline import OpenTimeline
 
-# Any number of processes makes the same packs, and a stream has no windows: an interval is one.
+# Options without effect on the packs of a stream: each interval is packed in one window, by any number of processes.
 _CHANGES_NO_PACK = ("packing_num_proc", "packing_window")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamedSource:
-    """Rows that one rank encodes and packs while it trains.
+    """The rows of a run that are encoded and packed while it trains.
 
     Args:
         config: of the run.
         world: this process among the others.
         files: of the model.
-        media_limits: that pixels and sounds are loaded with.
+        media_limits: limits that media are loaded with.
         specs: files of all rows.
-        spec: how they are encoded.
-        options: how they are packed.
-        sharing: how samples of an interval share prefixes; None if every sample is computed whole.
+        spec: options of their encoding.
+        options: of their packing.
+        sharing: of prefixes by samples of an interval; None if every sample is computed in full.
         start: the first step to train.
-        stream: position of this rank at ``start``; None for the beginning.
+        stream: position of this rank in the rows at ``start``; None for the beginning.
     """
 
     config: TrainConfig
@@ -83,7 +83,7 @@ class StreamedSource:
 
     @property
     def min_shared(self) -> int | None:
-        """Tokens that a prefix must have to be computed once; None if every sample is computed whole."""
+        """Minimum tokens of a prefix that is computed once for several samples; None without shared prefixes."""
         return None if self.sharing is None else MIN_SHARED
 
     @property
@@ -92,7 +92,7 @@ class StreamedSource:
         return self.config.enable_channel_loss
 
     def expected(self) -> dict[str, Any]:
-        """The fields of a ``TrainResult`` that are known before the first step: next to nothing."""
+        """The fields of a ``TrainResult`` that are known before the first step; numbers of samples are 0."""
         unknown = ("num_samples", "filtered", "num_packs", "steps_without_packing", "num_empty_micro_batches")
         return {
             **dict.fromkeys((*unknown, "target_tokens"), 0),
@@ -122,7 +122,7 @@ class StreamedSource:
         yield f"optimizer steps: at most {self.timeline.num_steps:,}"
 
     def media_tokens(self) -> float:
-        """Upper bound of the media tokens of one rank's micro-batch: all of its tokens; 0 for a model of text."""
+        """Upper bound of the media tokens of a micro-batch: all of its tokens; 0 for a text model."""
         has_images = self.media_limits.image is not None
         return float(self.options.packing_length * self.config.per_device_train_batch_size * has_images)
 
@@ -132,7 +132,7 @@ class StreamedSource:
         return [(self.options.packing_length, self.world.sequence_parallel_size)]
 
     def peak_memory_batches(self, config: TrainConfig, number: int) -> tuple[RankTokens, ...]:
-        """The micro-batches of one rank that may need most memory: all tokens are a picture's."""
+        """The micro-batches of a rank that may need most memory: all tokens are those of images."""
         num_media, limits = int(self.media_tokens()), self.media_limits.image
         num_local, size = None, self.world.sequence_parallel_size
         if limits is not None and size > 1:
@@ -143,13 +143,13 @@ class StreamedSource:
         )
 
     def first_samples(self, max_samples: int) -> list[EncodedSample]:
-        """The shortest samples of the first block of the first file, or two that share a prefix."""
+        """The shortest samples of the first block of rows, at most ``max_samples``; or two that share a prefix."""
         source, blocks = follow(self.specs[0])
         block = next(iter(blocks), None)
         if block is None:
             return []
-        read = list(samples_of(source, [block], may_hold_secrets=False))
-        encoded = encode_samples(read, Encoder(self.spec, self.files))
+        rows = list(samples_of(source, [block], may_hold_secrets=False))
+        encoded = encode_samples(rows, Encoder(self.spec, self.files))
         samples = [sample for item in encoded if not isinstance(item, Dropped) for sample in item]
         capacity = self.options.packing_length
         trees = self.sharing.find_trees(samples, capacity) if self.sharing is not None and samples else None
@@ -166,7 +166,7 @@ class StreamedSource:
         return _unchanged
 
     def names(self, micro_batch: MicroBatch) -> list[str]:
-        """The origin of each sample of a micro-batch: its row and file."""
+        """The row and file of each sample of a micro-batch, for messages."""
         return [f"row {sample.row} of {sample.source}" for sample in micro_batch.samples]
 
     def debug_text(self, micro_batch: MicroBatch) -> str:
@@ -179,10 +179,10 @@ def _unchanged(sample: EncodedSample) -> EncodedSample:
 
 
 def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunState, list[str]]:
-    """Check that model, rows and options fit; reads the first rows of the first files.
+    """Open the rows of a stream, and check that model, rows and options fit; reads the first rows of a few files.
 
     Returns:
-        the rows from the beginning, the state of a run that starts there, and messages for the user.
+        the source from the first row, the state of a run that starts there, and notes for the user.
     """
     files = ModelFiles.load(config.model, config.chat_template)
     max_length = length_of_rows(config, files)
@@ -193,7 +193,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     refusals = [first_row_error(*follow(spec)) for spec in specs[:MAX_OPEN_SOURCES]]
     packing_length = config.packing_length or max_length
     sharing, not_shared = sharing_of_stream(config, files.config)
-    # All other settings that decide the packs of a stream, in one line.
+    # Checkpoints record all settings that decide the packs of a stream, in one line.
     pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
     names = ("packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction")
     names += ("share_prefix", "max_rows_per_tree") if sharing is not None else ()
@@ -237,10 +237,10 @@ _SUMS = (
 
 
 class NumberExchange(Protocol):
-    """An exchange of numbers between ranks during training; every rank calls each method at the same step."""
+    """Exchange of numbers between ranks during training; every rank calls each method at the same step."""
 
     def sums(self, counts: Sequence[int]) -> list[int]:
-        """Each number added up over the data-parallel ranks."""
+        """Each number summed over the data-parallel ranks."""
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all data-parallel ranks, by rank."""
@@ -274,30 +274,29 @@ class StreamedSteps(Steps):
             log=self._log,
         )
         self._step = source.start
-        self._after = {source.start: source.stream or StreamState()}
+        # Positions of the stream after the last step begun, and after the one before.
+        self._positions = {source.start: source.stream or StreamState()}
 
     def rank_steps(self) -> Iterator[RankStep]:
-        """Yield steps without end, for other ranks may have more rows."""
+        """Yield steps without end: after its last row, a rank yields empty steps, because others may have more rows."""
         self._log.begin()
-        packs = iter(self._stream)
-        ahead = next(packs, None)
-        after = self._after[self._source.start]
+        stream = iter(self._stream)
+        next_pack = next(stream, None)
+        position = self._positions[self._source.start]
         while True:
-            taken: list[StreamedPack] = []
-            while ahead is not None and len(taken) < self._packs_per_step:
-                taken.append(ahead)
-                after = ahead.state
-                ahead = next(packs, None)
-            micro = [
-                taken[start : start + self._batch_size] for start in range(0, self._packs_per_step, self._batch_size)
-            ]
+            packs: list[StreamedPack] = []
+            while next_pack is not None and len(packs) < self._packs_per_step:
+                packs.append(next_pack)
+                position = next_pack.state
+                next_pack = next(stream, None)
+            starts = range(0, self._packs_per_step, self._batch_size)
             yield RankStep(
-                tuple(MicroBatch([pack.samples for pack in packs]) for packs in micro),
-                partial(self._begun, self._counts(taken, is_last=ahead is None), after),
+                tuple(MicroBatch([pack.samples for pack in packs[at : at + self._batch_size]]) for at in starts),
+                partial(self._begin, self._counts(packs, is_last=next_pack is None), position),
             )
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
-        """The figures of one rank's packs of a step, in the order of ``_SUMS``."""
+        """The figures of this rank's packs of a step, in the order of ``_SUMS``."""
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         added = Added.joined([pack.added for pack in packs])
         num_tokens = lengths.sum() - added.shared.sum()
@@ -312,8 +311,8 @@ class StreamedSteps(Steps):
         ]
         return [int(count) for count in counts]
 
-    def _begun(self, counts: list[int], after: StreamState) -> StepFigures:
-        """Begin a step: add up its ``counts`` over all ranks; ``after`` is the stream's position behind its packs."""
+    def _begin(self, counts: list[int], position: StreamState) -> StepFigures:
+        """Begin a step, and sum its ``counts`` over all ranks; ``position`` is the stream's after its packs."""
         sums = dict(zip(_SUMS, self._exchange.sums(counts), strict=True))
         if not sums["packs"]:
             where = f"Rows that were dropped are listed in {self._log.path}."
@@ -325,7 +324,7 @@ class StreamedSteps(Steps):
             attention = cost.attention_of(np.array(sums["attended"]), np.array(sums["in_windows"]))
             flops.append(float(cost(np.array(sums["tokens"]), attention, sums["logits"], towers)))
         self.totals.update(sums)
-        self._after = {self._step: self._after[self._step], self._step + 1: after}
+        self._positions = {self._step: self._positions[self._step], self._step + 1: position}
         self._step += 1
         return StepFigures(
             target_tokens=sums["target_tokens"],
@@ -339,14 +338,14 @@ class StreamedSteps(Steps):
         )
 
     def save(self, checkpoint: str, step: int) -> None:
-        """Write this rank's position in the stream after ``step``, which is the step begun last or the one before."""
+        """Write this rank's position in the stream after ``step`` steps; the last step begun may be one later."""
         world = self._source.world
         os.makedirs(checkpoint, exist_ok=True)
         if world.share_rank == 0:
-            write_stream_state(checkpoint, world.data.rank, self._after[step])
+            write_stream_state(checkpoint, world.data.rank, self._positions[step])
 
     def final_counts(self) -> dict[str, Any]:
-        """The counts of the rows that all ranks have read."""
+        """Counts of the rows, samples and packs of all ranks."""
         counts = self._stream.counts.total(self._exchange.gathered(self._stream.counts))
         totals = self.totals
         return {
@@ -363,15 +362,15 @@ class StreamedSteps(Steps):
 
 
 class DropLog:
-    """``OUTPUT_DIR/dropped-00000.jsonl``: a line for each row that a rank could not use.
+    """Writer of ``OUTPUT_DIR/dropped-00000.jsonl``, with a line for each row that a rank could not use.
 
     Args:
         output_dir: of the run.
         world: this rank among the others.
-        start: where its stream resumes: lines of earlier rows stay, later ones are removed.
+        start: position at which the stream resumes: lines of earlier rows stay, later ones are removed.
 
     Attributes:
-        firsts: of each reason, the first row that this run met.
+        firsts: the first row of each reason, as a message.
     """
 
     def __init__(self, output_dir: str, world: World, start: StreamState | None) -> None:
@@ -390,7 +389,7 @@ class DropLog:
             file.write(item.to_json())
 
     def begin(self) -> None:
-        """Keep the lines of rows that this run does not meet again, and no others."""
+        """Remove the lines of rows that this run reads again."""
         if not self._writes:
             return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)

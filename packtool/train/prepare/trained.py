@@ -17,8 +17,8 @@ class TrainedModel:
     """The directories of a trained model.
 
     Args:
-        base: directory (or hub id) of the model; its tokenizer and processor are the adapter's too.
-        adapter: directory of the adapter, or None.
+        base: directory (or hub id) of the model, with tokenizer and processor.
+        adapter: directory of the adapter; None for full weights.
     """
 
     base: str
@@ -29,7 +29,7 @@ class TrainedModel:
         """Find the model or adapter that ``--model`` names.
 
         Args:
-            base_model: where an adapter's base model is now; by default where the adapter says.
+            base_model: directory of an adapter's base model; by default the one that the adapter names.
         """
         path = os.path.join(model, ADAPTER_FILE)
         if not is_adapter(model):
@@ -62,7 +62,7 @@ def is_adapter(directory: str) -> bool:
 
 
 def describe_non_adapter(directory: str) -> str:
-    """A description of a directory that holds no adapter, for errors."""
+    """A description of a directory without an adapter, for errors."""
     last = os.path.join(directory, LAST)
     if not os.path.isdir(directory):
         return "there is no such directory"

@@ -1,4 +1,4 @@
-"""The number of processes that load media for a rank, and advice if the rank waits for them."""
+"""Number of processes that load data for a rank, and advice if steps wait for data."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def cores_of_a_rank() -> int:
 
 
 class WaitingNote:
-    """Gives advice, once, when steps wait for their data.
+    """Advice, given once, if steps wait for data.
 
     Args:
-        num_workers: processes of this rank that load ahead.
-        cores: of one rank.
+        num_workers: loading processes of this rank.
+        cores: cores of this rank.
     """
 
     def __init__(self, num_workers: int, cores: int) -> None:
@@ -47,11 +47,11 @@ class WaitingNote:
         self._begun = self._is_shown = False
 
     def after(self, data_wait: float, seconds: float) -> str | None:
-        """The advice, or None.
+        """Add the time since the last log line; return the advice if it is due.
 
         Args:
-            data_wait: share of the time since the last log line that was spent waiting.
-            seconds: since then.
+            data_wait: fraction of that time spent waiting for data.
+            seconds: that time.
         """
         if not self._begun:
             # The first step waits for processes to start.
