@@ -66,7 +66,7 @@ class EncodedVideo:
         grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``; empty for families without one.
         seconds_per_grid: seconds between two steps of the grid's t.
         num_tokens: placeholder tokens that stand for its frames in ``input_ids``.
-        audio: its sound track, where that is woven in (``USE_AUDIO_IN_VIDEO``).
+        audio: its sound track, where that is interleaved in (``USE_AUDIO_IN_VIDEO``).
     """
 
     path: str | None

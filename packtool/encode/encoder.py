@@ -1,4 +1,7 @@
-"""Encode samples to tokens, labels and media spans, and blocks of rows for export's tasks and for streaming."""
+"""Encode rows and samples to tokens, labels and media spans, for export and for streaming.
+
+Templates, tokenizers, media and truncation have their own modules; this one runs them in order.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ from packtool.encode.boxes import BoxWriter
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import media_encoding
 from packtool.encode.families.record import MediaEncoding, Medium
-from packtool.encode.fit import Tokenized, drop_too_long, fit, fit_all
 from packtool.encode.loss_scale import LossScale, Weights, loss_scale_of, parse_loss_scale
 from packtool.encode.media_spans import (
-    MediaLayout,
+    ExpandedPieces,
+    JoinedTokens,
     MediaTokens,
-    TokenizedLayout,
-    join_pieces,
-    lay_out,
+    expand_media,
+    join_tokens,
     num_common,
 )
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
-from packtool.encode.row_parts import RowParts, expansion_of, joined
+from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
-from packtool.encode.tokenize import ControlVocabulary, Piece, PieceTokenizer, Shield
+from packtool.encode.tokenize import ControlEscaper, ControlVocabulary, Piece, PieceTokenizer
+from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
 from packtool.errors import ConfigError, StorageError
 from packtool.media.files import MediaProblem, check_allowed
 from packtool.rows.forms import to_sample
@@ -45,56 +48,63 @@ from packtool.rows.sample import Dropped, MediaKind, MediaRef, Sample, Turn, gua
 from packtool.rows.source import RowBlock, Source
 
 
-def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
-    """Return notes for the user on how rows are encoded for a model, a line each."""
-    remarks = [*media.remarks]
+def encoding_warnings(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
+    """Return warnings about how rows are encoded for a model, one line each."""
+    warnings = [*media.warnings]
     requested, loss_scale = spec.loss_scale, loss_scale_of(spec.loss_scale, files.is_hybrid_thinking)
     if loss_scale != requested:
-        remarks.append(
-            f"--loss-scale {requested} means {loss_scale} here: the chat template is one for hybrid thinking, whose "
-            f"prompt writes the empty thinking block itself, so it carries no loss; {requested}+keep_empty_think "
-            "trains it"
+        warnings.append(
+            f"--loss-scale {requested} is applied as {loss_scale}: with thinking switched off, the generation prompt "
+            "of this chat template already contains the empty thinking block, so the block is not trained; "
+            f"--loss-scale {requested}+keep_empty_think trains it"
         )
     if files.end_mark:
-        remarks.append(
-            f"the chat template ends no answer, and generation stops at {files.end_mark.strip()}, which opens the next "
-            "turn: it stands behind the last answer, too, and is trained as the end of each"
+        warnings.append(
+            "the chat template writes no end of turn after an answer, and generation stops at "
+            f"{files.end_mark.strip()}, which opens the next turn: this token is added after the last answer, and "
+            "trained as the end of each answer"
         )
     if spec.expand_turns == "auto":
-        remarks.append(
-            "--expand-turns auto: the chat template leaves out what earlier turns thought, so a row in which it does "
-            "becomes several samples"
+        warnings.append(
+            "--expand-turns auto: the chat template removes the thinking of earlier turns, so a row that would lose "
+            "thinking becomes several samples"
             if expansion_of("auto", files) == "auto"
-            else "--expand-turns auto changes nothing: the chat template keeps what earlier turns thought"
+            else "--expand-turns auto changes nothing: the chat template keeps the thinking of earlier turns"
         )
-    return tuple(remarks)
+    return tuple(warnings)
 
 
 _MAX_REMEMBERED_MEDIA = 10_000
 _CHARS_PER_TOKEN = 8
-"""Texts with more characters per allowed token are checked before they are tokenized; most texts have fewer."""
+"""Texts with more characters per token of ``max_length`` are checked for their length before they are tokenized."""
 
 
 class _Rendered(NamedTuple):
-    """A sample between rendering and tokenization."""
+    """A rendered sample before tokenization.
+
+    Args:
+        pieces: of the rendered conversation; a medium is still one piece.
+        turns: the assistant's turns, as pieces.
+        media: measured, by kind.
+        expanded: the pieces with all tokens of the media.
+    """
 
     sample: Sample
     pieces: list[Piece]
     turns: list[TurnPieces]
     media: dict[str, list[Medium]]
-    layout: MediaLayout
+    expanded: ExpandedPieces
 
 
 class Encoder:
-    """Encodes samples for one model and one spec.
+    """Encodes samples for one model with one set of options.
 
     Args:
-        spec: the options that decide the tokens.
-        files: the model's tokenizer, template and settings.
-        media: encoding of its media; by default that of the spec and the files.
+        spec: the options that determine tokens and labels.
+        media: the model's media encoding; made from the spec and the files if None.
 
     Raises:
-        ConfigError: if the model cannot be encoded for.
+        ConfigError: if rows cannot be encoded for this model, or the options contradict each other.
     """
 
     def __init__(self, spec: EncodeSpec, files: ModelFiles, media: MediaEncoding | None = None) -> None:
@@ -113,79 +123,83 @@ class Encoder:
             self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
         if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
             raise ConfigError(
-                f"--model {spec.model}: its tokenizer does not know {', '.join(missing)}, which config.json calls for",
-                "Tokenizer and config.json belong to different models: take both from one.",
+                f"--model {spec.model}: the tokenizer lacks {', '.join(missing)}, which config.json requires for media",
+                "tokenizer.json and config.json come from different models: take both from the same one.",
             )
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
-        self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
+        self._piece_tokenizer = PieceTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
-        expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._parts = RowParts(expansion, self._template, self._finder, self._pieces_of)
-        self.remarks = remarks_on(spec, files, self._media)
+        split_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
+        self._row_splitter = RowSplitter(split_spec, self._template, self._finder, self._pieces_of)
+        self.warnings = encoding_warnings(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[object, ...], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
-        """Encode many samples; each becomes exactly one result, in order.
+        """Encode samples, one result per sample, in order.
 
         Returns:
-            for each sample why it was dropped, or its encoded samples: one, several with ``split``, or an
-            ``EncodedRow`` where its turns or responses are samples.
+            for each sample its encoded samples, or the reason why it is dropped. There are several encoded samples with
+            ``--truncation-strategy split``, and an ``EncodedRow`` if turns or responses become samples.
 
         Raises:
-            RowError: for a sample that does not fit when the strategy is ``raise``.
+            RowError: for a sample that is too long, if the strategy is ``raise``.
         """
         if any(sample.tokens is not None for sample in samples):
             return [self._encode_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
-        ready = [self._boxes.write(sample) for sample in samples]
-        rows = [each if isinstance(each, Dropped) else self._parts.of(each) for each in ready]
+        with_boxes = [self._boxes.write(sample) for sample in samples]
+        rows = [row if isinstance(row, Dropped) else self._row_splitter.split(row) for row in with_boxes]
         results = iter(self._encode([part for row in rows if isinstance(row, list) for part in row]))
-        return [joined(row, [next(results) for _ in row]) if isinstance(row, list) else row for row in rows]
+        return [join_results(row, [next(results) for _ in row]) if isinstance(row, list) else row for row in rows]
 
     def _encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
+        """Render, tokenize and truncate samples of their own; the texts of all are tokenized in one call."""
         items = [self._render(sample) for sample in samples]
-        units = [unit for item in items if isinstance(item, _Rendered) for unit in item.layout.units]
-        ends = self._ends(items)
-        ids = self._pieces.encode([unit._replace(text="") if i in ends else unit for i, unit in enumerate(units)])
-        for i, (kept, _) in ends.items():
-            ids[i] = kept
+        units = [unit for item in items if isinstance(item, _Rendered) for unit in item.expanded.units]
+        shortened = self._tokenize_ends(items)
+        short_units = [unit._replace(text="") if i in shortened else unit for i, unit in enumerate(units)]
+        ids = self._piece_tokenizer.encode(short_units)
+        for i, (first_and_last_ids, _) in shortened.items():
+            ids[i] = first_and_last_ids
         results: list[list[EncodedSample] | Dropped] = []
         start = 0
         for item in items:
             if isinstance(item, Dropped):
                 results.append(item)
                 continue
-            stop = start + len(item.layout.units)
+            stop = start + len(item.expanded.units)
             tokenized = self._tokenized(item, ids[start:stop])
-            if num_removed := sum(ends[i][1] for i in range(start, stop) if i in ends):
+            if num_removed := sum(shortened[i][1] for i in range(start, stop) if i in shortened):
                 tokenized = replace(tokenized, num_removed=num_removed)
-            results.append(fit(tokenized, self.spec))
+            results.append(truncate(tokenized, self.spec))
             start = stop
         return results
 
-    def _ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, tuple[list[int], int]]:
-        """Tokenize only both ends of texts whose middle is certainly cut.
+    def _tokenize_ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, tuple[list[int], int]]:
+        """Tokenize very long texts at both ends only, where truncation certainly removes the middle.
 
-        Truncation keeps the first or the last ``max_length`` tokens of a row, so no more of any text. Not where a
-        medium's place or a rule for weights is searched among the tokens of the entire text.
+        Truncation keeps the first or the last ``max_length`` tokens of a row, so at most so many of a text. Samples
+        with media or with rules of the loss scale are left out: both are located by the tokens of the entire text.
 
         Returns:
-            by the number of the text among all units, its first and last ids, and the number of ids between them.
+            by the text's index among the units of all items: its first and last ids in one list, and the number of ids
+            left out between them.
         """
         ends: dict[int, tuple[list[int], int]] = {}
-        limit, start = self.spec.max_length, 0
+        max_length, start = self.spec.max_length, 0
         if self.spec.truncation_strategy not in ("left", "right"):
             return ends
         for item in items:
             if isinstance(item, Dropped):
                 continue
-            units = item.layout.units
-            long = [i for i, unit in enumerate(units) if len(unit.text) > 2 * _CHARS_PER_TOKEN * limit]
+            units = item.expanded.units
+            long_units = [i for i, unit in enumerate(units) if len(unit.text) > 2 * _CHARS_PER_TOKEN * max_length]
             rules = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale).rules
-            if long and not rules and not item.layout.borders:
-                both_ends = {start + i: self._pieces.ends(units, i, limit) for i in long}
-                ends |= {i: both for i, both in both_ends.items() if both is not None}
+            if not rules and not item.expanded.media_borders:
+                for i in long_units:
+                    if (both_ends := self._piece_tokenizer.ends(units, i, max_length)) is not None:
+                        ends[start + i] = both_ends
             start += len(units)
         return ends
 
@@ -195,23 +209,24 @@ class Encoder:
         return PreparedRows(self.spec, self._media, self.media_tokens, self._vocabulary.ids, num_ids)
 
     def _encode_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
-        """Encode a row that another tool has tokenized."""
+        """Check and truncate a row that another tool has tokenized."""
         try:
             parts = self._prepared.tokenized(sample, self._media_of(sample))
         except Problem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        return fit_all(parts, self.spec)
+        return truncate_all(parts, self.spec)
 
     def _media_of(self, sample: Sample) -> dict[str, list[Medium]]:
-        """Measure the media of a row, by kind; raise MediaProblem if one cannot be used."""
+        """Return the measured media of a row by kind; raise MediaProblem if one cannot be used."""
         pads = self.media_tokens.pads
-        # Their order would be lost, since one placeholder token stands for both.
+        # One placeholder token stands for both kinds, so their order could not be found again.
         if sample.images and sample.videos and pads.get("image") == pads.get("video", -1):
-            detail = "a row may have pictures or videos, and this one has both"
-            raise MediaProblem("media_unsupported", f"this model takes a video's frames as pictures: {detail}")
+            detail = "the row has both pictures and videos, and this model takes the frames of a video as pictures"
+            raise MediaProblem("media_unsupported", f"{detail}: give rows with one of the two kinds")
         return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()}
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
+        """Render a conversation and insert the tokens of its media; drop it if that fails, or if it is too long."""
         try:
             rendered = self._rendered(sample)
         except Problem as problem:
@@ -219,81 +234,83 @@ class Encoder:
         return self._drop_too_long(rendered) or rendered
 
     def _rendered(self, sample: Sample) -> _Rendered:
-        """Render a conversation and write out its media; raise a Problem if that is not possible."""
+        """Render a conversation and insert the tokens of its media; raise a Problem if that is not possible."""
         media = self._media_of(sample)
         if self._media.control_tokens and sample.lone_mark:
             raise RowProblem(f"{sample.lone_mark}_marks", lone_mark_detail(sample.lone_mark))
         if self._media.one_picture_only and len(sample.images) > 1:
-            detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
+            detail = f"the row has {len(sample.images)} pictures; for this model packtool encodes one picture per row"
             raise RowProblem("media_unsupported", detail)
         pieces = self._pieces_of(sample)
         marks = [piece.media for piece in pieces]
-        for kind, of_kind in media.items():
+        for kind, media_of_kind in media.items():
             num_marks = marks.count(kind)
-            if num_marks != len(of_kind):
-                detail = f"the chat template left {num_marks} of {len(of_kind)} {kind}s in the conversation"
+            if num_marks != len(media_of_kind):
+                detail = f"the chat template wrote {num_marks} of the row's {len(media_of_kind)} {kind}s"
                 raise RowProblem(f"{kind}_marks", detail)
         turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
         num_answers = 0 if sample.is_text else [turn.role for turn in sample.turns].count("assistant")
         has_own_loss = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (has_own_loss and len(turns) != num_answers):
-            detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
+            detail = f"only {len(turns)} of {num_answers} assistant turns were found in the rendered conversation"
             raise RowProblem("turns_not_found", detail)
-        layout = lay_out(pieces, media, self._media.parts, self.spec.max_length)
-        return _Rendered(sample, pieces, turns, media, layout)
+        expanded = expand_media(pieces, media, self._media.segments, self.spec.max_length)
+        return _Rendered(sample, pieces, turns, media, expanded)
 
     def _drop_too_long(self, item: _Rendered) -> Dropped | None:
-        """Drop a row whose text alone is certainly too long, before it is tokenized.
+        """Drop a row whose text is certainly too long, which saves its tokenization; None if it may fit.
 
-        Not where a part of it would be kept (``_ends``), or where its media may be too long as well (``fit``).
+        Rows that the other strategies would shorten are kept, and so are rows whose media fill ``max_length``:
+        ``truncate`` decides about these.
         """
-        limit, units = self.spec.max_length, item.layout.units
+        max_length, units = self.spec.max_length, item.expanded.units
         if self.spec.truncation_strategy not in ("delete", "raise"):
             return None
-        if sum([len(unit.text) for unit in units]) <= _CHARS_PER_TOKEN * limit:
+        if sum([len(unit.text) for unit in units]) <= _CHARS_PER_TOKEN * max_length:
             return None
-        min_tokens = self._pieces.min_tokens(units, limit + 1)
-        if min_tokens <= limit or sum(unit.times for unit in units) >= limit:
+        min_tokens = self._piece_tokenizer.min_tokens(units, max_length + 1)
+        if min_tokens <= max_length or sum(unit.times for unit in units) >= max_length:
             return None
         return drop_too_long(item.sample, self.spec, f"at least {min_tokens}")
 
     def _pieces_of(self, sample: Sample) -> list[Piece]:
-        """Return the rendered conversation (a text for pretraining: the text itself) in pieces.
+        """Render a sample and split it into pieces: a conversation by the chat template, a pretraining text as it is.
 
         Raises:
-            RowProblem: if the template refuses it.
+            RowProblem: if the template refuses the conversation or leaves out a turn.
         """
         kinds = [kind for kind, refs in sample.media.items() if refs]
         strings = strings_of(sample)
         try:
-            shield = Shield(self._vocabulary, strings, sample.control)
+            escaper = ControlEscaper(self._vocabulary, strings, sample.control)
         except ValueError as error:
             raise RowProblem("private_characters", str(error)) from error
         if sample.is_text:
-            text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
-            return [*shield.split(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
+            text = "".join(escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns)
+            return [*escaper.split(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
         if self._template is None:
-            detail = "the row is a conversation, and the model has no chat template: --chat-template FILE gives one"
+            detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
             raise RowProblem("no_chat_template", detail)
         as_list = self._media.content_as_list
         try:
             messages = []
             for turn in sample.turns:
-                text = shield.text(shield.media(turn.content, kinds))
-                content = shield.as_list(text) if as_list else text
-                messages.append({"role": turn.role, "content": content, **shield.value(turn.extra)})
-            tools = shield.value(sample.tools)
+                text = escaper.text(escaper.media(turn.content, kinds))
+                content = escaper.as_list(text) if as_list else text
+                messages.append({"role": turn.role, "content": content, **escaper.value(turn.extra)})
+            tools = escaper.value(sample.tools)
             rendered = self._template.render(messages, tools)
         except TemplateFailure as failure:
             raise RowProblem("template_refused", str(failure)) from failure
         except RecursionError as error:
-            raise RowProblem("template_refused", "the row's values nest too deep") from error
+            raise RowProblem("template_refused", "tools or tool calls of the row are nested too deeply") from error
         if (number := self._template.missing_turn(sample.turns, messages, tools)) is not None:
-            detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
+            detail = f"the chat template leaves out turn {number} (role {sample.turns[number].role})"
             raise RowProblem("turn_left_out", detail)
-        return shield.split(rendered, self._media.placeholders)
+        return escaper.split(rendered, self._media.placeholders)
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
+        """Measure a medium; one in a file only once."""
         if ref.path is None:
             return self._media.measure(kind, ref)
         key = kind, ref.path, ref.clip, ref.limits, ref.policy
@@ -305,12 +322,13 @@ class Encoder:
         return medium
 
     def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
-        tokens = join_pieces(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
+        """Join the ids of a sample's units, and locate its turns and media among them."""
+        tokens = join_tokens(item.expanded, unit_ids, self._vocabulary.ids, self._encode_one)
         turns = self._turns(item, tokens, unit_ids)
         borders = None
         if item.sample.part is not None:  # other samples of the row may continue from there
-            places = {place for turn in turns for place in (*turn.header, *turn.span)}
-            borders = np.array(sorted(places), np.int32)
+            positions = {position for turn in turns for position in (*turn.header, *turn.span)}
+            borders = np.array(sorted(positions), np.int32)
         return Tokenized(
             sample=item.sample,
             ids=np.array(tokens.ids, np.int32),
@@ -318,12 +336,12 @@ class Encoder:
             spans=tokens.spans,
             media=item.media,
             weights=self._weights(item, tokens, turns),
-            num_removed=item.layout.num_omitted,
+            num_removed=item.expanded.num_omitted,
             borders=borders,
         )
 
-    def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:
-        """Return the weight of each token as a target, None where the turns' tokens weigh 1."""
+    def _weights(self, item: _Rendered, tokens: JoinedTokens, turns: Sequence[_TrainedTurn]) -> Weights | None:
+        """Return the weight of each token, float32 (L,), 0 for no target; None if all tokens of the turns weigh 1."""
         loss_scale = item.sample.loss_scale or self.spec.loss_scale
         scale = parse_loss_scale(loss_scale_of(loss_scale, self._is_hybrid_thinking))
         has_own_loss = any(turn.turn.loss is not None or turn.turn.loss_scale is not None for turn in turns)
@@ -332,52 +350,54 @@ class Encoder:
         weights = np.full(len(tokens.ids), float(scale.base == "all"), np.float32)
         for number, turn in enumerate(turns):
             turn_weights: Any = float(scale.base != "last_round" or number == len(turns) - 1)
-            rules = scale
-            if turn.turn.loss is not None:
-                turn_weights, rules = float(turn.turn.loss), scale.of_marked_turns
-            if turn_weights and rules.rules and not item.sample.is_text:
-                turn_weights = self._rule_weights(item.layout, tokens, turn, rules)
+            turn_scale = scale
+            if turn.turn.loss is not None:  # the row's own setting replaces the base
+                turn_weights, turn_scale = float(turn.turn.loss), scale.of_marked_turns
+            if turn_weights and turn_scale.rules and not item.sample.is_text:
+                turn_weights = self._rule_weights(item.expanded, tokens, turn, turn_scale)
             factor = 1.0 if turn.turn.loss_scale is None else turn.turn.loss_scale
             weights[slice(*turn.span)] = turn_weights * factor
         return weights
 
     def _rule_weights(
-        self, layout: MediaLayout, tokens: TokenizedLayout, turn: _TrainedTurn, scale: LossScale
+        self, expanded: ExpandedPieces, tokens: JoinedTokens, turn: _TrainedTurn, scale: LossScale
     ) -> Weights:
-        """Return the weights of a turn's tokens by the rules for its text; a token has its first character's weight."""
-        text, firsts, places = "", list[int](), list[int]()
+        """Apply the rules of a loss scale to a turn's text, and return the weight of each token of its span.
+
+        A token has the weight of its first character; all tokens of a medium have that of its control token.
+        """
+        text, char_starts, positions = "", list[int](), list[int]()  # of each token: first character, and index
         for number in range(turn.first_unit, turn.last_unit + 1):
-            unit = layout.units[number]
-            is_last = number == turn.last_unit and number != turn.first_unit
+            unit, text_start = expanded.units[number], tokens.text_starts[number]
             if unit.control:
-                places += range(tokens.text_starts[number] - unit.times, tokens.text_starts[number])
-                firsts += [len(text)] * unit.times
+                positions += range(text_start - unit.times, text_start)
+                char_starts += [len(text)] * unit.times
                 text += unit.control
-            if not is_last:
-                offsets = self._pieces.offsets(unit.text)
-                places += range(tokens.text_starts[number], tokens.text_starts[number] + len(offsets))
-                firsts += [len(text) + start for start, _ in offsets]
+            if number != turn.last_unit or number == turn.first_unit:  # the text after the turn's end is not its own
+                offsets = self._piece_tokenizer.offsets(unit.text)
+                positions += range(text_start, text_start + len(offsets))
+                char_starts += [len(text) + start for start, _ in offsets]
                 text += unit.text
         start, end = turn.span
-        inside = [(place, first) for place, first in zip(places, firsts, strict=True) if start <= place < end]
-        assert [place for place, _ in inside] == list(range(start, end)), "every token has its place in the text"
+        in_turn = [(at, char) for at, char in zip(positions, char_starts, strict=True) if start <= at < end]
+        assert [at for at, _ in in_turn] == list(range(start, end)), "every token of the turn has a character"
         # Rules apply to the answer, not to the header before it.
-        answer_start = min((first for _, first in inside), default=0)
-        return scale.text_weights(text[answer_start:])[[first - answer_start for _, first in inside]]
+        answer_start = min((char for _, char in in_turn), default=0)
+        return scale.text_weights(text[answer_start:])[[char - answer_start for _, char in in_turn]]
 
     def _encode_one(self, piece: Piece) -> list[int]:
-        return self._pieces.encode([piece])[0]
+        return self._piece_tokenizer.encode([piece])[0]
 
-    def _turns(self, item: _Rendered, tokens: TokenizedLayout, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
-        """Return the assistant's turns that have tokens."""
-        pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
+    def _turns(self, item: _Rendered, tokens: JoinedTokens, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
+        """Locate the assistant's turns among the tokens, in order; turns without tokens are left out."""
+        pieces, first_units, sample = item.pieces, item.expanded.first_units, item.sample
         if sample.is_text:
-            return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, len(item.layout.units) - 1)]
+            return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, len(item.expanded.units) - 1)]
         answers = [turn for turn in sample.turns if turn.role == "assistant"]
         turns = []
         for number, turn in enumerate(item.turns):
             # A blank at the start of the answer may merge with the header's last: the merged token is the answer's.
-            first = firsts[turn.first]
+            first = first_units[turn.first]
             text_start, ids = tokens.text_starts[first], unit_ids[first]
             start = text_start + self._header_length(pieces[turn.first].control, turn.header, ids)
             header: tuple[int, ...] = ()
@@ -385,7 +405,7 @@ class Encoder:
                 # A line break at the start of the answer may merge with the header's.
                 header = text_start, text_start + self._header_length(*self._finder.header[-1], ids)
             is_ended = turn.last < len(pieces)
-            last = firsts[turn.last] if is_ended else len(item.layout.units) - 1
+            last = first_units[turn.last] if is_ended else len(item.expanded.units) - 1
             end = tokens.text_starts[last] if is_ended else len(tokens.ids)
             if end > start:
                 message = answers[number] if len(answers) == len(item.turns) else Turn("assistant", "")
@@ -393,7 +413,7 @@ class Encoder:
         return turns
 
     def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
-        """Return the number of ``ids``, a text's after a control token, that are those of a header."""
+        """Return how many of the first ``ids`` of the text after a control token belong to the turn's header."""
         header_ids = self._header_ids.get((control, header))
         if header_ids is None:  # a template has one or two
             header_ids = self._header_ids[control, header] = self._encode_one(Piece(control, "", header))
@@ -401,10 +421,14 @@ class Encoder:
 
 
 class _TrainedTurn(NamedTuple):
-    """An assistant's turn: its message, tokens [start, end), and the first and last unit that has them.
+    """An assistant's turn, located among the tokens.
 
     Args:
-        header: where its header begins and ends, without the thinking that the generation prompt writes.
+        turn: its message.
+        span: its tokens [start, end), from the answer to the token that ends the turn.
+        first_unit, last_unit: units of the expanded conversation that have these tokens.
+        header: start and end of its header, without thinking that the generation prompt writes; empty unless the row
+            becomes several samples.
     """
 
     turn: Turn
@@ -422,13 +446,13 @@ def _tokenizer(files: ModelFiles) -> Tokenizer:
 
 
 def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
-    """Yield a sample for every row, in order, or why it is dropped.
+    """Read blocks of rows, and yield for every row its sample, or the reason why it is dropped, in order.
 
     Args:
         may_hold_secrets: False drops rows with a medium whose URL has a user, password or query.
 
     Raises:
-        DataError: if the file is no longer what was scanned.
+        DataError: if the file has changed since it was scanned.
         StorageError: if it cannot be read.
     """
     for block in blocks:
@@ -436,7 +460,7 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
             if isinstance(row, Dropped):
                 yield row
                 continue
-            try:  # as ``guard_row``, without the cost of a call
+            try:  # the same as ``guard_row``, without the cost of a call
                 sample = _sample(row, source, number, may_hold_secrets)
             except BaseException as error:
                 sample = unexpected_drop(source.label, number, error)
@@ -444,7 +468,7 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
 
 
 def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source, Iterable[RowBlock]]]) -> None:
-    """Raise ConfigError if a source's first good row is a conversation, and the model has no chat template."""
+    """Raise ConfigError if the model has no chat template and a source's first usable row is a conversation."""
     if files.chat_template:
         return
     for source, blocks in sources:
@@ -453,16 +477,15 @@ def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source
         if first is not None and not first.is_text and first.tokens is None:
             raise ConfigError(
                 f"--model {model} has no chat template (base models have none), and {source.label} holds conversations",
-                "Give a template with --chat-template FILE.jinja, or take the instruct model; base models are trained "
-                'on plain text: rows with "text" alone, or .txt files.',
+                "Give a template with --chat-template FILE.jinja, or take the instruct model. Base models can be "
+                'trained on plain text: rows with only "text", or .txt files.',
             )
 
 
 def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:
-    """Yield the result of each sample, in order.
+    """Encode the samples of a group together, and yield each result in order; rows already dropped pass through.
 
-    Samples are encoded together. After an unexpected error each is encoded by itself, so that only the row at fault is
-    dropped.
+    After an unexpected error each sample is encoded by itself, so that only the row at fault is dropped.
     """
     samples = [item for item in group if isinstance(item, Sample)]
     together = guard_row("", 0, encoder.encode, samples)
@@ -476,7 +499,7 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
 
 
 def first_row_error(source: Source, blocks: Iterable[RowBlock]) -> str | None:
-    """Return a message if all media in the first block of rows may not be read, for before a long run."""
+    """Check the first block of rows before a long run: return a warning if no row may read its media, else None."""
     items = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
     with_media = [refs for item in items if isinstance(item, Sample) and (refs := _refs(item))]
     refusals = [next(filter(None, map(_refusal, refs)), None) for refs in with_media]
@@ -486,27 +509,30 @@ def first_row_error(source: Source, blocks: Iterable[RowBlock]) -> str | None:
 
 
 def _refusal(ref: MediaRef) -> str | None:
+    """Return the reason why the media access policy refuses a medium, None if it does not."""
     try:
         check_allowed(ref)
     except MediaProblem as problem:
         return problem.detail
-    except (StorageError, ValueError):  # no path at all: another problem
+    except (StorageError, ValueError):  # an invalid path, which encoding reports
         return None
     return None
 
 
 def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:
+    """Turn a row into a sample; drop it if that fails, or if it names a URL with a secret and may not."""
     try:
         sample = to_sample(row, source, number)
     except RowProblem as problem:
         return Dropped(source.label, number, problem.reason, problem.detail)
     for ref in () if may_hold_secrets else _refs(sample):
         if ref.path is not None and "://" in ref.path and (masked := storage.masked(ref.path)) != ref.path:
-            detail = f"{masked}: the URL has a user, password or query, which would be kept; export with --media embed"
+            detail = f"{masked}: the cache would keep the URL's user, password or query: export with --media embed"
             return Dropped(source.label, number, "media_secret", detail)
     return sample
 
 
 def _refs(sample: Sample) -> list[MediaRef]:
+    """Return all media of a sample, with the frames of videos that are given as pictures."""
     refs = [ref for group in sample.media.values() for ref in group]
     return refs + [frame for ref in refs for frame in ref.frames]

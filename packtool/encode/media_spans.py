@@ -1,7 +1,7 @@
-"""Media in the tokens of a sample: written out before tokenization, and found again afterwards.
+"""Media among the tokens of a sample: their tokens are inserted before tokenization, and located afterwards.
 
 Text that belongs to a medium (a video's ``<1.5 seconds>``) is tokenized together with the text around it, as the
-model's own processor does; a token across the border belongs to the medium.
+model's own processor does. A token that has characters of both belongs to the medium.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy.typing as npt
 
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
 from packtool.encode.families import family_of, thinker_of
-from packtool.encode.families.record import Medium, Part
+from packtool.encode.families.record import MediaSegment, Medium
 from packtool.encode.tokenize import Piece
 from packtool.rows.sample import MediaKind
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) of a medium, from its first mark to its last, which truncation keeps or removes as one.
+    """Tokens [start, end) of a medium with its opening and closing marks; truncation never splits them.
 
     Args:
         kind: "image", "video" or "audio".
-        number: among the sample's media of that kind.
+        number: index among the sample's media of that kind.
     """
 
     kind: str
@@ -35,72 +35,76 @@ class Span(NamedTuple):
 
 
 _Border = tuple[int, int | None]
-"""Border of a medium: a unit, and a number of characters of its text, or None for before its control token."""
+"""Where a medium begins or ends: index of a unit, and how many characters of its text come before; None if the medium
+begins before the unit's control token."""
 
 
-class MediaLayout(NamedTuple):
-    """A conversation with its media written out, before tokenization.
+class ExpandedPieces(NamedTuple):
+    """The pieces of a conversation after each medium was replaced by its tokens.
 
     Args:
-        units: pieces, none of which stands for a medium any more.
-        firsts: the unit that each of the original pieces begins at.
-        borders: (kind, index, begin, end) of each medium.
-        num_omitted: control tokens of media that are not in ``units``.
+        units: the pieces; none stands for a medium any more.
+        first_units: for each original piece, the index of its first unit.
+        media_borders: (kind, index among the media of that kind, begin, end) of each medium.
+        num_omitted: control tokens left out of media that no sample can hold.
     """
 
     units: list[Piece]
-    firsts: list[int]
-    borders: list[tuple[str, int, _Border, _Border]]
+    first_units: list[int]
+    media_borders: list[tuple[str, int, _Border, _Border]]
     num_omitted: int
 
 
-def lay_out(
+def expand_media(
     pieces: Sequence[Piece],
     media: Mapping[str, Sequence[Medium]],
-    parts_of: Callable[[Medium, int], Sequence[Part]],
+    segments_of: Callable[[Medium, int], Sequence[MediaSegment]],
     max_length: int,
-) -> MediaLayout:
-    """Write the tokens of media out where pieces stand for them.
+) -> ExpandedPieces:
+    """Replace each piece that stands for a medium by the medium's tokens and texts.
 
     Args:
-        max_length: of a sample. Of a medium with more control tokens, which no sample can hold, ``max_length + 1`` are
-            written: memory must not depend on a limit that the row sets.
+        media: by kind, in the order of their pieces.
+        segments_of: returns the segments of a medium, by the medium and its index among those of its kind.
+        max_length: maximum tokens of a sample. Of a medium with more control tokens, only ``max_length + 1`` are
+            inserted, so that memory does not depend on limits that a row sets.
     """
-    layout = MediaLayout([], [], [], 0)
-    units, num_omitted = layout.units, 0
+    expanded = ExpandedPieces([], [], [], 0)
+    units, num_omitted = expanded.units, 0
     counts = dict.fromkeys(media, 0)
     for piece in pieces:
-        layout.firsts.append(len(units))
+        expanded.first_units.append(len(units))
         if not piece.media:
             units.append(piece)
             continue
         index = counts[piece.media]
         counts[piece.media] += 1
         begin: _Border | None = None
-        room = max_length + 1
-        for part in parts_of(media[piece.media][index], index):
-            if isinstance(part, str):
+        num_allowed = max_length + 1
+        for segment in segments_of(media[piece.media][index], index):
+            if isinstance(segment, str):  # text continues that of the unit before
                 last = units[-1]
                 begin = begin or (len(units) - 1, len(last.text))
-                units[-1] = last._replace(text=last.text + part)
-            elif part[1]:
-                times = min(part[1], room)
-                room -= times
-                num_omitted += part[1] - times
+                units[-1] = last._replace(text=last.text + segment)
+            elif segment[1]:
+                times = min(segment[1], num_allowed)
+                num_allowed -= times
+                num_omitted += segment[1] - times
                 begin = begin or (len(units), None)
-                units.append(Piece(part[0], "", "", times))
+                units.append(Piece(segment[0], "", "", times))
         last = units[-1]
-        layout.borders.append((piece.media, index, begin or (len(units), None), (len(units) - 1, len(last.text))))
+        end = len(units) - 1, len(last.text)
+        expanded.media_borders.append((piece.media, index, begin or (len(units), None), end))
         units[-1] = last._replace(text=last.text + piece.text)
-    return layout._replace(num_omitted=num_omitted)
+    return expanded._replace(num_omitted=num_omitted)
 
 
-class TokenizedLayout(NamedTuple):
-    """A tokenized layout.
+class JoinedTokens(NamedTuple):
+    """The tokens of a conversation.
 
     Args:
-        ids: of the conversation.
-        text_starts: where the text of each unit begins in ``ids``, after its control tokens.
+        ids: of all units.
+        text_starts: for each unit, the index in ``ids`` where its text begins, after its control tokens.
         spans: of the media, ascending.
     """
 
@@ -109,18 +113,20 @@ class TokenizedLayout(NamedTuple):
     spans: list[Span]
 
 
-def join_pieces(
-    layout: MediaLayout,
+def join_tokens(
+    expanded: ExpandedPieces,
     unit_ids: Sequence[Sequence[int]],
     control_ids: Mapping[str, int],
     encode: Callable[[Piece], Sequence[int]],
-) -> TokenizedLayout:
-    """Concatenate the ids of all units.
+) -> JoinedTokens:
+    """Concatenate the ids of all units, and locate the media among them.
 
     Args:
-        encode: returns the ids of another text after a control token.
+        unit_ids: ids of each unit's text.
+        control_ids: id of each control token.
+        encode: tokenizes the text of a single piece.
     """
-    units = layout.units
+    units = expanded.units
     ids: list[int] = []
     text_starts: list[int] = []
     for unit, text_ids in zip(units, unit_ids, strict=True):
@@ -129,6 +135,7 @@ def join_pieces(
         text_starts.append(len(ids))
         ids += text_ids
 
+    # A border within a text: the tokens that the text before (or after) it has by itself, too, are outside the medium.
     def start_of(i: int, char: int | None) -> int:
         if char is None:
             return text_starts[i] - units[i].times
@@ -141,12 +148,12 @@ def join_pieces(
         after = encode(units[i]._replace(text=units[i].text[char:])) if char < len(units[i].text) else []
         return text_starts[i] + len(unit_ids[i]) - num_common(after[::-1], unit_ids[i][::-1])
 
-    spans = [Span(kind, index, start_of(*begin), end_of(*end)) for kind, index, begin, end in layout.borders]
-    return TokenizedLayout(ids, text_starts, spans)
+    spans = [Span(kind, index, start_of(*begin), end_of(*end)) for kind, index, begin, end in expanded.media_borders]
+    return JoinedTokens(ids, text_starts, spans)
 
 
 def num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     for count, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return count
@@ -155,11 +162,12 @@ def num_common(a: Sequence[object], b: Sequence[object]) -> int:
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """The tokens by which a model's media are found.
+    """Ids of the tokens by which media are located in a sample.
 
     Args:
-        pads: placeholder token of a piece of a medium, by kind.
-        opening_vision, opening_sound: what opens a picture or video, and a sound; None where there is none.
+        pads: placeholder token by kind of medium.
+        opening_vision: opens a picture or a video; None if the model has no such token.
+        opening_sound: opens a sound; None if the model has no such token.
     """
 
     pads: Mapping[MediaKind, int]
@@ -168,14 +176,14 @@ class MediaTokens:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> MediaTokens:
-        """Read the tokens from a ``config.json``, of the kinds that its model can be trained on."""
+        """Read the tokens from ``config.json``, for the kinds of media that the model can be trained on."""
         family, settings = family_of(config), thinker_of(config)
         openings = (settings.get(marks[0]) for marks in (family.image_marks, family.sound_marks))
         return cls(family.pads_in(config), *openings)
 
 
 class MediumSpan(NamedTuple):
-    """Placeholder tokens [start, stop) of a medium; a video's sound track is part of it."""
+    """Placeholder tokens [start, stop) of a medium, without its marks; a video's include those of its sound track."""
 
     medium: Medium
     start: int
@@ -183,10 +191,10 @@ class MediumSpan(NamedTuple):
 
 
 def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[EncodedAudio, str | None, bytes | None]]:
-    """Return a sample's sounds, sound tracks of videos among them, in the order of their placeholder tokens.
+    """Return a sample's sounds and the sound tracks of its videos, in the order of their placeholder tokens.
 
     Returns:
-        each sound with the path or the bytes of its file.
+        (sound, path, bytes) of each; path and bytes of a sound track are those of its video.
     """
     audios = [(audio, audio.path, audio.data) for audio in sample.audios]
     tracks = [(video.audio, video.path, video.data) for video in sample.videos if video.audio is not None]
@@ -199,9 +207,9 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
 
 
 def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
-    """Return the media of a sample with their first and last positions, in the order of the tokens.
+    """Locate the media of a sample by their placeholder tokens; return the spans in the order of the tokens.
 
-    Kinds without placeholder tokens are left out. A video's span includes its sound track, which has none of its own.
+    Kinds without a placeholder token are left out. A sound track has no span of its own: its video's includes it.
     """
     if not (sample.images or sample.videos or sample.audios):
         return []
@@ -224,11 +232,17 @@ def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
 
 
 def _is_track(sound: EncodedAudio) -> bool:
+    """Return whether a sound is the track of a video, in whose file it is."""
     return sound.path is None and sound.data is None
 
 
 def _pad_spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:
-    """Return the first pad of each medium, and the position after its last one."""
+    """Return [start, stop) of each medium, from its first placeholder token to its last.
+
+    Args:
+        is_pad: (L,), whether a token is a placeholder of the kind.
+        counts: placeholder tokens of each medium, in order.
+    """
     if not counts:
         return []
     positions, ends = np.flatnonzero(is_pad), np.cumsum(counts)

@@ -15,10 +15,10 @@ import numpy as np
 
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample, IntArray
-from packtool.encode.families.record import MediaEncoding, Medium, Part
-from packtool.encode.fit import Tokenized
+from packtool.encode.families.record import MediaEncoding, MediaSegment, Medium
 from packtool.encode.loss_scale import Base, Weights, parse_loss_scale
 from packtool.encode.media_spans import MediaTokens, MediumSpan, Span, media_spans
+from packtool.encode.truncation import Tokenized
 from packtool.rows.forms.columns import RowProblem, shown
 from packtool.rows.forms.media import MEDIA_KINDS
 from packtool.rows.sample import PreparedTokens, Sample
@@ -111,7 +111,7 @@ class PreparedRows:
         spans, numbers = [], dict.fromkeys(MEDIA_KINDS, 0)
         for span in media_spans(sample, self._tokens):
             kind = next(kind for kind in MEDIA_KINDS if any(span.medium is medium for medium in media[kind]))
-            parts = self._media.parts(span.medium, numbers[kind])
+            parts = self._media.segments(span.medium, numbers[kind])
             expected: list[int] = []
             for part in parts:
                 expected += [_TEXT] if isinstance(part, str) else [self._ids[part[0]]] * part[1]
@@ -137,14 +137,14 @@ class PreparedRows:
         """Return (token, length) of each run of placeholder tokens."""
         return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in self._pads]
 
-    def _with_marks(self, ids: IntArray, span: MediumSpan, parts: Sequence[Part]) -> tuple[int, int]:
+    def _with_marks(self, ids: IntArray, span: MediumSpan, parts: Sequence[MediaSegment]) -> tuple[int, int]:
         """Return [start, end) of a medium with the marks around its placeholder tokens."""
         is_pad = [not isinstance(part, str) and self._ids[part[0]] in self._pads for part in parts]
         before, after = parts[: is_pad.index(True)], parts[len(parts) - is_pad[::-1].index(True) :]
         num_before = self._num_marks(ids[: span.start][::-1], before[::-1])
         return span.start - num_before, span.stop + self._num_marks(ids[span.stop :], after)
 
-    def _num_marks(self, ids: IntArray, parts: Sequence[Part]) -> int:
+    def _num_marks(self, ids: IntArray, parts: Sequence[MediaSegment]) -> int:
         """Count the tokens, from the first on, that are a medium's marks; text between two counts with the second."""
         at = num_marks = 0
         controls = set(self._ids.values())

@@ -1,18 +1,19 @@
-"""Rows that become several samples: turns of a model that thinks, and several accepted responses.
+"""Split rows into several samples: turns with thinking, and several accepted responses.
 
-Chat templates of models that think leave out the thinking of earlier turns, since the model will not see it again. In
-one sample these turns would be trained without their thinking. With ``--expand-turns`` each is trained in a sample of
-its own, in which it comes last::
+Chat templates of reasoning models remove the thinking of earlier turns, since the model will not see it again. In a
+single sample these turns would be trained without their thinking. With ``--expand-turns`` each is trained in a sample
+of its own, as the last turn::
 
-    row            u1 a1 u2 a2 u3 a3        capital: with its thinking, and trained
+    row            u1 a1 u2 a2 u3 a3        capital: rendered with its thinking, and trained
     samples        u1 A1
                    u1 a1 u2 A2
                    u1 a1 u2 a2 u3 A3
 
-``auto`` makes a sample only of turns that a later sample renders differently: within a loop of tool calls most
-templates keep the thinking, and there one sample trains all of them.
+``auto`` makes a sample of its own only for turns that a later sample renders differently: most templates keep the
+thinking within a loop of tool calls, so one sample trains all turns of the loop.
 
-Responses share the turns before them. Turns of the assistant among these are trained once, with the first response.
+Each response becomes a sample with the same turns before it. The assistant's turns among these are trained once, with
+the first response.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ from packtool.encode.tokenize import Piece
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.sample import Dropped, RowPart, Sample, Turn
 
-_EMPTY = re.compile(rf"\A{EMPTY_THINKING}")
+_EMPTY_THINKING = re.compile(rf"\A{EMPTY_THINKING}")
 _QUESTION = {"role": "user", "content": "packtoolquestion"}
 _ANSWER = {"role": "assistant", "content": "packtoolanswer"}
 
 
 def expansion_of(requested: ExpandTurns, files: ModelFiles) -> ExpandTurns:
-    """Resolve ``--expand-turns``: ``auto`` is ``false`` for templates that keep the thinking of earlier turns."""
+    """Resolve ``--expand-turns``: ``auto`` becomes ``false`` if the template keeps the thinking of earlier turns."""
     return "false" if requested == "auto" and not files.drops_thinking else requested
 
 
-class RowParts:
+class RowSplitter:
     """Splits rows into samples.
 
     Args:
-        spec: of the encoder; its ``expand_turns`` comes from ``expansion_of``.
+        spec: the encoder's options, with ``expand_turns`` resolved by ``expansion_of``.
+        template, finder: None for a model without a chat template.
         render: returns the pieces of a rendered sample; raises RowProblem if it cannot be rendered.
     """
 
@@ -60,17 +62,17 @@ class RowParts:
     ) -> None:
         self._spec, self._template, self._finder, self._render = spec, template, finder, render
 
-    def of(self, sample: Sample) -> list[Sample]:
-        """Return the samples of a row, in the order of its turns and responses; the row itself if it is one sample."""
+    def split(self, sample: Sample) -> list[Sample]:
+        """Return the samples of a row, in the order of its turns and responses; often the row itself."""
         if sample.is_text or (self._spec.expand_turns == "false" and not sample.responses):
             return [sample]
-        answered = self._answered(sample) if sample.responses else [sample]
+        conversations = self._split_responses(sample) if sample.responses else [sample]
         if self._spec.expand_turns == "false":
-            return answered
-        return [part for each in answered for part in self._turns(each)]
+            return conversations
+        return [part for conversation in conversations for part in self._split_turns(conversation)]
 
-    def _answered(self, sample: Sample) -> list[Sample]:
-        """Return a sample for each response."""
+    def _split_responses(self, sample: Sample) -> list[Sample]:
+        """Return one sample for each response; only the first trains the turns before it."""
         count, samples = len(sample.responses), []
         for number, response in enumerate(sample.responses, 1):
             turns, loss_scale = sample.turns, sample.loss_scale
@@ -84,38 +86,38 @@ class RowParts:
             samples.append(replace(sample, turns=(*turns, *answer), responses=(), part=part, loss_scale=loss_scale))
         return samples
 
-    def _turns(self, sample: Sample) -> list[Sample]:
-        """Return a sample for each turn that needs one."""
+    def _split_turns(self, sample: Sample) -> list[Sample]:
+        """Return one sample for each trained turn that needs its own; the conversation itself if one is enough."""
         answers = [number for number, turn in enumerate(sample.turns) if turn.role == "assistant"]
         scale = parse_loss_scale(sample.loss_scale or self._spec.loss_scale)
-        by_scale = answers[-1:] if scale.base == "last_round" else answers
-        trained = [number for number in answers if _is_trained(sample.turns[number], number in by_scale)]
+        trained_by_scale = answers[-1:] if scale.base == "last_round" else answers
+        trained = [number for number in answers if _is_trained(sample.turns[number], number in trained_by_scale)]
         if scale.base == "all" or not trained or answers == [len(sample.turns) - 1]:
             return [sample]
-        parts = {number: {number} for number in trained}
+        parts = {number: {number} for number in trained}  # by the last turn of a sample: the turns that it trains
         if self._spec.expand_turns == "auto":
             if not any(self._may_lose_text(sample.turns[number]) for number in answers):
                 return [sample]
             if len(trained) > 1:
-                parts = self._distinct(sample, answers, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
+                parts = self._group_turns(sample, answers, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
         if not parts or [*parts] == [len(sample.turns) - 1]:
             return [sample]
         if len(parts) == 1:
-            return [_up_to(sample, *parts)]
-        responses = sample.part or RowPart()
+            return [_ending_at(sample, *parts)]
+        response_part = sample.part or RowPart()
         return [
             replace(
-                part := _up_to(sample, last),
-                turns=_trained_only(part.turns, trained_here),
-                part=replace(responses, turn=answers.index(last) + 1, num_turns=len(answers)),
+                part := _ending_at(sample, last),
+                turns=_trained_only(part.turns, trained_turns),
+                part=replace(response_part, turn=answers.index(last) + 1, num_turns=len(answers)),
             )
-            for last, trained_here in parts.items()
+            for last, trained_turns in parts.items()
         ]
 
     def _may_lose_text(self, turn: Turn) -> bool:
-        """Return whether the template may leave out some text of a turn once another question follows.
+        """Return whether the template may remove text of a turn once another question follows.
 
-        It spares most rows the rendering of each of their turns, whose cost is the square of their length.
+        A cheap check on one turn: rendering each turn of a row costs time quadratic in the row's length.
         """
         assert self._template is not None, "without a template nothing is left out"
         if any(turn.extra.get(name) for name in REASONING_NAMES):
@@ -128,75 +130,88 @@ class RowParts:
             return True
         return turn.content.strip() not in rendered
 
-    def _distinct(
+    def _group_turns(
         self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
     ) -> dict[int, set[int]]:
-        """Return the fewest samples that have every trained turn as the template writes it where it comes last.
+        """Group trained turns into the fewest samples in which each is rendered as if it came last.
+
+        From the last turn backwards: a turn joins the sample after it if the conversation up to the turn is rendered as
+        a prefix of that sample.
 
         Args:
-            ignores_empty: samples that differ by empty thinking blocks are equal.
+            answers, trained: indexes of the assistant's turns, and of the trained ones.
+            ignores_empty: renderings that differ only by empty thinking blocks are equal.
 
         Returns:
-            by the number of the turn that ends a sample, ascending, the numbers of the turns that it trains; nothing if
-            the turns cannot be found.
+            by the index of the turn that ends a sample, ascending: the indexes of the turns that the sample trains.
+            Empty if the turns cannot be found in the rendered text.
         """
-        assert self._finder is not None, "without a template nothing is expanded"
+        assert self._finder is not None, "turns are expanded only by a template"
         parts: dict[int, set[int]] = {}
-        longer: list[Piece] | None = None  # the pieces of the previous sample
+        longer: list[Piece] | None = None  # pieces of the sample made last, which is longer
         for number in reversed(trained):
             try:
-                pieces = self._render(_up_to(sample, number))
+                pieces = self._render(_ending_at(sample, number))
             except RowProblem:
                 return {}
             turns = self._finder.find(pieces)
             if len(turns) != answers.index(number) + 1:
                 return {}
-            text_pieces = list(pieces[: turns[-1].last])
+            rendered = list(pieces[: turns[-1].last])
             for turn in turns if ignores_empty else ():
-                header, text = self._finder.header[-1][1], text_pieces[turn.first].text
-                without_empty = header + _EMPTY.sub("", text[len(header) :])
-                text_pieces[turn.first] = text_pieces[turn.first]._replace(text=without_empty)
-            if longer is None or text_pieces != longer[: len(text_pieces)]:
-                last, longer = number, text_pieces
+                header, text = self._finder.header[-1][1], rendered[turn.first].text
+                without_empty = header + _EMPTY_THINKING.sub("", text[len(header) :])
+                rendered[turn.first] = rendered[turn.first]._replace(text=without_empty)
+            if longer is None or rendered != longer[: len(rendered)]:
+                last, longer = number, rendered
                 parts[last] = set()
             parts[last].add(number)
         return dict(reversed(parts.items()))
 
 
-def joined(parts: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]) -> list[EncodedSample] | Dropped:
-    """Join the results of a row's parts: the row is dropped if all of them are."""
+def join_results(
+    parts: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]
+) -> list[EncodedSample] | Dropped:
+    """Join the results of the samples of a row; the row is dropped if all of them are.
+
+    Args:
+        parts: the row's samples.
+        results: encoded samples of each, or the reason why it is dropped.
+    """
     if len(parts) == 1:
         return results[0]
     dropped = [(part, item) for part, item in zip(parts, results, strict=True) if isinstance(item, Dropped)]
     row = EncodedRow(sample for item in results if not isinstance(item, Dropped) for sample in item)
     if not row:
         first = dropped[0][1]
-        detail = f"{parts[0].part}: {first.detail}; nothing is left of the other parts of the row either"
+        detail = f"{parts[0].part}: {first.detail}; all other samples of the row are dropped, too"
         return replace(first, detail=detail)
     row.left_out = tuple(replace(item, part=part.part) for part, item in dropped)
     return row
 
 
 def _is_trained(turn: Turn, by_scale: bool) -> bool:
+    """Return whether a turn is trained; ``by_scale`` decides if the row does not."""
     return (by_scale if turn.loss is None else turn.loss) and turn.loss_scale != 0
 
 
 def _weighted(turn: Turn, weight: float) -> Turn:
+    """Multiply the loss scale of an assistant's turn."""
     if weight == 1 or turn.role != "assistant":
         return turn
     return replace(turn, loss_scale=weight * (1.0 if turn.loss_scale is None else turn.loss_scale))
 
 
 def _trained_only(turns: Sequence[Turn], trained: set[int]) -> tuple[Turn, ...]:
-    """Return the turns, with no loss for the assistant's turns that are not ``trained``."""
+    """Return the turns, without loss for the assistant's turns whose index is not in ``trained``."""
     return tuple(
         turn if turn.role != "assistant" or number in trained else replace(turn, loss=False)
         for number, turn in enumerate(turns)
     )
 
 
-def _up_to(sample: Sample, last: int) -> Sample:
-    """Return the sample up to and including a turn, with the media up to there."""
+def _ending_at(sample: Sample, last: int) -> Sample:
+    """Return the sample up to and including the turn with index ``last``, with the media of these turns."""
     turns = sample.turns[: last + 1]
     media: dict[str, Any] = {}
     for kind, mark in MEDIA_MARKS.items():

@@ -1,11 +1,10 @@
 """Find the target tokens: the assistant's turns with their end-of-turn token.
 
-A turn's targets are what the model writes after the *generation prompt*, so they begin where that prompt ends and run
-through the token that ends the turn. Turns are found by the control tokens that the template itself wrote. So this
-also holds for templates that rewrite earlier turns (Qwen3 drops their ``<think>`` blocks), and needs no
-``{% generation %}`` tags.
+A turn's targets are the tokens that the model generates: from the end of the *generation prompt* through the token that
+ends the turn. Turns are found by the control tokens that the template wrote. This works for templates that rewrite
+earlier turns (Qwen3 removes their ``<think>`` blocks), and needs no ``{% generation %}`` tags.
 
-``TargetChoice`` chooses targets of encoded samples again, without encoding their rows.
+``TargetChoice`` selects other targets of encoded samples without encoding their rows again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from packtool.encode.families import family_of, pad_ids_of, thinker_of
 from packtool.encode.loss_scale import Base
 from packtool.encode.media_spans import num_common
 from packtool.encode.template import ChatTemplate, TemplateFailure
-from packtool.encode.tokenize import ControlVocabulary, Piece, Shield
+from packtool.encode.tokenize import ControlEscaper, ControlVocabulary, Piece
 from packtool.errors import ConfigError
 
 _QUESTION = "packtoolquestion"
@@ -41,12 +40,13 @@ _Header = tuple[tuple[str, str], ...]
 
 
 class TurnPieces(NamedTuple):
-    """The pieces of one assistant turn.
+    """One assistant turn in a rendered conversation.
 
     Args:
-        first: piece whose text begins with ``header``; targets start after the header.
-        header: text that the generation prompt already has.
-        last: piece whose control token ends the turn (itself a target), or ``len(pieces)`` if nothing ends it.
+        first: index of the piece whose text begins with ``header``; targets start after the header.
+        header: text that the generation prompt already contains.
+        last: index of the piece whose control token ends the turn and is its last target; ``len(pieces)`` if the
+            conversation ends without such a token.
     """
 
     first: int
@@ -56,13 +56,13 @@ class TurnPieces(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnFinder:
-    """Finds the assistant's turns of a template.
+    """Finds the assistant's turns in conversations rendered by one template.
 
     Args:
-        header: (control, text) pairs that open an assistant turn; the last text is a prefix of its piece's.
+        header: (control token, text) of each piece that opens an assistant turn; the last text may continue.
         prompt_rest: text of the generation prompt after the header (``<think>\\n`` for thinking models).
-        ends: control tokens that end a turn; a template may end the last one with another than those before.
-        tail: control tokens that always directly follow an end and belong to the turn.
+        ends: control tokens that end a turn; the last turn of a conversation may have another than earlier ones.
+        tail: control tokens that always directly follow an end, and belong to the turn.
     """
 
     header: _Header
@@ -72,25 +72,25 @@ class TurnFinder:
 
     @classmethod
     def of(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
-        """Learn from small conversations how the template opens and ends an assistant turn.
+        """Render small conversations, and infer from them how the template opens and ends an assistant turn.
 
         Raises:
-            ConfigError: if it does so without control tokens: then nothing marks where a turn begins.
+            ConfigError: if the template does so without control tokens, so that turns cannot be found.
         """
-        shield = Shield(vocabulary, ())
+        escaper = ControlEscaper(vocabulary, ())
         try:
-            question = shield.split(template.render(_PROBE[:1]))
-            prompted = shield.split(template.render(_PROBE[:1], add_generation_prompt=True))
-            short = shield.split(template.render(_PROBE[:2]))
-            long = shield.split(template.render(_PROBE))
+            question = escaper.split(template.render(_PROBE[:1]))
+            prompted = escaper.split(template.render(_PROBE[:1], add_generation_prompt=True))
+            short = escaper.split(template.render(_PROBE[:2]))
+            long = escaper.split(template.render(_PROBE))
         except TemplateFailure as error:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
         answers = [(short, _ANSWERS[0]), (long, _ANSWERS[0]), (long, _ANSWERS[1])]
-        places = [_piece_with(pieces, answer) for pieces, answer in answers]
-        header, prompt_rest = _header(question, prompted, answers, places)
-        ends = frozenset(pieces[at + 1].control for (pieces, _), at in zip(answers, places, strict=True))
-        ends |= _ends_before_tools(template, shield, ends, question)
-        tails = [_controls_after(pieces, at + 1) for (pieces, _), at in zip(answers[:2], places[:2], strict=True)]
+        answer_pieces = [_piece_with(pieces, answer) for pieces, answer in answers]
+        header, prompt_rest = _header(question, prompted, answers, answer_pieces)
+        ends = frozenset(pieces[at + 1].control for (pieces, _), at in zip(answers, answer_pieces, strict=True))
+        ends |= _ends_before_tools(template, escaper, ends, question)
+        tails = [_controls_after(pieces, at + 1) for (pieces, _), at in zip(answers[:2], answer_pieces, strict=False)]
         finder = cls(header, prompt_rest, ends, tuple(tails[0][: num_common(*tails)]) if len(ends) == 1 else ())
         for pieces, expected in ((short, _ANSWERS[:1]), (long, _ANSWERS)):
             texts = ["".join(piece.text for piece in pieces[t.first : t.last]) for t in finder.find(pieces)]
@@ -101,7 +101,7 @@ class TurnFinder:
         return finder
 
     def find(self, pieces: Sequence[Piece]) -> list[TurnPieces]:
-        """Return all assistant turns of a conversation in pieces, in order, but for those that nothing ends."""
+        """Return the assistant's turns of a conversation, in order; turns that the next one interrupts are left out."""
         turns = []
         i, span, opening = 0, len(self.header), self.header[0][0]
         while i + span <= len(pieces):
@@ -119,16 +119,18 @@ class TurnFinder:
         return turns
 
     def _end(self, pieces: Sequence[Piece], first: int) -> int | None:
+        """Return ``last`` of the turn whose answer begins in piece ``first``; None if the next turn interrupts it."""
         for i in range(first + 1, len(pieces)):
             if pieces[i].control in self.ends:
                 following = _controls_after(pieces, i)
                 return i + len(self.tail) if tuple(following[: len(self.tail)]) == self.tail else i
             if pieces[i].control == self.header[0][0]:
-                # Another turn begins: this one had an end of its own (a tool call's <|eom_id|>), or none.
+                # The next turn begins: this one ended with another token (a tool call's <|eom_id|>), or with none.
                 return i - 1 if i - 1 > first and not pieces[i - 1].text.strip() else None
         return len(pieces)
 
     def _opens(self, window: Sequence[Piece]) -> bool:
+        """Return whether the pieces, as many as those of the header, open an assistant turn."""
         *exact, (control, prefix) = self.header
         return (
             all(piece.control == c and piece.text == t for piece, (c, t) in zip(window, exact, strict=False))
@@ -140,9 +142,12 @@ class TurnFinder:
 def turn_finder(
     template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
 ) -> tuple[ControlVocabulary, TurnFinder]:
-    """Return a model's control tokens and the turn finder that uses them.
+    """Return a model's control tokens, and the turn finder that uses them.
 
-    Where these do not open turns, other added tokens may: DeepSeek's do, though none of them is marked as special.
+    If special tokens do not open turns, other added tokens are tried: DeepSeek's are not marked as special.
+
+    Raises:
+        ConfigError: if no tokens open and end the assistant's turns.
     """
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:
@@ -166,30 +171,30 @@ def _header(
     question: list[Piece],
     prompted: list[Piece],
     answers: Sequence[tuple[list[Piece], str]],
-    places: Sequence[int],
+    answer_pieces: Sequence[int],
 ) -> tuple[_Header, str]:
-    """Return what opens every assistant turn, and what the generation prompt writes after it.
+    """Return the header that opens every assistant turn, and the text of the generation prompt after it.
 
     Args:
-        question: a conversation without an answer, in pieces.
+        question: pieces of a conversation without an answer.
         prompted: the same with the generation prompt.
-        answers: conversations in pieces, each with an answer in it.
-        places: the piece of each answer.
+        answers: (pieces, answer) of conversations with that answer.
+        answer_pieces: for each of these, the index of the piece that contains the answer.
     """
     has_prompt = question != prompted
     if has_prompt:
         same = num_common(question, prompted)
-        # Where the control token is shared, only its text is new: that is the prompt, if nothing follows.
+        # A piece whose control token is shared has only new text; it is the prompt only if no piece follows.
         if same + 1 < len(prompted) and same < len(question) and question[same].control == prompted[same].control:
             same += 1
         prompt = prompted[same:]
     else:
-        # What stands before the answer opens it: a header like any other, or the question's closing "[/INST]".
-        prompt = [answers[0][0][places[0]]]
+        # The piece of the answer opens it, by a header as in other templates, or by the question's closing "[/INST]".
+        prompt = [answers[0][0][answer_pieces[0]]]
     if not prompt or not all(piece.control for piece in prompt):
         raise _no_control_tokens()
     header = [(piece.control, piece.text) for piece in prompt]
-    for (pieces, answer), at in zip(answers, places, strict=True):
+    for (pieces, answer), at in zip(answers, answer_pieces, strict=True):
         begin = max((i for i in range(at + 1) if pieces[i].control == prompt[0].control), default=at)
         opening = [(piece.control, piece.text) for piece in pieces[begin:at]]
         header = _common_pairs(header, [*opening, (pieces[at].control, pieces[at].text.partition(answer)[0])])
@@ -200,7 +205,7 @@ def _header(
 
 
 def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
-    """Return the piece that holds an answer, which has a control token before and after it."""
+    """Return the index of the piece with an answer; raise ConfigError unless control tokens are around the answer."""
     at = next((i for i, piece in enumerate(pieces) if answer in piece.text), None)
     if at is None or at + 1 >= len(pieces) or not pieces[at].control:
         raise _no_control_tokens()
@@ -208,13 +213,18 @@ def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
 
 
 def _ends_before_tools(
-    template: ChatTemplate, shield: Shield, ends: frozenset[str], question: Sequence[Piece]
+    template: ChatTemplate, escaper: ControlEscaper, ends: frozenset[str], question: Sequence[Piece]
 ) -> frozenset[str]:
-    """Return the opening of a tool's answer where it ends the turn before: ``<|observation|>`` of GLM."""
+    """Return the token that opens a tool's message, if such openings end the turn before: ``<|observation|>`` of GLM.
+
+    Args:
+        ends: tokens that end a turn before the user's.
+        question: pieces of a conversation without an answer.
+    """
     if not any(piece.control in ends and _QUESTION in piece.text for piece in question):
         return frozenset()
     try:
-        pieces = shield.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
+        pieces = escaper.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
         return frozenset({pieces[_piece_with(pieces, _ANSWERS[0]) + 1].control})
     except (TemplateFailure, ConfigError):
         return frozenset()
@@ -245,23 +255,20 @@ def _no_control_tokens() -> ConfigError:
     return ConfigError(
         "the chat template does not open and end the assistant's turns with control tokens, "
         "so packtool cannot tell which tokens are targets",
-        "ChatML, Llama 3, Gemma, Phi, Mistral and DeepSeek templates do; put such a one into chat_template.jinja.",
+        "Put a template that does (ChatML, Llama 3, Gemma, Phi, Mistral, DeepSeek) into chat_template.jinja.",
     )
 
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """Chooses the target tokens of encoded samples.
-
-    ``default``: the assistant's turns; ``last_round``: the last remaining one; ``all``: every token that is not a
-    medium's. A turn that its row excludes by ``loss: false`` stays out of the first two. Labels that were targets
-    before keep their weights; new ones weigh 1.
+    """Selects other target tokens of encoded samples, without their rows.
 
     Args:
-        base: see above.
-        among_targets: only tokens that were targets before stay targets. A rule of the loss scale left the others out,
-            and which ones cannot be known without the row.
+        base: ``default`` trains the assistant's turns, ``last_round`` the last one that is left, ``all`` every token
+            outside media. Turns with ``loss: false`` in their row are no targets of the first two.
         opening, closing, pads: ids of the tokens before and after media, and of their placeholder tokens.
+        among_targets: only tokens that are already targets can be targets. For samples encoded with a rule of the loss
+            scale, since the tokens that it excludes cannot be found without the row.
     """
 
     base: Base
@@ -272,7 +279,7 @@ class TargetChoice:
 
     @classmethod
     def of_config(cls, base: Base, config: Mapping[str, Any], among_targets: bool = False) -> TargetChoice:
-        """Make the choice with the tokens that a ``config.json`` names."""
+        """Take the ids of media tokens from a ``config.json``."""
         inner, family = thinker_of(config), family_of(config)
         opening, closing = (
             frozenset(int(inner[name]) for name in names if inner.get(name) is not None)
@@ -281,13 +288,13 @@ class TargetChoice:
         return cls(base, opening, closing, frozenset(pad_ids_of(config).values()), among_targets)
 
     def targets(self, sample: EncodedSample) -> npt.NDArray[np.bool_]:
-        """Return bool (L,), set for targets; the first token is none, for nothing comes before it."""
+        """Return bool (L,), true for targets; after truncation the first token is none, for nothing predicts it."""
         trained = np.full(sample.length, self.base == "all")
         turns = sample.turns.reshape(-1, 2)
         for start, end in turns[-1:] if self.base == "last_round" else turns:
             trained[start:end] = True
         if self.pads:
-            # Media are placeholder tokens, and all between a medium's marks, timestamps of a video too.
+            # Excluded are placeholder tokens, and everything between a medium's marks, such as timestamps.
             ids = sample.input_ids
             opens, closes = _is_any(ids, self.opening), _is_any(ids, self.closing)
             depth = np.cumsum(opens.astype(np.int32) - np.concatenate(([0], closes[:-1].astype(np.int32))))
@@ -299,7 +306,7 @@ class TargetChoice:
         return trained
 
     def __call__(self, sample: EncodedSample) -> EncodedSample:
-        """Return the sample with its labels and their weights for these targets."""
+        """Return the sample with labels for these targets; former targets keep their weights, new ones weigh 1."""
         trained = self.targets(sample)
         scale = sample.loss_scale
         if scale is not None:
@@ -309,7 +316,7 @@ class TargetChoice:
 
 
 def _is_any(ids: npt.NDArray[np.int32], wanted: frozenset[int]) -> npt.NDArray[np.bool_]:
-    """Return bool (L,), set for ids in a small set; ten times as fast as ``np.isin``, which sorts."""
+    """Return bool (L,), true for ids in a small set; ten times as fast as ``np.isin``, which sorts."""
     mask = np.zeros(len(ids), bool)
     for each in wanted:
         mask |= ids == each

@@ -1,11 +1,11 @@
 """Tokenize a rendered conversation: control tokens of the template, and the plain text between two of them.
 
 Control tokens of the template become ids, the same text inside a row stays text. For this, a row's strings are
-*shielded* before the template gets them: every control token's text in them becomes one private-use character. All
+*escaped* before the template gets them: every control token's text in them becomes one private-use character. All
 control tokens of the rendered conversation are then the template's. It is split there, the pieces in between are
-tokenized as plain text, and the shielded characters become the text they stood for::
+tokenized as plain text, and the escaped characters become the text they stood for::
 
-    row text        a <|im_end|> b            shielded      a ⟦3⟧ b
+    row text        a <|im_end|> b            escaped      a ⟦3⟧ b
     rendered        <|im_start|>user\\na ⟦3⟧ b<|im_end|>\\n
     split           <|im_start|>  "user\\na <|im_end|> b"  <|im_end|>  "\\n"
 
@@ -67,43 +67,43 @@ class Piece(NamedTuple):
     times: int = 1
 
 
-class Shield:
+class ControlEscaper:
     """Stands private-use characters in for control-token text and picture marks, for one row.
 
     Args:
         strings: every string of the row.
-        spared: control tokens that stay control tokens in them.
+        allowed: control tokens that stay control tokens in them.
 
     Raises:
         ValueError: if the row leaves no block of private-use characters free.
     """
 
     def __init__(
-        self, vocabulary: ControlVocabulary, strings: Iterable[str], spared: frozenset[str] = frozenset()
+        self, vocabulary: ControlVocabulary, strings: Iterable[str], allowed: frozenset[str] = frozenset()
     ) -> None:
         self._vocabulary = vocabulary
-        self._spared = spared
+        self._allowed = allowed
         non_ascii = [string for string in strings if not string.isascii()]
         used_blocks = {ord(char) // _BLOCK for string in non_ascii for char in _PRIVATE.findall(string)}
         base = next((base for base in _BASES if base // _BLOCK not in used_blocks), None)
         if base is None:
             raise ValueError("the text uses private-use characters all over planes 15 and 16")
         self._base = base
-        self._has_shielded = False
+        self._has_escaped = False
         self._kinds: Mapping[str, str] = {}
 
     def text(self, string: str) -> str:
-        """Shield one string."""
+        """ControlEscaper one string."""
         if not self._vocabulary.pattern.search(string):
             return string
-        self._has_shielded = True
-        slot, spared = self._vocabulary.slots, self._spared
+        self._has_escaped = True
+        slot, allowed = self._vocabulary.slots, self._allowed
         return self._vocabulary.pattern.sub(
-            lambda match: match.group() if match.group() in spared else chr(self._base + slot[match.group()]), string
+            lambda match: match.group() if match.group() in allowed else chr(self._base + slot[match.group()]), string
         )
 
     def value(self, value: Any) -> Any:
-        """Shield every string of nested lists and mappings, their keys too."""
+        """ControlEscaper every string of nested lists and mappings, their keys too."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -131,16 +131,16 @@ class Shield:
         return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
     def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
-        """Split the rendered conversation into pieces, in order; shielded characters become their text again.
+        """Split the rendered conversation into pieces, in order; escaped characters become their text again.
 
         Args:
             placeholders: kind of medium by further control tokens that stand for one.
         """
         parts = self._vocabulary.split_pattern("".join(self._kinds)).split(rendered)
         texts, controls = parts[::2], ["", *parts[1::2]]
-        if self._has_shielded:
-            shielded = {self._base + slot: text for slot, text in enumerate(self._vocabulary.texts)}
-            texts = [text.translate(shielded) for text in texts]
+        if self._has_escaped:
+            escaped = {self._base + slot: text for slot, text in enumerate(self._vocabulary.texts)}
+            texts = [text.translate(escaped) for text in texts]
         kinds = {**placeholders, **self._kinds}
         return [Piece(control, kinds.get(control, ""), text) for control, text in zip(controls, texts, strict=True)]
 

@@ -397,7 +397,7 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         (
             {"input_ids": [1] * 10_003, "position_ids": [0, 1, *range(10_001)]},
             "over_max_length",
-            "sample 2 of the 2 in the row: 10001 tokens",
+            "sample 2 of 2 in the row: 10001 tokens",
         ),
         ({"input_ids": [1, 2, 3, 4], "labels": [IGNORED] * 4, "seq_lengths": [2, 2]}, "no_target_tokens", "of the 2"),
         ({"input_ids": []}, "empty_tokens", ""),

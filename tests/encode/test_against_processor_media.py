@@ -135,10 +135,10 @@ def test_sound_is_not_woven_into_clips(drawn_data: Path, tmp_path: Path) -> None
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
     sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=(0.5, 2.0)),))
     directory = drawn_data / "tokenizers" / "qwen2.5-omni"
-    (woven,) = cached_encoder(directory, use_audio_in_video=True).encode([sample])
-    assert isinstance(woven, Dropped)
-    assert woven.reason == "media_unsupported"
-    assert "cut it into a file of its own" in woven.detail
+    (interleaved,) = cached_encoder(directory, use_audio_in_video=True).encode([sample])
+    assert isinstance(interleaved, Dropped)
+    assert interleaved.reason == "media_unsupported"
+    assert "cut it into a file of its own" in interleaved.detail
     (seen,) = cached_encoder(directory).encode([sample])
     assert isinstance(seen, list), seen
 

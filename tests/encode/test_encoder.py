@@ -12,7 +12,7 @@ from PIL import Image
 from packtool.encode import encoder as encoder_module
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
-from packtool.encode.media_spans import lay_out
+from packtool.encode.media_spans import expand_media
 from packtool.errors import ConfigError, RowError
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped
@@ -46,7 +46,7 @@ def kept(encoder: Encoder, *turns: str, images: list[str] | None = None) -> Enco
 
 
 def texts_of_turns(encoder: Encoder, sample: EncodedSample) -> list[str]:
-    tokenizer = encoder._pieces._tokenizer
+    tokenizer = encoder._piece_tokenizer._tokenizer
     return [
         tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
         for start, end in sample.turns.reshape(-1, 2)
@@ -54,7 +54,7 @@ def texts_of_turns(encoder: Encoder, sample: EncodedSample) -> list[str]:
 
 
 def decoded(encoder: Encoder, sample: EncodedSample) -> str:
-    return encoder._pieces._tokenizer.decode(sample.input_ids.tolist(), skip_special_tokens=False)
+    return encoder._piece_tokenizer._tokenizer.decode(sample.input_ids.tolist(), skip_special_tokens=False)
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_tokens_of_a_medium_that_are_not_written_are_counted(
     sample = to_sample(row, Source("rows.jsonl", media_access="any"), 0)
     (found,) = encoder.encode([sample])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder_module, "lay_out", lambda *layout: lay_out(*layout[:3], 10_000))
+        patch.setattr(encoder_module, "expand_media", lambda *layout: expand_media(*layout[:3], 10_000))
         (whole,) = encoder.encode([sample])
     if isinstance(whole, Dropped):
         assert found == whole
@@ -327,9 +327,9 @@ def test_a_picture_of_more_tokens_than_a_sample_is_counted_not_written(small_mod
     model = small_model(CHATML, CONTROL, QWEN_CONFIG)
     (dropped,) = encoder_for(model, max_length=50).encode([sample])
     assert dropped == Dropped(
-        "rows.jsonl", 0, "media_over_limit", "625000856510 tokens of media leave no room for text in 50"
+        "rows.jsonl", 0, "media_over_limit", "its media have 625000856510 tokens, so no text fits into --max-length 50"
     )
-    with pytest.raises(RowError, match=r"6250008565\d\d tokens, at most 50 are allowed"):
+    with pytest.raises(RowError, match=r"6250008565\d\d tokens, and --max-length allows 50"):
         encoder_for(model, max_length=50, truncation_strategy="raise").encode([sample])
     (trimmed,) = encoder_for(model, max_length=50, media_overflow="trim").encode([sample])
     assert isinstance(trimmed, list)

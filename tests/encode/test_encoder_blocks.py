@@ -253,13 +253,13 @@ def test_no_number_costs_memory(small_model: Any, tmp_path: Path) -> None:
 def test_what_breaks_the_tokenizer_costs_its_row(
     encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = encoder._pieces.encode
+    encode = encoder._piece_tokenizer.encode
 
     def breaks(pieces: Any) -> Any:
         assert not any("odd" in piece.text for piece in pieces)
         return encode(pieces)
 
-    monkeypatch.setattr(encoder._pieces, "encode", breaks)
+    monkeypatch.setattr(encoder._piece_tokenizer, "encode", breaks)
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join([GOOD, GOOD.replace(b'"q"', b'"odd"'), GOOD]))
     first, second, third = encoded(encoder, tmp_path / "rows.jsonl")
     assert isinstance(first, list)

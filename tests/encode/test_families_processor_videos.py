@@ -91,7 +91,7 @@ def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: flo
             return
         video = found.measure(MediaRef("a.mp4"))
     ((written,),) = made["text_replacement_offsets"]
-    parts = found.parts(video)
+    parts = found.segments(video)
     assert "".join(part if isinstance(part, str) else part[0] * part[1] for part in parts) == written["replacement"]
     assert video.num_tokens == written["replacement"].count(processor.image_token)
     if "video_metadata" in made:
@@ -153,9 +153,7 @@ def test_rows_that_another_tool_tokenized(name: str, encoder_of: Callable[..., E
 def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], drawn_data: Path, clips: list[MediaRef]) -> None:
     picture = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
     rows = {
-        "a row may have pictures or videos, and this one has both": replace(
-            film("<image><video>", clips[0]), images=(picture,)
-        ),
+        "the row has both pictures and videos": replace(film("<image><video>", clips[0]), images=(picture,)),
         "knows no clips of videos": film("<video>", replace(clips[0], clip=(0.0, 1.0))),
         "its row has fps": film("<video>", replace(clips[0], limits=(("fps", 1.0),))),
     }
@@ -202,10 +200,10 @@ def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch)
 def test_a_processor_that_samples_none_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:
     found, processor = ASKED["internvl"]
     videos = processor.video_processor
-    assert found.remarks == ()
+    assert found.warnings == ()
     try:
         videos.do_sample_frames = False
-        assert "all frames of a video are taken" in found.remarks[0]
+        assert "all frames of a video are taken" in found.warnings[0]
         assert found.measure(clips[0]).indices == tuple(range(30))
     finally:
         videos.do_sample_frames = True

@@ -170,8 +170,8 @@ def test_empty_thoughts_of_hybrid_models_carry_no_loss(
     assert trained(encoded(model, *turns, own="last_round")) == expected
     kept = encoded(model, *turns, scale="default+keep_empty_think")
     assert trained(kept) in (f"{answer}#", f"{answer}#".removeprefix("<think>\n"))
-    remarks = encoder_for(Path(model)).remarks
-    assert any("default+keep_empty_think trains it" in line for line in remarks) == (template != CHATML)
+    warnings = encoder_for(Path(model)).warnings
+    assert any("default+keep_empty_think trains it" in line for line in warnings) == (template != CHATML)
 
 
 def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) -> None:
@@ -184,7 +184,7 @@ def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) 
     for name in ("qwen2.5-vl", "qwen3-vl", "qwen3-omni"):
         assert not ModelFiles.load(str(data / "tokenizers" / name)).is_hybrid_thinking
     model = text_model("text-qwen3")
-    tokenizer = encoder_for(model)._pieces._tokenizer
+    tokenizer = encoder_for(model)._piece_tokenizer._tokenizer
     for answer in ("Yes.", "<think>\nHm.\n</think>\n\nYes.", f"{EMPTY}Yes."):
         rendered = answer if answer.startswith("<think>") else EMPTY + answer
         sample = encoded(str(model), Turn("user", "?"), Turn("assistant", answer))

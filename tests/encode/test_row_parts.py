@@ -262,8 +262,8 @@ def test_only_templates_that_leave_thoughts_out_are_expanded_by_themselves(small
 
 
 def test_a_remark_says_what_auto_comes_to(encoder: Any) -> None:
-    assert "becomes several samples" in encoder("auto").remarks[-1]
-    assert "changes nothing" in encoder("auto", KEEPING).remarks[-1]
+    assert "becomes several samples" in encoder("auto").warnings[-1]
+    assert "changes nothing" in encoder("auto", KEEPING).warnings[-1]
 
 
 def test_responses_share_the_prompt_and_have_weights(encoder: Any) -> None:

@@ -69,7 +69,7 @@ def test_an_answer_ends_with_what_opens_the_next_turn(glm: Path) -> None:
     )
     assert turns == ["So.<|user|>", "Thus.<|user|>"]
     assert whole.endswith("<|assistant|>\nThus.<|user|>")
-    assert any("generation stops at <|user|>" in remark for remark in encoder.remarks)
+    assert any("generation stops at <|user|>" in warning for warning in encoder.warnings)
 
 
 def test_a_call_ends_with_what_opens_the_tools_answer(glm: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_turn_that_would_vanish_drops_its_row(small_model: Any, turns: Any, nu
     encoder = encoder_for(small_model(FIRST_ONLY, CONTROL))
     for _ in range(2):
         told = result(encoder, *turns)
-        assert told == f"turn_left_out: the chat template leaves out turn {number}, of the {turns[number][0]}"
+        assert told == f"turn_left_out: the chat template leaves out turn {number} (role {turns[number][0]})"
     assert result(encoder, S, U, A) == result(encoder, U, A, U, A) == "kept"
     assert result(encoder, U, A, ("system", " "), U, A) == "kept"
     assert result(encoder, U, A, ("tool", "r"), A, tools=[{"name": "f"}]) == "kept"

@@ -96,7 +96,9 @@ def test_the_result_is_that_of_tokens(strategy: str, sizes: list[int], small_mod
 def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder: Path = small_model(CHATML, CONTROL)
     encoder = encoder_for(folder, max_length=100)
-    monkeypatch.setattr(encoder._pieces, "encode", lambda pieces: [[1] for piece in pieces if len(piece.text) < 1000])
+    monkeypatch.setattr(
+        encoder._piece_tokenizer, "encode", lambda pieces: [[1] for piece in pieces if len(piece.text) < 1000]
+    )
     dropped = encode(encoder, "x" * 10_000, "a")
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "over_max_length"
@@ -134,10 +136,10 @@ def test_what_truncation_cuts_is_not_held(
     encoder = encoder_for(folder, max_length=10, truncation_strategy=strategy)
     texts = [f"a{size} " * size for size in sizes]
     outcomes, longest = [], []
-    join_pieces = encoder_module.join_pieces
+    join_tokens = encoder_module.join_tokens
     with monkeypatch.context() as patch:
         patch.setattr(
-            encoder_module, "join_pieces", lambda *given: longest.append(max(map(len, given[1]))) or join_pieces(*given)
+            encoder_module, "join_tokens", lambda *given: longest.append(max(map(len, given[1]))) or join_tokens(*given)
         )
         for _ in range(2):
             found = encode(encoder, *texts)

@@ -18,7 +18,7 @@ from packtool.encode.families.processor import (
     refuse_own_limits,
 )
 from packtool.encode.families.qwen_vl import QwenVL, image_limits, resize_together
-from packtool.encode.families.record import BoxForm, Family, MediaLimits, Medium, Part, Towers
+from packtool.encode.families.record import BoxForm, Family, MediaLimits, MediaSegment, Medium, Towers
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.sample import MediaRef
 
@@ -39,7 +39,7 @@ class Glm4v(QwenVL):
             self._pads["video"] = self._pads["image"]
             self.control_tokens += (self._pads["video"], *_VIDEO_MARKS)
         self._directory = files.directory
-        self.remarks = (f"rows with videos: {SLOWER}",)
+        self.warnings = (f"rows with videos: {SLOWER}",)
 
     @cached_property
     def _processor_videos(self) -> ProcessorVideos:
@@ -48,11 +48,11 @@ class Glm4v(QwenVL):
     def _video(self, ref: MediaRef) -> EncodedVideo:
         return self._processor_videos.measure(ref)
 
-    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
+    def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         if not isinstance(medium, EncodedVideo):
-            return super().parts(medium, number)
+            return super().segments(medium, number)
         opening, closing = _VIDEO_MARKS
-        return [(opening, 1), *self._processor_videos.parts(medium), (closing, 1)]
+        return [(opening, 1), *self._processor_videos.segments(medium), (closing, 1)]
 
     def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
         refuse_own_limits(ref)

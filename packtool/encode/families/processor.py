@@ -33,8 +33,8 @@ from packtool.encode.families.record import (
     BoxForm,
     Family,
     MediaEncoding,
+    MediaSegment,
     Medium,
-    Part,
     Towers,
     pad_ids_of,
 )
@@ -57,9 +57,9 @@ def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
-def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[Part]:
+def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[MediaSegment]:
     """Split a processor's text into plain texts and control tokens, counting repeated tokens."""
-    parts: list[Part] = []
+    parts: list[MediaSegment] = []
     end = 0
     for match in special.finditer(processor_text):
         if match.start() > end:
@@ -103,7 +103,7 @@ class ProcessorVideos:
         self._parts_and_grid = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """Notes for the user."""
         if self._processor.video_processor.do_sample_frames:
             return ()
@@ -142,7 +142,7 @@ class ProcessorVideos:
             num_tokens=_token_counts(parts)[self._pad],
         )
 
-    def parts(self, video: EncodedVideo) -> list[Part]:
+    def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a video."""
         return self._parts_and_grid((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
 
@@ -154,7 +154,7 @@ class ProcessorVideos:
         indices = videos.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
         return tuple(int(index) for index in indices)
 
-    def _process(self, video: _Video) -> tuple[list[Part], tuple[int, ...]]:
+    def _process(self, video: _Video) -> tuple[list[MediaSegment], tuple[int, ...]]:
         """Return the tokens of a video, and its grid in patches, if it has one."""
         import torch
 
@@ -257,7 +257,7 @@ class ProcessorFamily(MediaEncoding):
         pad = pad_ids_of(files.config).get("image")
         # Without one in config.json, the most frequent control token is the placeholder of a picture's pieces.
         self._pad = None if pad is None else str(self._processor.tokenizer.convert_ids_to_tokens(pad))
-        self._parts: dict[tuple[int, int], list[Part]] = {}
+        self._parts: dict[tuple[int, int], list[MediaSegment]] = {}
         probe = self._parts_of(*_PROBE_SIZE)
         # Pictures may be numbered within their row. Where several are written in another way, a row may have only one.
         is_alike = self._process([_PROBE_SIZE] * 2) == [probe] * 2
@@ -267,7 +267,7 @@ class ProcessorFamily(MediaEncoding):
         self.content_as_list = _takes_lists(files)
         tokens = [image_token, *(part[0] for part in probe if not isinstance(part, str))]
         placeholders: dict[str, MediaKind] = {image_token: "image"}
-        self.remarks = (
+        self.warnings = (
             f"{files.model_type} models are encoded through transformers' own processor, which is slower than from "
             "headers: it resizes a blank picture for each size that comes up",
         )
@@ -277,7 +277,7 @@ class ProcessorFamily(MediaEncoding):
             self._videos = ProcessorVideos(self._processor, self._pad)
             tokens.append(str(self._processor.video_token))
             placeholders[tokens[-1]] = "video"
-            self.remarks += self._videos.remarks
+            self.warnings += self._videos.warnings
         self.control_tokens = tuple(dict.fromkeys(tokens))
         self.placeholders = placeholders if self.content_as_list else {}
 
@@ -300,20 +300,20 @@ class ProcessorFamily(MediaEncoding):
         num_tokens = max(counts.values(), default=0) if self._pad is None else counts[self._pad]
         return EncodedImage(ref.path, ref.data, height, width, (), num_tokens)
 
-    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
+    def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         if isinstance(medium, EncodedVideo):
             assert self._videos is not None, "it was measured"
-            return self._videos.parts(medium)
+            return self._videos.segments(medium)
         assert isinstance(medium, EncodedImage), "nothing else is measured"
         parts = self._parts_of(medium.height, medium.width)
         return _numbered(parts, number) if self._is_numbered else parts
 
-    def _parts_of(self, height: int, width: int) -> list[Part]:
+    def _parts_of(self, height: int, width: int) -> list[MediaSegment]:
         if (height, width) not in self._parts:
             (self._parts[height, width],) = self._process([(height, width)])
         return self._parts[height, width]
 
-    def _process(self, sizes: list[tuple[int, int]]) -> list[list[Part]]:
+    def _process(self, sizes: list[tuple[int, int]]) -> list[list[MediaSegment]]:
         """Return the tokens of each picture of a row with pictures of these sizes, (height, width) each."""
         from packtool.media.measure import blank_image  # here, because other families need no PIL
 
@@ -360,13 +360,13 @@ def load_processor(directory: str) -> Any:
     return processor
 
 
-def _numbered(parts: list[Part], number: int) -> list[Part]:
+def _numbered(parts: list[MediaSegment], number: int) -> list[MediaSegment]:
     """Return the tokens of picture ``number`` of its row, given those of picture 0: MiniCPM-V writes the number."""
     i = next((i for i, part in enumerate(parts) if isinstance(part, str) and "0" in part), None)
     return parts if i is None else [*parts[:i], str(parts[i]).replace("0", str(number), 1), *parts[i + 1 :]]
 
 
-def _token_counts(parts: list[Part]) -> Counter[str]:
+def _token_counts(parts: list[MediaSegment]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for part in parts:
         if not isinstance(part, str):

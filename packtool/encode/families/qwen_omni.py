@@ -1,6 +1,6 @@
 """Media of the thinkers of Qwen2.5-Omni and Qwen3-Omni.
 
-Sound becomes mel frames and these become tokens. With ``USE_AUDIO_IN_VIDEO`` a video's sound track is woven in between
+Sound becomes mel frames and these become tokens. With ``USE_AUDIO_IN_VIDEO`` a video's sound track is interleaved with
 its frames: Qwen2.5-Omni takes chunks of two seconds of frames, then of sound; Qwen3-Omni puts every step of frames
 before the first sound that is not earlier. Mirrors the processors of transformers.
 """
@@ -20,8 +20,8 @@ from packtool.encode.families.record import (
     BoxForm,
     Family,
     MediaLimits,
+    MediaSegment,
     Medium,
-    Part,
     Towers,
     VideoLimits,
     thinker_of,
@@ -37,7 +37,7 @@ _TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "
 
 
 class QwenOmni(QwenVL):
-    """Media of the Omni families; ``is_qwen3`` decides how sounds are counted and woven into videos."""
+    """Media of the Omni families; ``is_qwen3`` decides how sounds are counted and interleaved into videos."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         self._is_qwen3 = family.is_qwen3
@@ -80,24 +80,24 @@ class QwenOmni(QwenVL):
         if not self._audios.in_video:
             return None
         if ref.clip is not None:
-            detail = "a clip whose sound is woven in (USE_AUDIO_IN_VIDEO); cut it into a file of its own"
+            detail = "a clip whose sound is interleaved in (USE_AUDIO_IN_VIDEO); cut it into a file of its own"
             raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
         sound = self._audio(ref)
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 
-    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
+    def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         if isinstance(medium, EncodedAudio):
             return [(self._audio_opening, 1), (self._pads["audio"], medium.num_tokens), (self._audio_closing, 1)]
         if not isinstance(medium, EncodedVideo) or medium.audio is None:
-            return super().parts(medium, number)
+            return super().segments(medium, number)
         per_step = medium.num_tokens // medium.grid[0]
         times = [i * medium.seconds_per_grid * self._audios.tokens_per_second for i in range(medium.grid[0])]
         if self._is_qwen3:
-            woven = _woven_by_time(times, per_step, medium.audio.num_tokens)
+            interleaved = _interleave_by_time(times, per_step, medium.audio.num_tokens)
         else:
             chunk = int(self._audios.tokens_per_second * self._audios.seconds_per_chunk)
-            woven = _woven_in_chunks(times, per_step, medium.audio.num_tokens, chunk)
-        inside: list[Part] = [(self._pads[kind], count) for kind, count in woven if count]
+            interleaved = _interleave_in_chunks(times, per_step, medium.audio.num_tokens, chunk)
+        inside: list[MediaSegment] = [(self._pads[kind], count) for kind, count in interleaved if count]
         return [(self._opening, 1), (self._audio_opening, 1), *inside, (self._audio_closing, 1), (self._closing, 1)]
 
 
@@ -137,7 +137,7 @@ def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
     return rest + 13 * chunks
 
 
-def _woven_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
+def _interleave_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
     num_written = 0
     for time in times:
         num_before = min(math.ceil(time), num_sounds) - num_written
@@ -148,7 +148,9 @@ def _woven_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterat
     yield "audio", num_sounds - num_written
 
 
-def _woven_in_chunks(times: list[float], per_step: int, num_sounds: int, chunk: int) -> Iterator[tuple[MediaKind, int]]:
+def _interleave_in_chunks(
+    times: list[float], per_step: int, num_sounds: int, chunk: int
+) -> Iterator[tuple[MediaKind, int]]:
     frames = _chunk_sizes([(time, per_step) for time in times], chunk)
     sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], chunk)
     for num_frame_tokens, num_sound_tokens in zip_longest(frames, sounds, fillvalue=0):

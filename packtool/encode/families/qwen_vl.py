@@ -28,8 +28,8 @@ from packtool.encode.families.record import (
     ImageLimits,
     MediaEncoding,
     MediaLimits,
+    MediaSegment,
     Medium,
-    Part,
     Towers,
     VideoLimits,
     image_limits_of,
@@ -390,13 +390,13 @@ class QwenVL(MediaEncoding):
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         return None
 
-    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
+    def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         assert not isinstance(medium, EncodedAudio), "a model without ears measures no sound"
         pad = self._pads["image" if isinstance(medium, EncodedImage) else "video"]
         if isinstance(medium, EncodedImage) or not self._videos.even_ends:
             return [(self._opening, 1), (pad, medium.num_tokens), (self._closing, 1)]
         # Qwen3-VL writes the time before each step, and keeps the marks around the video (as in its processor).
-        parts: list[Part] = [(self._opening, 1)]
+        parts: list[MediaSegment] = [(self._opening, 1)]
         for seconds in timestamps(medium.indices, medium.fps, self._videos.temporal_patch_size):
             step = [(self._opening, 1), (pad, medium.num_tokens // medium.grid[0]), (self._closing, 1)]
             parts += [f"<{seconds:.1f} seconds>", *step]

@@ -19,7 +19,7 @@ from packtool.media.files import MediaProblem
 from packtool.rows.sample import MediaKind, MediaRef
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
-Part = str | tuple[str, int]
+MediaSegment = str | tuple[str, int]
 """A piece of a medium's tokens: plain text, or a control token and its number of repetitions."""
 
 
@@ -138,9 +138,9 @@ class AudioLimits:
         sampling_rate: samples per second that the model's feature extractor takes.
         hop_length: samples from one mel frame to the next.
         max_features: maximum mel frames of one sound, the rest is removed; None for no bound.
-        in_video: a video's sound track is woven in between its frames.
-        tokens_per_second: positions in time per second of sound, by which frames and sound are woven.
-        seconds_per_chunk: length of the chunks of video and sound that alternate, where they are woven in chunks.
+        in_video: a video's sound track is interleaved with its frames.
+        tokens_per_second: positions in time per second of sound, by which frames and sound are interleaved.
+        seconds_per_chunk: length of the chunks of video and sound that alternate, where they are interleaved in chunks.
     """
 
     sampling_rate: int
@@ -187,7 +187,7 @@ class MediaEncoding:
             opening and closing marks. True: contents are lists of texts and media, the template writes
             ``placeholders``, and ``parts`` replace these.
         placeholders: kind of medium by the control token that the template writes; empty unless ``content_as_list``.
-        remarks: notes for the user, a line each.
+        warnings: notes for the user, a line each.
         one_picture_only: a row may have one picture only.
     """
 
@@ -195,7 +195,7 @@ class MediaEncoding:
     control_tokens: tuple[str, ...] = ()
     content_as_list = False
     placeholders: Mapping[str, MediaKind] = MappingProxyType({})
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     one_picture_only = False
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
@@ -206,7 +206,7 @@ class MediaEncoding:
         """
         raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model reads text only")
 
-    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
+    def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         """Return the tokens of a medium, from its first mark to its last.
 
         Args:

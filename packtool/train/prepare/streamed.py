@@ -225,7 +225,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         sharing=sharing,
     )
     refused = [line for line in refusals if line is not None][:1]
-    return source, state, [*([] if not_shared is None else [not_shared]), *encoder.remarks, *refused]
+    return source, state, [*([] if not_shared is None else [not_shared]), *encoder.warnings, *refused]
 
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.fit import Tokenized, fit
 from packtool.encode.media_spans import Span
+from packtool.encode.truncation import Tokenized, truncate
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample, Turn
 
@@ -73,7 +73,7 @@ def test_what_is_left_is_whole_and_in_order(
     parts: list[tuple[str, int]], limit: int, strategy: str, overflow: str, weights: bool
 ) -> None:
     item = tokenized(parts, weights=weights)
-    found = fit(item, spec(limit, truncation_strategy=strategy, media_overflow=overflow))
+    found = truncate(item, spec(limit, truncation_strategy=strategy, media_overflow=overflow))
     num_media_tokens = int(item.in_media().sum())
     if isinstance(found, Dropped):
         assert found.reason in ("no_target_tokens", "media_over_limit")
@@ -107,19 +107,19 @@ def test_what_is_left_is_whole_and_in_order(
 
 def test_media_alone_over_the_limit() -> None:
     parts = [("image", 30), ("user", 5), ("image", 30), ("assistant", 5)]
-    dropped = fit(tokenized(parts), spec(50))
+    dropped = truncate(tokenized(parts), spec(50))
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "media_over_limit"
-    assert "60 tokens of media leave no room for text in 50" in dropped.detail
-    with pytest.raises(RowError, match=r"rows\.jsonl, row 3: .*60 tokens of media"):
-        fit(tokenized(parts), spec(50, media_overflow="raise"))
-    (sample,) = fit(tokenized(parts), spec(50, media_overflow="trim"))
+    assert "its media have 60 tokens, so no text fits into --max-length 50" in dropped.detail
+    with pytest.raises(RowError, match=r"rows\.jsonl, row 3: .*media have 60 tokens"):
+        truncate(tokenized(parts), spec(50, media_overflow="raise"))
+    (sample,) = truncate(tokenized(parts), spec(50, media_overflow="trim"))
     assert isinstance(sample, EncodedSample)
     assert (sample.length, sample.num_truncated, len(sample.images)) == (40, 30, 1)
     # What the media leave must still fit: delete leaves the row out, left cuts it.
     still_long = [("image", 30), ("user", 30), ("image", 30), ("assistant", 5)]
-    assert isinstance(fit(tokenized(still_long), spec(50, media_overflow="trim")), Dropped)
-    (cut,) = fit(tokenized(still_long), spec(50, media_overflow="trim", truncation_strategy="left"))
+    assert isinstance(truncate(tokenized(still_long), spec(50, media_overflow="trim")), Dropped)
+    (cut,) = truncate(tokenized(still_long), spec(50, media_overflow="trim", truncation_strategy="left"))
     assert isinstance(cut, EncodedSample)
     assert (cut.length, cut.num_truncated) == (50, 45)
 
@@ -128,7 +128,7 @@ def test_media_alone_over_the_limit() -> None:
 @given(st.integers(0, 100), st.integers(2, 20))
 def test_a_text_in_pieces_loses_nothing(length: int, limit: int) -> None:
     item = tokenized([("assistant", length)], is_text=True)
-    found = fit(item, spec(limit, truncation_strategy="split"))
+    found = truncate(item, spec(limit, truncation_strategy="split"))
     if isinstance(found, Dropped):
         assert length < 2
         return
@@ -142,8 +142,8 @@ def test_a_text_in_pieces_loses_nothing(length: int, limit: int) -> None:
 
 
 def test_split_drops_anything_but_texts() -> None:
-    talk = fit(tokenized([("user", 3), ("assistant", 3)]), spec(100, truncation_strategy="split"))
-    seen = fit(tokenized([("image", 3), ("assistant", 3)], is_text=True), spec(100, truncation_strategy="split"))
+    talk = truncate(tokenized([("user", 3), ("assistant", 3)]), spec(100, truncation_strategy="split"))
+    seen = truncate(tokenized([("image", 3), ("assistant", 3)], is_text=True), spec(100, truncation_strategy="split"))
     for dropped, what in ((talk, "this row is a conversation"), (seen, "this row has media")):
         assert isinstance(dropped, Dropped)
         assert (dropped.reason, what in dropped.detail) == ("cannot_be_split", True)

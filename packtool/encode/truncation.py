@@ -1,8 +1,8 @@
-"""Hold a tokenized sample to ``max_length``, never cutting a medium, and give it its labels.
+"""Truncate tokenized samples to ``max_length``, and label them. Media are kept or removed as a whole.
 
-Truncation keeps the last (``left``) or the first (``right``) ``max_length - protected`` tokens that are not protected,
-in their order. Protected are entire media spans (opening mark, placeholder tokens, closing mark, timestamps), so that
-adjacent pictures cannot merge. ``left`` is what ms-swift does, except that ms-swift cuts the marks off.
+Truncation removes text tokens from the beginning (``left``) or from the end (``right``). Media spans (opening mark,
+placeholder tokens, closing mark, timestamps) stay, so adjacent pictures cannot merge. ``left`` does the same as
+ms-swift, except that ms-swift also removes the marks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _MAX_REMOVED = np.iinfo(np.int32).max  # maximum of the cache's column
 
 @dataclass(frozen=True, eq=False)
 class Tokenized:
-    """A sample as tokens, of any length.
+    """A sample as L tokens, of any length and without labels.
 
     Args:
         ids: int32 (L,).
-        turns: int32 (2 * num_turns,), [start, end) of every assistant turn that may be trained.
+        turns: int32 (2 * num_turns,): [start, end) of every assistant turn that may be trained, flat.
         spans: of the media, ascending.
         media: by kind, in the order of their spans.
-        weights: float32 (L,), of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
-        num_removed: tokens removed before truncation: with media, the middle of a long text, or of a medium that no
-            sample can hold.
-        borders: as those of ``EncodedSample``.
+        weights: float32 (L,): weight of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
+        num_removed: tokens removed so far: the middle of a very long text, tokens of a medium that no sample can hold,
+            or entire media.
+        borders: int32 (B,), ascending, as in ``EncodedSample``.
     """
 
     sample: Sample
@@ -58,7 +58,11 @@ class Tokenized:
         return mask
 
     def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
-        """Return the sample with the tokens at some positions, ascending; none cuts a medium."""
+        """Return the sample with only some of its tokens.
+
+        Args:
+            kept: int64 (K,): positions of the tokens, ascending; all tokens of a medium or none.
+        """
         spans: list[Span] = []
         media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
         starts = np.searchsorted(kept, [span.start for span in self.spans])
@@ -66,7 +70,7 @@ class Tokenized:
             if start < len(kept) and kept[start] == span.start:
                 spans.append(Span(span.kind, len(media[span.kind]), start, start + span.end - span.start))
                 media[span.kind].append(self.media[span.kind][span.number])
-        # Nothing comes before the first token, so it cannot be a target; turns without tokens are gone.
+        # Nothing predicts the first token, so no turn begins with it; turns without tokens are removed.
         turns = np.maximum(np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2), 1)
         borders = self.borders
         return replace(
@@ -81,15 +85,17 @@ class Tokenized:
         )
 
 
-def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
-    """Hold a sample to ``spec.max_length`` and give it labels.
+def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
+    """Truncate a sample to ``spec.max_length`` tokens, and label it.
 
-    ``media_overflow`` decides about media that leave no room for any text, ``truncation_strategy`` about all else:
-    with ``trim`` and ``delete`` a row loses its oldest media only if the media alone are too much, and is dropped if
-    what remains is still too long.
+    If the media alone fill ``max_length``, ``spec.media_overflow`` decides: ``drop`` and ``raise`` reject the sample,
+    ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else.
+
+    Returns:
+        the sample, its pieces with the strategy ``split``, or the reason why it is dropped.
 
     Raises:
-        RowError: if it does not fit and the strategy is ``raise``.
+        RowError: if it is too long and one of the two options is ``raise``.
     """
     sample, limit = item.sample, spec.max_length
     if spec.truncation_strategy == "split":
@@ -99,9 +105,9 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
             drop_too_long(sample, spec, str(len(item.ids) + item.num_removed))
         num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
         if num_media_tokens >= limit:
-            detail = f"{num_media_tokens} tokens of media leave no room for text in {limit}"
+            detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {limit}"
             if spec.media_overflow == "raise":
-                raise _too_long(sample, detail)
+                raise _too_long_error(sample, detail)
             if spec.media_overflow == "drop":
                 return Dropped(sample.source, sample.row, "media_over_limit", detail)
             item = _without_oldest_media(item, limit)
@@ -109,56 +115,56 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
         if spec.truncation_strategy == "delete":
             return drop_too_long(sample, spec, str(len(item.ids)))
         keep = item.in_media()
-        room = limit - int(keep.sum())
-        assert room > 0, "the media leave room for text"
+        num_text_tokens = limit - int(keep.sum())
+        assert num_text_tokens > 0, "media that fill the sample were removed or rejected above"
         text = np.flatnonzero(~keep)
-        keep[text[:room] if spec.truncation_strategy == "right" else text[-room:]] = True
+        keep[text[:num_text_tokens] if spec.truncation_strategy == "right" else text[-num_text_tokens:]] = True
         item = item.take(np.flatnonzero(keep))
-    encoded = _labelled(item)
+    encoded = _make_sample(item)
     if encoded is None:
-        detail = "truncation left no target" if item.num_removed else "no assistant turn has tokens to learn"
+        detail = "truncation removed all targets" if item.num_removed else "no assistant turn has a token to train"
         return Dropped(sample.source, sample.row, _NO_TARGET, detail)
     return [encoded]
 
 
-def fit_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
-    """Hold the samples that a row is packed of to ``spec.max_length``, as ``fit`` does with one.
+def truncate_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
+    """Truncate and label each of the samples that were packed into one row; raises as ``truncate``.
 
-    Samples without a target are left out, unless all are. If one is too long, the row is dropped: every input row is
-    either kept or dropped.
+    Samples without a target are left out. If one is dropped for another reason, or none has a target, the whole row is
+    dropped: every input row is either kept or dropped.
     """
     kept: list[EncodedSample] = []
     for number, part in enumerate(parts, 1):
-        result = fit(part, spec)
+        result = truncate(part, spec)
         if not isinstance(result, Dropped):
             kept += result
         elif len(parts) == 1:
             return result
         elif result.reason != _NO_TARGET:
-            return replace(result, detail=f"sample {number} of the {len(parts)} in the row: {result.detail}")
+            return replace(result, detail=f"sample {number} of {len(parts)} in the row: {result.detail}")
     if not kept:
         sample = parts[0].sample
-        detail = f"none of the {len(parts)} samples in the row has tokens to learn"
+        detail = f"none of the {len(parts)} samples in the row has a token to train"
         return Dropped(sample.source, sample.row, _NO_TARGET, detail)
     return kept
 
 
 def drop_too_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
-    """Drop a row that is too long and is not cut.
+    """Return the drop of a sample that is too long and is not truncated.
 
     Args:
-        length: its tokens, as far as they are known.
+        length: number of its tokens for the message, such as "at least 9000".
 
     Raises:
         RowError: if the strategy is ``raise``.
     """
     if spec.truncation_strategy == "raise":
-        raise _too_long(sample, f"{length} tokens, at most {spec.max_length} are allowed")
+        raise _too_long_error(sample, f"{length} tokens, and --max-length allows {spec.max_length}")
     return Dropped(sample.source, sample.row, "over_max_length", f"{length} tokens, limit {spec.max_length}")
 
 
 def _without_oldest_media(item: Tokenized, limit: int) -> Tokenized:
-    """Remove media, from the first on, until the others leave room for text."""
+    """Remove media, the first ones first, until the others have fewer than ``limit`` tokens."""
     keep = np.ones(len(item.ids), bool)
     num_media_tokens = sum(span.end - span.start for span in item.spans)
     for span in item.spans:
@@ -170,30 +176,33 @@ def _without_oldest_media(item: Tokenized, limit: int) -> Tokenized:
 
 
 def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
-    """Split a text into pieces; no token is lost, but the first token of a piece has none before it."""
+    """Split a pretraining text into samples of at most ``limit`` tokens, without losing one.
+
+    The first token of each sample is no target, for nothing predicts it.
+    """
     sample = item.sample
     if not sample.is_text or item.spans:
         problem = "has media" if item.spans else "is a conversation"
         detail = (
-            f"--truncation-strategy split cuts texts for pretraining, and this row {problem}; "
+            f"--truncation-strategy split is for pretraining texts, and this row {problem}: "
             "use --truncation-strategy delete, left or right"
         )
         return Dropped(sample.source, sample.row, "cannot_be_split", detail)
     pieces = [
-        _labelled(replace(item.take(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
+        _make_sample(replace(item.take(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
         for start in range(0, len(item.ids), limit)
     ]
-    # A piece of one token alone has no target.
+    # A piece of a single token has no target.
     kept = [piece for piece in pieces if piece is not None]
     return kept or Dropped(sample.source, sample.row, _NO_TARGET, "the text has fewer than two tokens")
 
 
-def _labelled(item: Tokenized) -> EncodedSample | None:
+def _make_sample(item: Tokenized) -> EncodedSample | None:
     """Return the sample with its labels, None if no token is a target."""
     sample, ids, weights = item.sample, item.ids, item.weights
     if weights is None:
         labels = np.empty(len(ids), np.int32)
-        labels.fill(IGNORE_INDEX)  # faster than ``full``
+        labels.fill(IGNORE_INDEX)  # faster than ``np.full``
         turns = item.turns.tolist()
         for start, end in zip(turns[::2], turns[1::2], strict=True):
             labels[start:end] = ids[start:end]
@@ -201,7 +210,7 @@ def _labelled(item: Tokenized) -> EncodedSample | None:
         labels = np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
     for span in item.spans:
         labels[span.start : span.end] = IGNORE_INDEX
-    # The first token has none before it to predict it; the loss ignores its label.
+    # The loss ignores the label of the first token, which nothing predicts. After truncation it may be inside a turn.
     if item.num_removed:
         labels[:1] = IGNORE_INDEX
     if len(ids) < 2 or labels[1:].max() < 0:
@@ -225,7 +234,7 @@ def _labelled(item: Tokenized) -> EncodedSample | None:
     )
 
 
-def _too_long(sample: Sample, detail: str) -> RowError:
+def _too_long_error(sample: Sample, detail: str) -> RowError:
     return RowError(
         sample.source,
         sample.row,
