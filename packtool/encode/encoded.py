@@ -1,4 +1,4 @@
-"""Tokenized samples and their measured media, shared by cache, batch and train."""
+"""Encoded samples and their measured media: the types that cache, batch and train share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One picture of a sample, measured.
+    """A picture of a sample, measured but not decoded.
 
     Args:
-        path: of the encoded file, or None when ``data`` holds it.
-        data: the encoded file's bytes, or None.
-        height: pixels, after the EXIF orientation is applied.
-        width: pixels.
+        path: of its file; None if ``data`` has the file's content.
+        data: the content of its file; None if ``path`` names the file.
+        height, width: pixels, after the EXIF orientation is applied.
         grid: (t, h, w) in vision patches, as the model's ``image_grid_thw``; empty for families without one.
-        num_tokens: placeholder tokens that stand for it in ``input_ids``.
+        num_tokens: number of its placeholder tokens in ``input_ids``.
     """
 
     path: str | None
@@ -36,13 +35,13 @@ class EncodedImage:
 
 @dataclass(frozen=True)
 class EncodedAudio:
-    """One sound of a sample, or the sound track of a video, measured.
+    """A sound of a sample, or the sound track of a video, measured but not decoded.
 
     Args:
-        path, data: as for pictures; both None for a sound track, which lies in its video.
-        num_samples: of one channel, at the model's sampling rate.
+        path, data: as for pictures; both None for a sound track, whose file is its video's.
+        num_samples: audio samples of one channel at the model's sampling rate.
         num_features: mel frames of the model's feature extractor.
-        num_tokens: placeholder tokens that stand for it in ``input_ids``.
+        num_tokens: number of its placeholder tokens in ``input_ids``.
     """
 
     path: str | None
@@ -54,7 +53,7 @@ class EncodedAudio:
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """One video of a sample, measured.
+    """A video of a sample, measured but not decoded.
 
     Args:
         path, data: as for pictures; both None when ``frames`` holds it.
@@ -84,30 +83,28 @@ class EncodedVideo:
 
     @property
     def frame_grids(self) -> list[tuple[int, ...]]:
-        """Its grid as grids of pictures, one for each step in time."""
+        """Its grid as a list of grids of pictures, one for each time step."""
         return [(1, *self.grid[1:])] * self.grid[0] if self.grid else []
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """A sample of a training step.
+    """A sample of L tokens with labels, ready for training.
 
     Args:
         input_ids: int32 (L,).
-        labels: int32 (L,): the token itself where it is a target, else -100. Not shifted.
+        labels: int32 (L,): the token itself for a target, else -100. Not shifted.
         turns: int32 (2 * num_turns,): [start, end) of every assistant turn that may be trained, flat.
-        images: in the order of their placeholder tokens.
+        images, videos, audios: in the order of their placeholder tokens.
         channel: the row's ``channel``, if any.
-        source: dataset the row came from.
-        row: 0-based row there.
-        num_truncated: tokens removed by truncation, those of removed media among them.
-        videos, audios: in the order of their placeholder tokens.
-        loss_scale: float32 (L,), the weight of each label, or None when all labels weigh 1.
-        part: of its row, where the row became several samples.
-        borders: int32 (B,), ascending: where the turns of such a sample begin and end, trained or not, since other
-            samples of the row continue from there.
-        is_read_again: the plan's next epoch is expected to have it, too.
-        prefix_hashes: hashes of its prefixes by their lengths, of samples of a cache with media in files.
+        source, row: the dataset, and the row's 0-based index in it.
+        num_truncated: tokens removed by truncation, including those of removed media.
+        loss_scale: float32 (L,): the weight of each label; None if all labels weigh 1.
+        part: the part of its row that this sample is, if the row became several samples.
+        borders: int32 (B,), ascending: starts and ends of the turns of such a sample, trained or not. Other samples of
+            the row diverge there, so prefixes end there. None for other samples.
+        is_read_again: whether the plan's next epoch is expected to read it again.
+        prefix_hashes: hash by length of each prefix, for samples of a cache with media in files; else None.
     """
 
     input_ids: IntArray
@@ -128,22 +125,22 @@ class EncodedSample:
 
     @property
     def place(self) -> str:
-        """Its source and row, for messages."""
+        """Source and row, for messages."""
         return f"{self.source}, row {self.row}" + ("" if self.part is None else f", {self.part}")
 
     @property
     def length(self) -> int:
-        """The number L of tokens."""
+        """Number L of tokens."""
         return len(self.input_ids)
 
     @property
     def media(self) -> list[EncodedImage | EncodedVideo | EncodedAudio]:
-        """Its images, then its videos, then its audios."""
+        """All media: images, then videos, then audios."""
         return [*self.images, *self.videos, *self.audios]
 
     @property
     def num_media_tokens(self) -> int:
-        """The number of placeholder tokens of all media."""
+        """Number of placeholder tokens of all media."""
         if not (self.images or self.videos or self.audios):
             return 0
         num_image_tokens = sum(image.num_tokens for image in self.images)
@@ -151,7 +148,7 @@ class EncodedSample:
 
     @property
     def num_audio_tokens(self) -> int:
-        """The number of placeholder tokens of its sounds and of its videos' sound tracks."""
+        """Number of placeholder tokens of sounds and of videos' sound tracks."""
         if not (self.videos or self.audios):
             return 0
         tracks = [video.audio for video in self.videos if video.audio is not None]
@@ -159,33 +156,35 @@ class EncodedSample:
 
     @property
     def patch_squares(self) -> int:
-        """Sum over the frames of its pictures and videos of (patches of the frame)^2; 0 without grids."""
+        """Attention work of its media in the vision tower: sum over all frames of (patches of the frame)^2."""
         grids = [image.grid for image in self.images] + [video.grid for video in self.videos]
         return sum(map(patch_squares, grids))
 
 
 class EncodedRow(list[EncodedSample]):
-    """The samples of a row whose turns or responses are samples.
+    """The samples of a row that was split by its turns or responses.
 
     Attributes:
-        left_out: dropped turns or responses, each with its ``part``.
+        left_out: the reasons why others of the row's samples are dropped, each with its ``part``.
     """
 
     left_out: tuple[Dropped, ...] = ()
 
 
 def left_out_of(samples: list[EncodedSample]) -> tuple[Dropped, ...]:
-    """Return the dropped turns or responses of the row that became these samples."""
+    """Return why other samples of the same row are dropped; empty unless the samples are an ``EncodedRow``."""
     return samples.left_out if isinstance(samples, EncodedRow) else ()
 
 
 def files_of(medium: EncodedImage | EncodedVideo | EncodedAudio) -> list[tuple[str | None, bytes | None]]:
-    """Return (path, data) of a medium, and of each picture of a video that is given as pictures."""
+    """Return (path, data) of a medium, and of each frame of a video that is given as pictures."""
     return [(medium.path, medium.data), *(medium.frames if isinstance(medium, EncodedVideo) else ())]
 
 
 def patch_squares(grid: tuple[int, ...]) -> int:
-    """Return the attention work of a vision tower, where patches see those of their own frame.
+    """Return the attention work of one medium in a vision tower: the sum over its frames of (patches of the frame)^2.
+
+    Patches attend to those of their own frame; the result is 0 without a grid.
 
     Args:
         grid: (t, h, w) in patches, or empty.

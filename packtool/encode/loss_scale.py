@@ -1,20 +1,20 @@
 """Target tokens and their weights: ``--loss-scale``.
 
-A loss scale is a base and perhaps further rules after it, as in ``last_round+ignore_empty_think``:
+A loss scale is a base, optionally followed by rules, as in ``last_round+ignore_empty_think``:
 
     default      every assistant turn
     last_round   the last assistant turn only
-    all          every token that is not a medium's
+    all          every token outside media
 
-Rules give parts of an assistant's text other weights; 0 means not trained. A *pattern* is a regular expression, and
-its matches get the weight. A *keyword* has two weights: its own, and that of the text after it up to the next
-keyword of the same rule. Names and weights are those that ms-swift documents; a rule alone applies to ``default``. A
-row's own ``loss`` of a message (true or false) replaces all this for that turn, except that an empty thinking block
-stays out of the loss; its ``loss_scale`` multiplies the weights.
+Rules change the weights of parts of an assistant's text; 0 means not trained. The matches of a *pattern*, a regular
+expression, get its weight. A *keyword* has two weights: its own, and that of the text up to the next keyword of the
+same rule. Names and weights are those that ms-swift documents. A rule without a base applies to ``default``. A
+message's own ``loss`` (true or false) replaces all this for its turn, except that empty thinking blocks are never
+trained; its ``loss_scale`` multiplies the weights.
 
-Models for *hybrid thinking* (Qwen3, Qwen3.5, DeepSeek-V3.1) open an answer without thoughts with an empty thinking
-block. Their generation prompt writes it when thinking is switched off, so the model never has to predict it. Like
-ms-swift from 4.3.1 on, ``ignore_empty_think`` is therefore added to every loss scale of such a model, unless
+Models with *hybrid thinking* (Qwen3, Qwen3.5, DeepSeek-V3.1) begin an answer without thinking with an empty thinking
+block. When thinking is switched off, the generation prompt contains this block, so the model never predicts it.
+``ignore_empty_think`` is therefore added to every loss scale of such a model, as in ms-swift since 4.3.1, unless
 ``keep_empty_think`` is among its rules.
 """
 
@@ -59,11 +59,11 @@ _KEYWORD_PATTERNS = {
     rule: re.compile("|".join(map(re.escape, sorted(keywords, key=len, reverse=True))))
     for rule, keywords in _KEYWORDS.items()
 }
-# Without the opening mark where the generation prompt has it. Gemma 4 and MiniMax have other marks.
+# The opening mark is missing where the generation prompt contains it. Gemma 4 and MiniMax have other marks.
 EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>|</mm:think>)\s*"
 """An empty thinking block, as a regular expression."""
 KEEP_EMPTY_THINK = "keep_empty_think"
-"""The rule with which empty thinking blocks are trained, too."""
+"""The rule that trains empty thinking blocks."""
 _IGNORE = "ignore_empty_think"
 _PATTERNS: dict[str, dict[str, float]] = {
     "hermes": {r"<tool_call>.+?</tool_call>": 2.0},
@@ -75,13 +75,16 @@ _ALIASES = {"last_round_with_ignore_empty_think": "last_round+ignore_empty_think
 
 
 class LossScale(NamedTuple):
-    """A base and the rules after it."""
+    """A parsed loss scale: its base, and its rules in order."""
 
     base: Base
     rules: tuple[str, ...]
 
     def text_weights(self, text: str) -> Weights:
-        """Return the weight of each character of an assistant's text, (len(text),); several rules multiply."""
+        """Apply the rules to an assistant's text; return the weight of each character, float32 (len(text),).
+
+        Weights of several rules are multiplied.
+        """
         weights = np.ones(len(text), np.float32)
         for rule in self.rules:
             matches = list(_KEYWORD_PATTERNS[rule].finditer(text)) if rule in _KEYWORDS else []
@@ -96,16 +99,16 @@ class LossScale(NamedTuple):
 
     @property
     def of_marked_turns(self) -> LossScale:
-        """The rules that still apply to a turn that its row's ``loss: true`` makes a target."""
+        """Loss scale with only the rules that apply to turns with ``loss: true`` in their row."""
         return LossScale(self.base, tuple(rule for rule in self.rules if rule == _IGNORE))
 
 
 @lru_cache(maxsize=64)
 def parse_loss_scale(text: str) -> LossScale:
-    """Parse ``default``, ``react``, ``last_round+ignore_empty_think``, ...
+    """Parse a loss scale such as ``default``, ``react`` or ``last_round+ignore_empty_think``.
 
     Raises:
-        ConfigError: naming the unknown rule, and the known ones.
+        ConfigError: for an unknown rule, or for rules that exclude each other.
     """
     names = [name.strip() for name in _ALIASES.get(text, text).split("+")]
     known = (*BASES, *_KEYWORDS, *_PATTERNS)
@@ -122,10 +125,10 @@ def parse_loss_scale(text: str) -> LossScale:
 
 
 def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
-    """Return the loss scale that applies for a requested one.
+    """Resolve a requested loss scale for a model.
 
-    That is ``text``, with ``+ignore_empty_think`` after it if the chat template is one for hybrid thinking and the text
-    has no rule about empty thinking blocks.
+    For a model with hybrid thinking, ``+ignore_empty_think`` is appended unless a rule about empty thinking blocks is
+    already there.
     """
     rules = parse_loss_scale(text).rules
     return text if not is_hybrid_thinking or _IGNORE in rules or KEEP_EMPTY_THINK in rules else f"{text}+{_IGNORE}"

@@ -1,7 +1,7 @@
-"""The files of a model directory for encoding: tokenizer, chat template, config, processor settings. No weights.
+"""Files of a model that encoding reads: tokenizer, chat template, config and processor settings, but no weights.
 
-``transformers.AutoTokenizer`` takes seconds and imports torch; a worker needs neither. The files are read directly, and
-transformers is used only for tokenizers without a ``tokenizer.json``.
+They are read directly, because ``transformers.AutoTokenizer`` takes seconds and imports torch. Only tokenizers without
+a ``tokenizer.json`` are converted by transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packtool.encode.loss_scale import EMPTY_THINKING
 from packtool.encode.template import TemplateFailure, ended_template, template_variants
 from packtool.errors import ConfigError
 
-_FETCH_AGAIN = "Fetch the model's files again."
+_FETCH_AGAIN = "Download the model's files again."
 # Files from which transformers makes a tokenizer without a tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -34,19 +34,19 @@ _ANSWERS_WITH_THOUGHT = (
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The parts of a model directory that decide how a row is encoded.
+    """The files of a model that determine how rows are encoded.
 
     Args:
         directory: local directory.
         config: ``config.json``.
-        tokenizer_config: ``tokenizer_config.json``, empty when there is none.
+        tokenizer_config: ``tokenizer_config.json``; empty if there is none.
         tokenizer_json: the text of ``tokenizer.json``.
         chat_template: the Jinja text; empty for a base model, which has none.
-        processor: settings of the image processor, empty for text-only models.
-        video_processor: settings of the video processor; the image processor's where a model has no others.
-        audio_processor: settings of the feature extractor for sound, empty where there is none.
-        template_file: file of the chat template, where it is not the model's own.
-        end_mark: the end of the last answer that was added to the chat template, "" where it ends answers by itself.
+        processor: settings of the image processor; empty for text-only models.
+        video_processor: settings of the video processor; those of the image processor if the model has no others.
+        audio_processor: settings of the feature extractor for sound; empty if there is none.
+        template_file: ``--chat-template``, the file that replaces the model's own template; None for the model's own.
+        end_mark: text that was added to the chat template to end the last answer; "" if the template ends answers.
     """
 
     directory: str
@@ -62,13 +62,13 @@ class ModelFiles:
 
     @classmethod
     def load(cls, model: str, chat_template: str | None = None) -> ModelFiles:
-        """Read a model directory, or fetch the small files of a hub id.
+        """Read the files of a model, and download them first if it is the name of a repository on the Hugging Face Hub.
 
         Args:
             chat_template: a file whose template replaces the model's.
 
         Raises:
-            ConfigError: if a file is missing or is not what it should be.
+            ConfigError: if a file is missing or invalid.
         """
         directory = model if os.path.isdir(model) else _fetch(model)
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
@@ -99,7 +99,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """Hash of vocabulary, merges, added tokens and pre-tokenization, whatever the layout of the file.
+        """Hash of vocabulary, merges, added tokens and pre-tokenization; independent of the layout of the file.
 
         Raises:
             ConfigError: if ``tokenizer.json`` is broken.
@@ -108,11 +108,11 @@ class ModelFiles:
             parsed = load_json(self.tokenizer_json)
             model = parsed["model"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.directory}: tokenizer.json is broken: {error!r}", _FETCH_AGAIN) from error
+            raise ConfigError(f"{self.directory}: tokenizer.json is invalid: {error!r}", _FETCH_AGAIN) from error
         vocabulary = model.get("vocab") or {}
         if isinstance(vocabulary, dict):
             vocabulary = sorted(vocabulary, key=vocabulary.__getitem__)
-        # The two notations of a merge, "a b" and ["a", "b"], mean the same.
+        # A merge is written as "a b" or as ["a", "b"].
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()]
         rest = {key: parsed.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "decoder")}
         rest["model"] = {key: model.get(key) for key in ("type", "byte_fallback", "unk_token")}
@@ -131,7 +131,7 @@ class ModelFiles:
 
     @property
     def template_variables(self) -> dict[str, str]:
-        """``bos_token`` and its like, which chat templates may name."""
+        """Special tokens by the name that chat templates know them by, such as ``bos_token``."""
         extra = self.tokenizer_config.get("extra_special_tokens")
         settings = {**self.tokenizer_config, **(extra if isinstance(extra, dict) else {})}
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
@@ -141,8 +141,8 @@ class ModelFiles:
     def is_hybrid_thinking(self) -> bool:
         """Whether the chat template can switch thinking off.
 
-        Such a template knows a variable ``enable_thinking`` (or ``thinking``), and ends its generation prompt with an
-        empty thinking block where that is false.
+        Such a template ends its generation prompt with an empty thinking block if the variable ``enable_thinking`` (or
+        ``thinking``) is false.
         """
         for template in template_variants(self.chat_template, self.template_variables):
             with suppress(TemplateFailure):
@@ -154,7 +154,7 @@ class ModelFiles:
 
     @cached_property
     def drops_thinking(self) -> bool:
-        """Whether the chat template writes a thought in the last turn, but not once another question follows."""
+        """Whether the chat template renders the thinking of the last turn, but removes it once a question follows."""
         for template in template_variants(self.chat_template, self.template_variables):
             for answer in _ANSWERS_WITH_THOUGHT:
                 with suppress(TemplateFailure):
@@ -170,12 +170,12 @@ class ModelFiles:
         try:
             added = load_json(self.tokenizer_json)["added_tokens"]
             return tuple(str(token["content"]) for token in added if token["id"] in stops)
-        except (ValueError, KeyError, TypeError):  # reported where the tokenizer is used
+        except (ValueError, KeyError, TypeError):  # an invalid tokenizer is reported where it is used
             return ()
 
 
 def absolute_model(model: str) -> str:
-    """Return a model's directory as an absolute path; ids of the hub and remote stores stay."""
+    """Return a model's directory as an absolute path; names on the hub and remote addresses are returned unchanged."""
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 
@@ -189,6 +189,7 @@ def _read_text(path: str) -> str:
 
 
 def _read_json(directory: str, name: str) -> dict[str, Any] | None:
+    """Read a JSON object; None if there is no such file, ConfigError if it is invalid."""
     path = os.path.join(directory, name)
     if not os.path.exists(path):
         return None
@@ -202,13 +203,14 @@ def _read_json(directory: str, name: str) -> dict[str, Any] | None:
 
 
 def _tokenizer_json(directory: str) -> str:
+    """Return the text of ``tokenizer.json``, made by transformers if only other tokenizer files are there."""
     path = os.path.join(directory, "tokenizer.json")
     if os.path.exists(path):
         return _read_text(path)
     if not any(os.path.exists(os.path.join(directory, name)) for name in _TOKENIZER_FILES):
         raise ConfigError(
-            f"{directory} has no tokenizer: none of {', '.join(('tokenizer.json', *_TOKENIZER_FILES))} is there",
-            "Copy the tokenizer's files from the model that this one was made of, or save it there with "
+            f"{directory} has no tokenizer: it contains none of {', '.join(('tokenizer.json', *_TOKENIZER_FILES))}",
+            "Copy the tokenizer's files from the model that this one was trained from, or save a tokenizer there with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
         )
     from transformers import AutoTokenizer
@@ -218,12 +220,13 @@ def _tokenizer_json(directory: str) -> str:
         return str(tokenizer.backend_tokenizer.to_str())
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise ConfigError(
-            f"{directory}: no tokenizer.json, and transformers makes no fast tokenizer of it: {error}",
+            f"{directory}: there is no tokenizer.json, and transformers cannot make a fast tokenizer: {error}",
             "Save one with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use a model that has one.",
         ) from error
 
 
 def _own_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
+    """Return the model's chat template from the first file that has one; "" if none has."""
     path = os.path.join(directory, "chat_template.jinja")
     if os.path.exists(path):
         return _read_text(path)
@@ -234,7 +237,7 @@ def _own_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
 
 
 def read_template(path: str) -> str:
-    """Read a file with a chat template; raise ConfigError if it cannot be read, or is empty."""
+    """Read the file of ``--chat-template``; raise ConfigError if it cannot be read or is empty."""
     try:
         text = _read_text(path)
     except (OSError, ValueError) as error:
@@ -246,7 +249,7 @@ def read_template(path: str) -> str:
 
 
 def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:
-    """Return the settings of a part of a processor, from ``processor_config.json`` or the first of its own files."""
+    """Return the settings of a part of the processor from ``processor_config.json``, else the first of ``names``."""
     settings = (_read_json(directory, "processor_config.json") or {}).get(part)
     for name in names:
         settings = settings or _read_json(directory, name)
@@ -254,6 +257,7 @@ def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:
 
 
 def _fetch(model: str) -> str:
+    """Download the small files of a repository on the Hugging Face Hub, and return their directory."""
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ConfigError(f"--model {model}: there is no such directory")
     from huggingface_hub import snapshot_download
@@ -262,6 +266,6 @@ def _fetch(model: str) -> str:
         return str(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise ConfigError(
-            f"--model {model}: no such directory here, and the hub does not give it: {error}",
+            f"--model {model}: there is no such directory, and the download from the Hugging Face Hub failed: {error}",
             "Give a local directory, or check the name and the connection.",
         ) from error

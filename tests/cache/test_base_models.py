@@ -110,7 +110,7 @@ def test_templates_that_are_none(base: Path, text: str | None, told: str, tmp_pa
 def test_no_tokenizer(base: Path) -> None:
     (base / "tokenizer.json").unlink()
     with pytest.raises(
-        ConfigError, match=r"base has no tokenizer: none of tokenizer\.json, tokenizer\.model, .*\nCopy"
+        ConfigError, match=r"base has no tokenizer: it contains none of tokenizer\.json, tokenizer\.model, .*\nCopy"
     ):
         ModelFiles.load(str(base))
 

@@ -149,7 +149,7 @@ def test_what_truncation_cuts_is_not_held(
                 if not isinstance(told, tuple)
                 else told
             )
-            patch.setattr(encoder, "_ends", lambda prepared: {})
+            patch.setattr(encoder, "_tokenize_ends", lambda prepared: {})
     assert outcomes[0] == outcomes[1]
     if max(sizes) > 100:
         assert longest[0] < 200 < longest[1]
