@@ -1,7 +1,7 @@
-"""Boxes, points and polygons of a row's ``objects``, and names, written into its texts in its model's form.
+"""Write a row's ``objects`` (boxes, points, polygons and names) into its texts, in the notation of the model.
 
-Coordinates are converted from the picture's size in its header (after the EXIF orientation) to the picture as the
-processor resizes it, or to thousandths; numbers are those of ms-swift: ``round(x / width * written_width)``.
+Coordinates are converted from pixels of the picture (after the EXIF orientation) to pixels of the picture as the
+processor resizes it, or to thousandths of its sides, as in ms-swift: ``round(x / width * written_width)``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from packtool.rows.forms.columns import RowProblem, finite
 from packtool.rows.forms.objects import JSON_KEY, ROUNDING, corners_of
 from packtool.rows.sample import Dropped, MediaKind, MediaRef, Objects, Region, Sample, Turn
 
-# Within a JSON string, a name is written as JSON.
+# A name inside a JSON string is written as JSON.
 _MARKS = re.compile(rf'(?P<json>[:\[,]\s*"){NAME_MARK}(?=")|{NAME_MARK}|{BOX_MARK}')
 _KEYS = re.compile(rf'"\w+{JSON_KEY}\s*:\s*(?=[^\s<])')  # the key of a box of ``objects`` is followed by its mark
 _JSON = json.JSONDecoder()
 
 
 def box_form_of(config: Mapping[str, Any], bbox_format: str | None, norm_bbox: str | None) -> BoxForm | None:
-    """Return how boxes are written for a model with this ``config.json`` and these options; None if unknown."""
+    """Return the notation of boxes for a model with this ``config.json`` and these options; None if it is unknown.
+
+    Args:
+        bbox_format, norm_bbox: the options of these names; None for the model's own notation and scale.
+    """
     form = family_of(config).boxes
     if form is None:
         return None
@@ -45,7 +49,7 @@ def box_form_of(config: Mapping[str, Any], bbox_format: str | None, norm_bbox: s
 
 
 def written_size(form: BoxForm, image: EncodedImage, limits: ImageLimits | None) -> tuple[int, int]:
-    """Return the width and height of a picture in written coordinates."""
+    """Return the width and height of a picture in the units in which its coordinates are written."""
     if form.scale == "thousandths":
         return 1000, 1000
     assert limits is not None, "families that write pixels have grids"
@@ -56,12 +60,13 @@ class BoxWriter:
     """Writes boxes and names into the texts of samples.
 
     Args:
-        options: form of boxes, and the unit of coordinates in JSON for rows that do not give it (``--bbox-type``).
-        limits: of the model on pictures.
-        control: tokens that the model's tokenizer knows.
+        options: the notation of boxes, and the unit of coordinates in JSON for rows without one (``--bbox-type``).
+        limits: the model's limits on pictures; None if its own processor resizes them.
+        control: the control tokens of the model's tokenizer.
+        measure: measures a medium of a kind.
 
     Raises:
-        ConfigError: for pixels of resized pictures, of a model whose own processor resizes them.
+        ConfigError: if coordinates are pixels of resized pictures, and the model's own processor resizes them.
     """
 
     def __init__(
@@ -75,18 +80,19 @@ class BoxWriter:
         self._form = box_form_of(files.config, options.bbox_format, options.norm_bbox)
         if self._form is not None and self._form.scale == "pixels" and limits is None:
             raise ConfigError(
-                f"--norm-bbox none: how the processor of {files.model_type} models resizes a picture is not known",
-                "Leave it out: such models are told thousandths of a picture's sides.",
+                f"--norm-bbox none: packtool does not know how the processor of {files.model_type} models resizes "
+                "pictures",
+                "Leave out --norm-bbox: coordinates are then thousandths of a picture's sides.",
             )
         self._unit, self._model_type = options.bbox_type, files.model_type
         self._control, self._limits, self._measure = control, limits, measure
         self._tokens = QWEN_TOKENS if self._form is None else self._form.tokens
 
     def write(self, sample: Sample) -> Sample | Dropped:
-        """Write a sample's boxes and names into its texts, or drop it with the reason.
+        """Write a sample's boxes and names into its texts, or return the reason why the sample is dropped.
 
-        Control tokens of boxes and names that the texts themselves contain are taken as such, where they are
-        well-formed throughout and the row has pictures.
+        Control tokens of boxes and names that a row's texts already contain keep their meaning if all of them are
+        well-formed and the row has pictures; otherwise they are plain text.
         """
         tokens = self._tokens
         if sample.objects is None:
@@ -103,25 +109,30 @@ class BoxWriter:
                 sample = _SampleWriter(form, self._limits, images, objects).written(sample)
             is_well_formed = not any(_is_broken(text, tokens) for text in _texts(sample))
             if form is not None and form.notation == "tokens" and not is_well_formed:
-                detail = f"the row's texts or names spell some of {', '.join(tokens.all)} where none belongs"
+                detail = f"the row's texts or names contain some of {', '.join(tokens.all)} outside boxes and names"
                 raise RowProblem("invalid_objects", detail)
         except (MediaProblem, RowProblem) as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         return replace(sample, objects=None, control=self._control & {*tokens.all} if is_well_formed else frozenset())
 
     def _known_form(self) -> BoxForm:
+        """Return the model's notation of boxes; raise RowProblem if it has none, or lacks the tokens for it."""
         if self._form is None:
             known = ", ".join(name for family in FAMILIES if family.boxes is not None for name in family.model_types)
-            detail = f"how {self._model_type} models write boxes is not known; it is of {known}"
+            detail = f"packtool does not know how {self._model_type} models write boxes; it supports {known}"
             raise RowProblem("objects_unsupported", detail)
         missing = [token for token in self._form.tokens.all if token not in self._control]
         if self._form.notation == "tokens" and missing:
-            raise RowProblem("objects_unsupported", f"the model's tokenizer has no {', '.join(missing)}")
+            raise RowProblem("objects_unsupported", f"the model's tokenizer lacks {', '.join(missing)}")
         return self._form
 
 
 class _SampleWriter:
-    """Writes the texts of one sample in their order: each mark takes the next name or box."""
+    """Writes the texts of one sample, in order: each mark is replaced by the next name or box.
+
+    Args:
+        images: the sample's pictures, measured.
+    """
 
     def __init__(self, form: BoxForm, limits: ImageLimits | None, images: list[EncodedImage], objects: Objects) -> None:
         self._form, self._limits, self._images = form, limits, images
@@ -131,10 +142,11 @@ class _SampleWriter:
         self._has_image_numbers = bool(objects.images)
 
     def written(self, sample: Sample) -> Sample:
+        """Return the sample with its boxes and names in its texts; raise RowProblem if they do not match."""
         turns = tuple(map(self._turn, sample.turns))
         responses = tuple(replace(each, turns=tuple(map(self._turn, each.turns))) for each in sample.responses)
         if self._image_numbers:
-            detail = f"'image_id' of 'objects' names {len(self._image_numbers)} pictures more than the texts have boxes"
+            detail = f"'image_id' of 'objects' has {len(self._image_numbers)} entries more than the texts have boxes"
             raise RowProblem("object_marks", detail)
         return replace(sample, turns=turns, responses=responses)
 
@@ -142,13 +154,14 @@ class _SampleWriter:
         return turn.map_texts(lambda text: _MARKS.sub(self._at_mark, self._rescaled(text, turn.role)))
 
     def _at_mark(self, mark: re.Match[str]) -> str:
+        """Return the text of the next name or box, which replaces a mark."""
         if mark[0] != BOX_MARK:
             name, opening = self._form.name(next(self._names)), mark["json"] or ""
             return opening + (json.dumps(name, ensure_ascii=False)[1:-1] if opening else name)
         return self._form.boxes(list(map(self._numbers, next(self._boxes))))
 
     def _rescaled(self, text: str, role: str) -> str:
-        """Rescale the coordinates of a text's JSON; a form that a question only shows stays."""
+        """Convert the coordinates in a text's JSON; examples of the notation in a question stay."""
         if self._unit is None:
             return text
         pieces, start = [], 0
@@ -165,41 +178,45 @@ class _SampleWriter:
         return "".join((*pieces, text[start:]))
 
     def _json(self, text: str, key: re.Match[str], role: str) -> tuple[Any, int] | None:
-        """Return the value of a key and its end; None for null, and for a question's value that is no coordinates."""
+        """Parse the JSON after a key: return the value and its end in the text.
+
+        Returns:
+            None if the value is null, or if it is in a question and has no coordinates, such as an example.
+        """
         try:
             value, stop = _JSON.raw_decode(text, key.end())
         except (ValueError, RecursionError) as error:
             if role != "assistant":
                 return None
-            raise RowProblem("invalid_objects", f"what follows {key[0].strip()} is no JSON: {error}") from error
+            raise RowProblem("invalid_objects", f"the value of {key[0].strip()} is not JSON: {error}") from error
         flat = list(chain.from_iterable(value)) if _is_nested(value) else value
         is_list = isinstance(flat, list) and all(finite(number) is not None for number in flat)
         return None if value is None or (role != "assistant" and not is_list) else (value, stop)
 
     def _box(self, value: Any, key: str) -> Region:
-        """Read a box of JSON."""
+        """Return the region that a box in JSON describes; its picture is given by ``image_id``, or is the only one."""
         assert self._unit is not None, "the unit of the numbers is known"
         corners = corners_of(value, key.strip(" :"), self._unit)
         if self._has_image_numbers:
             if not self._image_numbers:
-                raise RowProblem("object_marks", "the texts have more boxes than 'image_id' of 'objects' pictures")
+                raise RowProblem("object_marks", "the texts have more boxes than 'image_id' of 'objects' has entries")
             return Region(corners, self._image_numbers.popleft(), self._unit)
         if len(self._images) == 1:
             return Region(corners, 0, self._unit)
-        detail = f"the row has {len(self._images)} pictures, and nothing says on which of them {value} lies"
-        raise RowProblem("object_image", detail + "; 'image_id' in 'objects' would")
+        detail = f"the row has {len(self._images)} pictures, and it is not known which of them has the box {value}"
+        raise RowProblem("object_image", f"{detail}: give 'image_id' in 'objects'")
 
     def _numbers(self, box: Region) -> list[int]:
-        """Return the coordinates of a box as they are written."""
+        """Return the coordinates of a region as they are written, x and y of each corner; RowProblem if outside."""
         image = self._images[box.image]
-        true = {"real": (image.width, image.height), "norm1": (1, 1), "norm1000": (1000, 1000)}[box.unit]
-        sizes = list(zip(true, written_size(self._form, image, self._limits), strict=True))
+        row_size = {"real": (image.width, image.height), "norm1": (1, 1), "norm1000": (1000, 1000)}[box.unit]
+        sizes = list(zip(row_size, written_size(self._form, image, self._limits), strict=True))
         numbers = []
         for i, value in enumerate(box.corners):
             size, written = sizes[i % 2]
             if value > size * (1 + ROUNDING):
                 shown = ", ".join(f"{each:g}" for each in box.corners)
-                detail = f"[{shown}] is not inside picture {box.image} of {image.width}x{image.height} pixels"
+                detail = f"[{shown}] is outside picture {box.image}, which has {image.width}x{image.height} pixels"
                 raise RowProblem("box_outside", detail)
             numbers.append(round(value / size * written))
         return numbers
@@ -216,10 +233,11 @@ def _is_broken(text: str, tokens: BoxTokens) -> bool:
 
 
 def _texts(sample: Sample) -> Iterator[str]:
+    """Return the texts of a sample's turns and responses, in order."""
     answers = (turn for response in sample.responses for turn in response.turns)
     return (text for turn in chain(sample.turns, answers) for text in turn.texts)
 
 
 def _is_nested(value: Any) -> bool:
-    """Return whether a list of JSON holds boxes, and is not one."""
+    """Return whether a JSON value is a list of boxes, not a single box."""
     return bool(value) and all(isinstance(each, list) for each in value)

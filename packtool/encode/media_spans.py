@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 _Border = tuple[int, int | None]
-"""Where a medium begins or ends: index of a unit, and how many characters of its text come before; None if the medium
+"""Border of a medium: index of a unit, and how many characters of its text come before; None if the medium
 begins before the unit's control token."""
 
 

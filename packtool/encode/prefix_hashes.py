@@ -1,9 +1,8 @@
-"""Hashes of the prefixes of samples, by which samples with equal prefixes are found without comparing them.
+"""Hashes of the prefixes of samples, to find samples that share a prefix without comparing them.
 
-Prefixes end where samples may begin to differ: after each medium, with the token that closes it, where each turn of
-the assistant begins and ends, and after a long system prompt with its tools. Two samples have the same hash where they
-have the same tokens and media so far; media are the same if they hold the same, wherever they lie
-(``media.files``), and were measured alike.
+Prefixes end where samples may diverge: after each medium and its closing token, where each turn of the assistant begins
+and ends, and after a long system prompt with its tools. Two prefixes have the same hash if their tokens are equal, and
+their media have equal content (``media.files``) and equal measures, in whatever files.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from packtool.encode.media_spans import MediaTokens, MediumSpan, media_spans
 from packtool.media.files import content_name
 
 _BYTES = 8
-# Older caches hashed the channel first; rows without one, which began so, still share prefixes with new ones.
+# Older caches began a hash with the channel. Rows without a channel still share prefixes with new ones this way.
 _BEGINNING = b"None"
 
 
 class PrefixHashes(NamedTuple):
-    """Prefixes of samples, sample by sample, shorter prefixes first; arrays of M numbers.
+    """M prefixes, in the order of their samples and by ascending length; each field is an array (M,).
 
     Args:
-        lengths: int32, tokens of each.
+        lengths: int32, number of tokens.
         hashes: uint64.
-        media_tokens: int32, pads of its media.
+        media_tokens: int32, number of placeholder tokens of media.
         audio_tokens: int32, those of sounds and of videos' sound tracks among them.
-        patch_squares: int64, sum over the frames of its pictures and videos of (patches of the frame)^2.
-        target_tokens: int32, labels that carry loss; -1 in caches without this number.
+        patch_squares: int64, sum over the frames of pictures and videos of (patches of the frame)^2.
+        target_tokens: int32, number of labels that are targets; -1 in caches without this number.
     """
 
     lengths: IntArray
@@ -50,16 +49,16 @@ class PrefixHashes(NamedTuple):
 
 
 MediumKey = Callable[[str | None, bytes | None], tuple[str | None, str | None]]
-"""Returns what is hashed in place of a medium's path and bytes."""
+"""Returns the two texts that are hashed instead of a medium's path and bytes."""
 
 
 def by_content(path: str | None, data: bytes | None) -> tuple[str | None, str | None]:
-    """Media are the same if they hold the same bytes."""
+    """Return the content's name: media are equal if their bytes are."""
     return None, content_name(path, data)
 
 
 def by_address(path: str | None, data: bytes | None) -> tuple[str | None, str | None]:
-    """Media are the same if they lie in the same place: the hashes of older caches."""
+    """Return path and hash of the bytes: media are equal if they are in the same file. For hashes of older caches."""
     return path, None if data is None else hashlib.sha256(data).hexdigest()
 
 
@@ -69,13 +68,12 @@ def prefix_hashes(
     """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens and media.
 
     Args:
-        tokens: by which their media are found; a sample with media of other kinds has no prefixes, for their places
-            are unknown.
-        longer_than: prefixes of at most so many tokens are left out.
-        medium_key: decides which media are the same.
+        tokens: ids by which media are located; a sample with media that cannot be located has no prefixes.
+        longer_than: prefixes of at most this many tokens are left out.
+        medium_key: determines which media are equal.
 
     Returns:
-        int64 (S,), number of prefixes of each sample; and the prefixes of all.
+        int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
     counts, rows = [], list[tuple[int, bytes, int, int, int, int]]()
     for sample in samples:
@@ -106,38 +104,44 @@ def prefix_hashes(
 
 
 def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[int, int]) -> list[str]:
-    """Return files of media, at least one of which has changed since a sample's prefixes were hashed.
+    """Return media files of which at least one has changed since a sample's prefixes were hashed; empty if none has.
 
-    Compares the size of a file and four pieces of it (``content_name``); not files on other machines, nor files that
-    cannot be read, nor those of samples without a prefix after their media.
+    Compares the size and four pieces of each file (``content_name``). Files on other machines, files that cannot be
+    read, and media after the last hashed prefix are not checked.
 
     Args:
-        hashes: of the sample's prefixes, by their lengths.
+        tokens: ids by which media are located.
+        hashes: hash by length of each of the sample's prefixes.
     """
     media = media_spans(sample, tokens)
     if len(media) < len(sample.media):
         return []
     changed: list[Medium] | None = None
-    # Older caches began with the channel, named media by their addresses, or knew no ends of system prompts.
+    # Older caches began hashes with the channel, identified media by address, or had no prefixes of system prompts.
     beginnings, prompt_ends = (_BEGINNING, repr(sample.channel).encode()), (_prompt_ends(sample), set[int]())
     for medium_key, beginning, ends_before in product((by_content, by_address), beginnings, prompt_ends):
-        unproven: list[Medium] = []
+        unconfirmed: list[Medium] = []  # media since the last prefix whose hash is equal
         ends = sorted({*hashes, *_prefix_ends(sample, media, ends_before)})
         for end, new_media, digest in _digests(sample, media, ends, medium_key, beginning):
-            unproven += new_media
+            unconfirmed += new_media
             if end in hashes:
                 if int.from_bytes(digest, "little") != hashes[end]:
                     break
-                unproven = []
+                unconfirmed = []
         else:
             return []
-        changed = unproven if changed is None else changed
+        changed = unconfirmed if changed is None else changed
     paths = dict.fromkeys(path for medium in changed or () for path, data in files_of(medium) if path and data is None)
     return [path for path in paths if content_name(path, None) != f"at {path}"]
 
 
 def _prefix_ends(sample: EncodedSample, media: Sequence[MediumSpan], prompt_ends: set[int]) -> list[int]:
-    """Return where the prefixes of a sample end, ascending; ``prompt_ends`` from ``_prompt_ends``."""
+    """Return the lengths of a sample's prefixes, ascending.
+
+    Args:
+        media: of the sample.
+        prompt_ends: result of ``_prompt_ends``.
+    """
     inside = {end for span in media for end in range(span.start + 1, span.stop + 1)}
     turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
     ends = {span.stop + 1 for span in media} | ((turns | prompt_ends) - inside)
@@ -145,17 +149,17 @@ def _prefix_ends(sample: EncodedSample, media: Sequence[MediumSpan], prompt_ends
 
 
 def _prompt_ends(sample: EncodedSample) -> set[int]:
-    """Return where turns before the assistant's first end, such as a system prompt with its tools, but for short ones.
+    """Return the ends of the turns before the assistant's first, such as a system prompt; ends of short ones left out.
 
-    They are known by the token that ends the assistant's turns, so they are found where a template ends all turns
-    alike. The last of them is the question that the assistant answers, and ends where the answer begins.
+    These turns are found by the token that ends the assistant's turns, if the template ends all turns with it. The last
+    of them, the question, is left out: its end is where the answer begins.
     """
     if not len(sample.turns):
         return set()
     start, stop = sample.turns[:2].tolist()
     is_end = sample.input_ids[:stop] == sample.input_ids[stop - 1]
     if is_end[start : stop - 1].any():
-        return set()  # a truncated turn ends with any token
+        return set()  # the turn was truncated, so its last token is not the one that ends turns
     ends = np.flatnonzero(is_end[:start]) + 1
     return {end for end in ends[:-1].tolist() if end >= MIN_PROMPT}
 
@@ -163,12 +167,12 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
 def _digests(
     sample: EncodedSample, media: Sequence[MediumSpan], ends: Sequence[int], medium_key: MediumKey, beginning: bytes
 ) -> Iterator[tuple[int, list[Medium], bytes]]:
-    """Yield (length, media since the previous prefix, digest) of a sample's prefixes.
+    """Yield (length, media since the previous prefix, digest) of each of a sample's prefixes.
 
     Args:
-        media: of the sample, in order.
-        ends: lengths of the prefixes in tokens, ascending.
-        beginning: hashed first.
+        media: the sample's, in order.
+        ends: lengths of the prefixes, ascending.
+        beginning: bytes that are hashed first.
     """
     state, start, remaining = hashlib.blake2b(beginning, digest_size=_BYTES), 0, deque(media)
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
@@ -184,7 +188,7 @@ def _digests(
 
 
 def _work_of(medium: Medium) -> tuple[int, int, int]:
-    """Return the pads of a medium, those of sound among them, and the squares of its patches."""
+    """Return a medium's number of placeholder tokens, those of sound among them, and its ``patch_squares``."""
     if isinstance(medium, EncodedAudio):
         return medium.num_tokens, medium.num_tokens, 0
     track = medium.audio.num_tokens if isinstance(medium, EncodedVideo) and medium.audio is not None else 0
@@ -192,7 +196,7 @@ def _work_of(medium: Medium) -> tuple[int, int, int]:
 
 
 def _identity(span: MediumSpan, medium_key: MediumKey) -> bytes:
-    """Return the bytes hashed for a medium and its place; they begin with their own length."""
+    """Return the bytes that are hashed for a medium, with its position; they begin with their own length."""
     medium = span.medium
     path, data = medium_key(medium.path, medium.data)
     changes: dict[str, Any] = {"path": path, "data": data}

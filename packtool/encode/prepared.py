@@ -1,7 +1,7 @@
-"""Rows tokenized by another tool, turned into what tokenizing them here would have given.
+"""Rows that another tool has tokenized: check their tokens, and give them the form of rows tokenized here.
 
-Nothing is tokenized. Checked is that the model has such tokens, and that each medium has as many placeholder tokens as
-the model's limits make of it. From there on (truncation, labels) such rows are like all others.
+The tokens must be the model's, and each medium must have as many placeholder tokens as the model's limits give it.
+Truncation and labels are the same as for other rows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from packtool.rows.sample import PreparedTokens, Sample
 _TEXT = -1
 _NOTHING = np.zeros(0, np.int32)
 _PREPARED_LIMITS = "give the limits on media that the rows were prepared with"
-# A medium's size in rows, and the field that has it; the number of tokens is compared with the tokens.
+# Sizes of media that rows give, and the fields with which they are compared.
 _MEASURED = {name: name for name in ("height", "width", "grid", "indices")} | {"samples": "num_samples"}
 
 
 class PreparedRows:
-    """Reads rows tokenized by another tool.
+    """Reads rows that another tool has tokenized.
 
     Args:
-        control_ids: ids of the tokens that mark media.
-        num_ids: the tokenizer's tokens are the numbers below it.
+        spec: the encoder's options.
+        media: the model's media encoding.
+        tokens: ids by which media are located.
+        control_ids: id of each control token.
+        num_ids: number of ids of the tokenizer, including unused ones.
     """
 
     def __init__(
@@ -51,31 +54,31 @@ class PreparedRows:
         self._pads = set(tokens.pads.values())
 
     def tokenized(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:
-        """Return the samples that a row is packed of, most often one.
+        """Return the samples of a row, which may be a pack of several.
 
         Args:
             sample: a row with ``tokens``.
-            media: of the row, measured, by kind.
+            media: the row's measured media by kind.
 
         Raises:
-            RowProblem: if the tokens are not the model's, or do not agree with the media.
+            RowProblem: if the tokens are not the model's, or do not match the media.
         """
         assert sample.tokens is not None, "the row was tokenized elsewhere"
         loss_scale = sample.loss_scale or self._spec.loss_scale
         scale = parse_loss_scale(loss_scale)
         if scale.rules:
-            detail = f"--loss-scale {loss_scale} has a rule for what the assistant says, and the row is tokens"
+            detail = f"--loss-scale {loss_scale} has a rule for the assistant's text, and the row consists of tokens"
             raise RowProblem("labels_given", detail)
         ids = sample.tokens.ids
         if (wrong := (ids < 0) | (ids >= self._num_ids)).any():
             at = int(np.flatnonzero(wrong)[0])
-            detail = f"token {at:,} is {ids[at]}, and the model's tokenizer ends at {self._num_ids - 1:,}"
+            detail = f"token {at:,} is {ids[at]}, and the largest id of the model's tokenizer is {self._num_ids - 1:,}"
             raise RowProblem("token_out_of_range", detail)
         _check_unchanged(sample.tokens, media)
         spans = self._spans(ids.astype(np.int32), media)
         edges = [*sample.tokens.starts.tolist(), len(ids)]
         if any(span.start < edge < span.end for edge in edges for span in spans):
-            detail = "a medium begins in one of the samples that the row is packed of and ends in another"
+            detail = "the row is a pack of several samples, and a medium begins in one of them and ends in another"
             raise RowProblem("media_tokens", detail)
         row = Tokenized(sample, ids.astype(np.int32), _NOTHING, spans, media)
         channels = sample.tokens.channels or [sample.channel] * (len(edges) - 1)
@@ -83,30 +86,31 @@ class PreparedRows:
         for (start, stop), channel in zip(pairwise(edges), channels, strict=True):
             turns, weights = _targets(sample.tokens, start, stop, scale.base)
             part = row.take(np.arange(start, stop))
-            own = replace(sample, channel=channel)
-            parts.append(replace(part, sample=own, turns=turns, weights=weights, num_removed=0))
+            own_row = replace(sample, channel=channel)
+            parts.append(replace(part, sample=own_row, turns=turns, weights=weights, num_removed=0))
         return parts
 
     def _spans(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
-        """Return the spans of media, ascending; raise RowProblem if they do not agree with the tokens."""
+        """Locate the media among the tokens, ascending; raise RowProblem if their numbers of tokens do not match."""
         groups: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}
         sample = EncodedSample(ids, ids, _NOTHING, channel=None, source="", row=0, **groups)
         for kind in MEDIA_KINDS:
             pad = self._tokens.pads.get(kind)
             num_pads = 0 if pad is None else int((ids == pad).sum())
-            alike = [other for other in MEDIA_KINDS if self._tokens.pads.get(other) == pad]
-            needed = [medium.num_tokens for other in (alike if pad is not None else [kind]) for medium in media[other]]
+            same_pad = [other for other in MEDIA_KINDS if self._tokens.pads.get(other) == pad]
+            kinds = same_pad if pad is not None else [kind]
+            needed = [medium.num_tokens for other in kinds for medium in media[other]]
             if kind == "audio":
                 needed += [video.audio.num_tokens for video in sample.videos if video.audio is not None]
             if pad is None and needed:
-                detail = f"the model's config.json names no token that stands for {kind}s, so they cannot be found"
+                detail = f"the model's config.json has no placeholder token for {kind}s, so they cannot be located"
                 raise RowProblem("media_tokens", detail)
             if num_pads != sum(needed):
                 raise RowProblem("media_tokens", _disagreement(kind, num_pads, needed))
         if not any(media.values()):
             return []
         if not self._tells_sounds_apart(sample):
-            detail = "the sounds and the videos' sound tracks are not opened by tokens that tell them apart"
+            detail = "the opening tokens do not tell the row's sounds from the sound tracks of its videos"
             raise RowProblem("media_tokens", detail)
         spans, numbers = [], dict.fromkeys(MEDIA_KINDS, 0)
         for span in media_spans(sample, self._tokens):
@@ -116,16 +120,14 @@ class PreparedRows:
             for part in parts:
                 expected += [_TEXT] if isinstance(part, str) else [self._ids[part[0]]] * part[1]
             if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected):
-                detail = (
-                    f"{kind} {numbers[kind]} has not the placeholder tokens, in number or order, that it needs here"
-                )
+                detail = f"the placeholder tokens of {kind} {numbers[kind]} differ in number or order from those needed"
                 raise RowProblem("media_tokens", detail)
             spans.append(Span(kind, numbers[kind], *self._with_marks(ids, span, parts)))
             numbers[kind] += 1
         return spans
 
     def _tells_sounds_apart(self, sample: EncodedSample) -> bool:
-        """Return whether there are as many opening tokens of sounds and of sound tracks as there are of both."""
+        """Return whether the opening tokens match the numbers of the sample's sounds and of its sound tracks."""
         num_tracks = sum(video.audio is not None for video in sample.videos)
         if not num_tracks or not sample.audios:
             return True
@@ -138,14 +140,22 @@ class PreparedRows:
         return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in self._pads]
 
     def _with_marks(self, ids: IntArray, span: MediumSpan, parts: Sequence[MediaSegment]) -> tuple[int, int]:
-        """Return [start, end) of a medium with the marks around its placeholder tokens."""
+        """Return [start, end) of a medium, extended by the marks around its placeholder tokens.
+
+        Args:
+            parts: the medium's segments.
+        """
         is_pad = [not isinstance(part, str) and self._ids[part[0]] in self._pads for part in parts]
         before, after = parts[: is_pad.index(True)], parts[len(parts) - is_pad[::-1].index(True) :]
         num_before = self._num_marks(ids[: span.start][::-1], before[::-1])
         return span.start - num_before, span.stop + self._num_marks(ids[span.stop :], after)
 
     def _num_marks(self, ids: IntArray, parts: Sequence[MediaSegment]) -> int:
-        """Count the tokens, from the first on, that are a medium's marks; text between two counts with the second."""
+        """Count the tokens at the beginning of ``ids`` that are a medium's marks, with the text between two marks.
+
+        Args:
+            parts: the segments that are expected there, in order.
+        """
         at = num_marks = 0
         controls = set(self._ids.values())
         for part in parts:
@@ -160,13 +170,13 @@ class PreparedRows:
 
 
 def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> None:
-    """Raise RowProblem if a medium differs from its description in the row."""
+    """Raise RowProblem if the size of a medium differs from the one that the row gives."""
     for kind, described in tokens.measured.items():
         for number, (medium, expected) in enumerate(zip(media[kind], described, strict=False)):
             for key, name in _MEASURED.items():
                 size, old = getattr(medium, name, None), expected.get(key)
                 if old is not None and size is not None and list(np.ravel(size)) != list(np.ravel(old)):
-                    detail = f"{kind} {number} has {key} {size} here, and {shown(old)} where the row was made"
+                    detail = f"{kind} {number} has {key} {size}, and the row was prepared with {shown(old)}"
                     raise RowProblem("media_changed", f"{detail}: {_PREPARED_LIMITS}")
 
 
@@ -190,8 +200,9 @@ def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple
 
 
 def _disagreement(kind: str, num_pads: int, needed: Sequence[int]) -> str:
+    """Return the message for a row with ``num_pads`` placeholder tokens, whose media need other numbers."""
     if not needed:
-        return f"{num_pads:,} placeholder tokens stand for {kind}s, and the row has no {kind}s"
+        return f"the row has {num_pads:,} placeholder tokens for {kind}s, and no {kind}s"
     each = ", ".join(f"{number:,}" for number in needed[:8]) + (", ..." if len(needed) > 8 else "")
-    needs = f"the row's {kind}s need {sum(needed):,} here ({each})"
-    return f"{num_pads:,} placeholder tokens stand for {kind}s, and {needs}: {_PREPARED_LIMITS}"
+    needs = f"its {kind}s need {sum(needed):,} ({each})"
+    return f"the row has {num_pads:,} placeholder tokens for {kind}s, and {needs}: {_PREPARED_LIMITS}"

@@ -1,16 +1,16 @@
 """Chat templates, rendered as transformers renders them (``apply_chat_template``), without importing it.
 
-GLM's turns end where the next one opens, and the opening token is among those that generation stops at
-(``generation_config.json``). Such templates are extended by that token after the last answer::
+GLM's turns end where the next one opens, and generation stops at the opening token (``generation_config.json``). Such
+templates are extended by that token after the last answer::
 
     <|user|>Why?<|assistant|>So.<|user|>And?<|assistant|>Thus.              as the template writes it
     <|user|>Why?<|assistant|>So.<|user|>And?<|assistant|>Thus.<|user|>      extended
 
-So answers are trained to end with ``<|user|>``, as in ms-swift and TRL [read in both]. That tool calls end with
-``<|observation|>`` follows from the template and the stop tokens alone.
+So answers are trained to end with ``<|user|>``, as in ms-swift and TRL [read in both], and tool calls with
+``<|observation|>``, which follows from the template and the stop tokens.
 
-Many templates know only one system prompt, before everything else, and silently skip all others. No turn of a row may
-vanish so; this is tested by rendering the same roles once more, with a mark for each text.
+Many templates render only a system prompt at the beginning, and silently skip all others. ``missing_turn`` finds such
+turns by rendering the same roles once more, with a mark in place of each text.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from packtool.errors import ConfigError
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.sample import Sample, Turn
 
-# Errors of a template on a conversation it was not written for.
+# Errors of a template on a conversation that it was not written for.
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _COUNTED, _BOUNDED = "packtool_counted", "packtool_bounded"
 _MAX_ROUNDS = 10_000_000
-"""Rounds of all loops of one rendering: some seconds."""
+"""Maximum rounds of all loops of one rendering, which take some seconds."""
 _MAX_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
 _LOOP_ARGUMENTS = frozenset(("_loop_vars", "_block_vars"))
@@ -51,11 +51,11 @@ _MAX_REMEMBERED = 10_000
 
 
 class TemplateFailure(ValueError):
-    """The template refused a conversation (``raise_exception``) or broke on it."""
+    """The template refused a conversation (``raise_exception``), or failed on it."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """The ``{% generation %}`` block, which marks the assistant's text; here it only renders its body."""
+    """The ``{% generation %}`` block, which marks the assistant's text: only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -65,13 +65,15 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with bounds on time and memory and a fast path for the usual attributes and calls.
+    """Jinja's sandbox with bounds on time and memory, and a fast path for keys of messages and ``namespace(...)``.
 
-    The fast path is for keys of messages and for ``namespace(...)``. Bounded are the rounds of loops, counted when a
-    loop begins, the calls of macros, and the sizes of products, of variables and of macros' arguments: a text that
-    doubles in each round (``x ~ x``) must be kept to be doubled again. So a template that would run for hours, or fill
-    the memory, ends. The sandbox itself bounds a single ``range``, not nested loops. The output of a single filter is
-    not bounded.
+    Jinja bounds a single ``range``, but not nested loops. Here, the rounds of all loops and the calls of macros are
+    counted, and the sizes of products, variables and macros' arguments are bounded. A text that doubles in each round
+    (``x ~ x``) passes through a variable, so templates that would run for hours or fill the memory fail. The output of
+    a single filter is not bounded.
+
+    Attributes:
+        rounds_left: rounds of loops and calls of macros that are left to the current rendering.
     """
 
     intercepted_binops = frozenset(("*", "**"))
@@ -101,14 +103,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def take_rounds(self, count: int) -> None:
-        """Take ``count`` rounds off those that a rendering may have; raise TemplateFailure if there are no more."""
+        """Count rounds of the current rendering; raise TemplateFailure above the maximum."""
         self.rounds_left -= count
         if self.rounds_left < 0:
-            raise TemplateFailure(f"the template's loops and macros have more than {_MAX_ROUNDS:,} rounds")
+            raise TemplateFailure(f"the template's loops and macros need more than {_MAX_ROUNDS:,} rounds")
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if _size_of_product(operator, left, right) > _MAX_CHARS:
-            raise TemplateFailure(f"{operator} makes something of more than {_MAX_CHARS:,} characters or digits")
+            raise TemplateFailure(f"the result of {operator} has more than {_MAX_CHARS:,} characters or digits")
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -119,7 +121,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context  # filters without a context would be computed when a template is compiled
 def _counted(context: jinja2.runtime.Context, items: Any) -> Any:
-    """Return the items of a loop unchanged, after taking its rounds off those that a rendering may have."""
+    """Return the items of a loop after counting them as rounds; the filter around what each loop iterates over."""
     environment = context.environment
     assert isinstance(environment, _Environment)
     if not hasattr(items, "__len__") and not isinstance(items, jinja2.Undefined):
@@ -129,14 +131,15 @@ def _counted(context: jinja2.runtime.Context, items: Any) -> Any:
 
 
 def _filtered(node: Any, name: str, lineno: int) -> jinja2.nodes.Filter:
+    """Return the syntax tree of ``node | name``."""
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=lineno)
 
 
 def _bounded(value: Any) -> Any:
-    """Return a value unchanged, unless it is a text or a list that is too long."""
+    """Return a value; raise TemplateFailure if it is a text or a list that is too long."""
     max_length = _MAX_CHARS if isinstance(value, str) else _MAX_ROUNDS if isinstance(value, (list, tuple)) else None
     if max_length is not None and len(value) > max_length:
-        raise TemplateFailure(f"the template keeps something of more than {max_length:,} characters or items")
+        raise TemplateFailure(f"a variable of the template has more than {max_length:,} characters or items")
     return value
 
 
@@ -176,11 +179,12 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        variables: ``bos_token`` and its like.
-        content_as_list: contents that are text are given as a list of one text.
+        text: the Jinja text.
+        variables: special tokens by name, such as ``bos_token``.
+        content_as_list: pass a content that is a text as a list with one text.
 
     Raises:
-        ConfigError: if the text is no valid Jinja.
+        ConfigError: if the text is not valid Jinja.
     """
 
     def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
@@ -190,7 +194,7 @@ class ChatTemplate:
             code = _compiled(text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
-        # A plain dictionary is quickly copied for each conversation; Jinja's own is a chain of two.
+        # The globals are copied for each conversation, which is fast for a plain dictionary; Jinja's is a chain of two.
         self._template = environment.template_class.from_code(environment, code, dict(environment.globals))
         self._variables = dict(variables)
         self._missing_turns: dict[tuple[Any, ...], int | None] = {}
@@ -206,11 +210,11 @@ class ChatTemplate:
 
         Args:
             add_generation_prompt: append the opening of an assistant's turn.
-            thinks: the switch of templates for hybrid thinking, which is named ``enable_thinking`` or ``thinking``;
-                None leaves it undefined.
+            thinks: value of ``enable_thinking`` and ``thinking``, the switch of templates with hybrid thinking; None
+                leaves both undefined.
 
         Raises:
-            TemplateFailure: if the template refuses it.
+            TemplateFailure: if the template refuses the conversation, or exceeds the bounds on time and memory.
         """
         self._environment.rounds_left = _MAX_ROUNDS
         pieces, num_chars = [], 0
@@ -229,13 +233,14 @@ class ChatTemplate:
                     raise TemplateFailure(f"the template writes more than {_MAX_CHARS:,} characters")
         except TemplateFailure:
             raise
-        except RecursionError as error:  # whose message depends on the caller
+        except RecursionError as error:  # its own message depends on the caller
             raise TemplateFailure("the template calls itself without end") from error
         except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
         return "".join(pieces)
 
     def _prepared(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its reasoning under both names that templates read, and its content as configured."""
         content = message.get("content")
         if self._content_as_list and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
@@ -245,9 +250,12 @@ class ChatTemplate:
         return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
     def missing_turn(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
-        """Return the number of the first turn, not of the assistant, whose text is not rendered; None if all are.
+        """Return the index of the first turn whose text the template leaves out; None if it renders all turns.
 
-        The result is remembered for each order of roles. ``messages`` are the turns as the template gets them.
+        The assistant's turns are not checked. Results are cached by the sequence of roles.
+
+        Args:
+            messages: the turns as they are passed to the template.
         """
         roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
         if roles in self._missing_turns:
@@ -263,14 +271,14 @@ class ChatTemplate:
             rendered = self.render(marked, tools)
             missing = next((number for number, mark in marks.items() if mark not in rendered), None)
         except TemplateFailure:
-            missing = None  # the template reads the texts; the row's own were rendered
+            missing = None  # the template depends on the texts, and it rendered the row's own
         if len(self._missing_turns) < _MAX_REMEMBERED:
             self._missing_turns[roles] = missing
         return missing
 
 
 def template_variants(text: str, variables: Mapping[str, str]) -> Iterator[ChatTemplate]:
-    """Yield the template with contents as texts, then as lists; nothing if it is not valid Jinja."""
+    """Yield the template for contents that are texts, then for lists; nothing if it is not valid Jinja."""
     try:
         for as_list in (False, True):
             yield ChatTemplate(text, variables, content_as_list=as_list)
@@ -286,14 +294,14 @@ _EXTENSION = (
 
 
 def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
-    """Extend a chat template that ends answers only by opening the next turn: it ends the last answer too.
+    """Extend a chat template whose answers end only where the next turn opens, so that the last answer ends, too.
 
     Args:
-        stops: returns the tokens that generation stops at, if they are needed.
+        stops: returns the tokens that generation stops at; called only for such a template.
 
     Returns:
-        the template and the mark that it now has after the last answer; unchanged and "" where it ends answers by
-        itself, or by tokens that generation does not stop at.
+        the extended template, and the text that it adds after the last answer. The template unchanged and "" if it ends
+        answers itself, or generation does not stop at the token that opens the next turn.
     """
     for template in template_variants(text, variables):
         if user := _mark_between(template, "user", stops):
@@ -303,7 +311,10 @@ def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], 
 
 
 def _mark_between(template: ChatTemplate, role: str, stops: Callable[[], Collection[str]]) -> str:
-    """Return the stop token, with the text before it, between an answer and a role's message; "" if there is none."""
+    """Return the text between an answer and the next message of a role, up to the first stop token; "" for none.
+
+    It is also "" if the template writes something after the last answer.
+    """
     messages: list[dict[str, Any]] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
         short = template.render(messages)
@@ -319,10 +330,10 @@ def _mark_between(template: ChatTemplate, role: str, stops: Callable[[], Collect
 
 
 def strings_of(sample: Sample) -> list[str]:
-    """Return every string of a sample that a template may print.
+    """Return every text of a sample that a template may print, with those nested in tools and tool calls.
 
     Raises:
-        RowProblem: if a template might print NaN or an infinite number, which JSON does not have.
+        RowProblem: if one of the values is NaN or infinite, which JSON does not have.
     """
     strings = [turn.content for turn in sample.turns]
     stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
@@ -336,5 +347,5 @@ def strings_of(sample: Sample) -> list[str]:
         elif isinstance(value, (list, tuple)):
             stack += value
         elif isinstance(value, float) and not math.isfinite(value):
-            raise RowProblem("invalid_content", f"the number {value} stands in tools or in a tool call")
+            raise RowProblem("invalid_content", f"tools or a tool call contain the number {value}")
     return strings

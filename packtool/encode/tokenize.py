@@ -1,9 +1,9 @@
-"""Tokenize a rendered conversation: control tokens of the template, and the plain text between two of them.
+"""Tokenize rendered conversations: the template's control tokens, and the plain text between them.
 
-Control tokens of the template become ids, the same text inside a row stays text. For this, a row's strings are
-*escaped* before the template gets them: every control token's text in them becomes one private-use character. All
-control tokens of the rendered conversation are then the template's. It is split there, the pieces in between are
-tokenized as plain text, and the escaped characters become the text they stood for::
+A control token that the template writes becomes its id, but the same characters in a row's text stay text. For this, a
+row's texts are *escaped* before rendering: each control token in them is replaced by one private-use character. Then
+all control tokens of the rendered conversation are the template's. It is split at these; the texts between them are
+unescaped and tokenized as plain text::
 
     row text        a <|im_end|> b            escaped      a ⟦3⟧ b
     rendered        <|im_start|>user\\na ⟦3⟧ b<|im_end|>\\n
@@ -11,17 +11,17 @@ tokenized as plain text, and the escaped characters become the text they stood f
 
 The ids equal those of the rendered string, because a tokenizer never merges across a control token.
 
-A byte-level tokenizer splits a text into words with one regular expression and then merges bytes inside each word, so
-equal words have equal tokens. Splitting takes most of the time of the ``tokenizers`` library, which tracks the origin
-of every character on the way, and merging most of the rest; looking words up in a dictionary takes a fraction of that.
-The tokens are the library's own: it tokenizes every word once.
+A byte-level tokenizer splits a text into words by a regular expression and merges bytes inside each word, so equal
+words have equal tokens. The ``tokenizers`` library spends most time on splitting, because it tracks the origin of every
+character, and most of the rest on merging. Looking up words in a dictionary takes a fraction of that. The tokens are
+the library's: it tokenizes each new word once.
 
-Only texts whose characters have had the same class in all versions of Unicode are taken, so that this module's regular
-expressions and the library's cannot disagree; others, and other kinds of tokenizers, are left to the library.
+The dictionary is used only for texts whose characters have the same class in all versions of Unicode, so that this
+module's regular expressions and the library's agree. Other texts and other tokenizers are left to the library.
 
-A text that is certainly too long is recognised before it is tokenized, which takes a hundred times its size in memory:
-no token is longer than the vocabulary's longest, and no token crosses the border of two words. Both hold for tokenizers
-that lose nothing of a text: byte-level BPE, and BPE that falls back to bytes. For others nothing is promised.
+Texts that are certainly too long are recognized without tokenizing them, which would take a hundred times their size in
+memory: no token is longer than the longest of the vocabulary, and no token spans two words. This holds for tokenizers
+that lose no character, byte-level BPE and BPE with byte fallback; for others there is no lower bound.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from tokenizers.models import BPE
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import ConfigError
 
-_BLOCK = 0x4000  # more than any tokenizer has control tokens
+_BLOCK = 0x4000  # characters that one row uses: more than any tokenizer has control tokens
 _MEDIA_SLOTS = {kind: _BLOCK - 1 - i for i, kind in enumerate(MEDIA_MARKS)}
 _NUM_SLOTS = _BLOCK - len(MEDIA_MARKS)
-# Planes 15 and 16 are private use; the highest block that a row's text leaves free is taken.
+# Planes 15 and 16 are for private use; each row uses the highest block that its own texts do not use.
 _BASES = tuple(range(0x10C000, 0xF0000 - 1, -_BLOCK))
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _NOTHING = "(?!)"
@@ -52,11 +52,11 @@ _NO_PLACEHOLDERS: Mapping[str, str] = {}
 
 
 class Piece(NamedTuple):
-    """A control token of the template and the text up to the next one.
+    """A control token of a rendered conversation, and the text up to the next one.
 
     Args:
-        control: the token's text, or "" for what comes before the first.
-        media: "image", "video" or "audio" if this control token stands for a medium, else "".
+        control: text of the control token; "" for the text before the first one.
+        media: "image", "video" or "audio" if the control token stands for a medium, else "".
         text: plain text that follows.
         times: number of repetitions of the control token.
     """
@@ -68,14 +68,14 @@ class Piece(NamedTuple):
 
 
 class ControlEscaper:
-    """Stands private-use characters in for control-token text and picture marks, for one row.
+    """Replaces control tokens and media marks in the texts of one row by private-use characters, until it is rendered.
 
     Args:
-        strings: every string of the row.
-        allowed: control tokens that stay control tokens in them.
+        strings: all texts of the row.
+        allowed: control tokens that keep their meaning in these texts.
 
     Raises:
-        ValueError: if the row leaves no block of private-use characters free.
+        ValueError: if the row's texts use private-use characters of every block.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ControlEscaper:
         self._kinds: Mapping[str, str] = {}
 
     def text(self, string: str) -> str:
-        """ControlEscaper one string."""
+        """Escape the control tokens of a text."""
         if not self._vocabulary.pattern.search(string):
             return string
         self._has_escaped = True
@@ -103,7 +103,7 @@ class ControlEscaper:
         )
 
     def value(self, value: Any) -> Any:
-        """ControlEscaper every string of nested lists and mappings, their keys too."""
+        """Escape every text in nested lists and mappings, including keys."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -113,14 +113,14 @@ class ControlEscaper:
         return value
 
     def media(self, string: str, kinds: Iterable[str]) -> str:
-        """Replace the marks of some kinds of media (``<image>``, ...) by the characters that stand for a medium."""
+        """Replace the marks (``<image>``, ...) of some kinds of media by private-use characters."""
         for kind in kinds:
             self._kinds = {chr(self._base + slot): each for each, slot in _MEDIA_SLOTS.items()}
             string = string.replace(MEDIA_MARKS[kind], chr(self._base + _MEDIA_SLOTS[kind]))
         return string
 
     def as_list(self, string: str) -> list[dict[str, str]]:
-        """Split a text after ``media`` into the list of texts and media that some templates take."""
+        """Split a text whose marks ``media`` has replaced into a list of texts and media, as some templates need it."""
         parts: list[dict[str, str]] = []
         start = 0
         for i, char in enumerate(string if self._kinds else ""):
@@ -131,10 +131,10 @@ class ControlEscaper:
         return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
     def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
-        """Split the rendered conversation into pieces, in order; escaped characters become their text again.
+        """Split a rendered conversation into pieces at its control tokens, and unescape their texts.
 
         Args:
-            placeholders: kind of medium by further control tokens that stand for one.
+            placeholders: kind of medium by control token that the template writes for a medium.
         """
         parts = self._vocabulary.split_pattern("".join(self._kinds)).split(rendered)
         texts, controls = parts[::2], ["", *parts[1::2]]
@@ -146,21 +146,28 @@ class ControlEscaper:
 
 
 class ControlVocabulary:
-    """The control tokens of a tokenizer.
+    """The control tokens of a tokenizer: its special tokens, and others given.
 
     Args:
-        tokenizer: the backend tokenizer; it is set to read control tokens in text as text.
-        always_control: tokens that mark media or open turns, whether or not the tokenizer marks them as special.
+        tokenizer: the backend tokenizer. It is changed: control tokens in texts are tokenized as text from now on.
+        always_control: tokens that mark media or open turns, which the tokenizer may not mark as special.
+
+    Attributes:
+        ids: id of each control token by its text, ascending.
+        texts: the control tokens in that order.
+        slots: index of each control token in ``texts``.
+        strip_left, strip_right: control tokens that absorb the blanks before or after them.
+        pattern: finds control tokens in a text, the longest first.
 
     Raises:
-        ConfigError: if there are more control tokens than private-use characters to replace them.
+        ConfigError: if there are more control tokens than private-use characters in a block.
     """
 
     def __init__(self, tokenizer: Tokenizer, always_control: Sequence[str] = ()) -> None:
         added = tokenizer.get_added_tokens_decoder()
         special_texts = {token.content for token in added.values() if token.special}
         plain = [token for token in added.values() if token.content in {*always_control} - special_texts]
-        if plain:  # only special tokens can be read as text
+        if plain:  # the library tokenizes only special tokens as text
             as_special = [
                 AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
                 for token in plain
@@ -169,7 +176,7 @@ class ControlVocabulary:
             added = tokenizer.get_added_tokens_decoder()
         special = sorted(((i, token) for i, token in added.items() if token.special), key=lambda item: item[0])
         if len(special) > _NUM_SLOTS:
-            raise ConfigError(f"the tokenizer has {len(special)} control tokens, more than {_NUM_SLOTS}")
+            raise ConfigError(f"the tokenizer has {len(special)} control tokens; packtool supports {_NUM_SLOTS}")
         self.ids = {token.content: i for i, token in special}
         self.texts = tuple(self.ids)
         self.slots = {text: slot for slot, text in enumerate(self.texts)}
@@ -181,10 +188,10 @@ class ControlVocabulary:
         tokenizer.encode_special_tokens = True
 
     def split_pattern(self, marks: str) -> re.Pattern[str]:
-        """Return a pattern that splits at control tokens and at the characters for media, and keeps these.
+        """Return a pattern that splits at control tokens and at the characters that stand for media, and keeps both.
 
         Args:
-            marks: the characters; none for a row without media, since re is faster where all alternatives begin alike.
+            marks: these characters; "" for a row without media, which makes the pattern faster.
         """
         if marks not in self._split_patterns:
             # Single characters, not a class: with literals only, re skips to their first characters at once.
@@ -196,7 +203,7 @@ class ControlVocabulary:
 _MAX_WORDS = 1 << 20
 _WORDS_PER_BATCH = 4096
 _MAX_WORD_CHARS = 64
-"""Longer words (base64, endless punctuation) are not remembered."""
+"""Longer words (base64, long punctuation) are not kept in the dictionary."""
 
 _SAFE_RANGES = (
     *("\t\n\r", " -~", "\u00a1-\u00ff"),
@@ -209,12 +216,12 @@ _UNSAFE = re.compile(f"[^{''.join(_SAFE_RANGES)}]")
 
 
 class WordTokenizer:
-    """Tokenizes plain text through a dictionary of words. Use ``of``, which knows where that is right.
+    """Tokenizes plain text by a dictionary of words. Made by ``of``, which checks that this is exact.
 
     Args:
         tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
-        pattern: its regular expression, which splits a text into words.
-        added: ids of added tokens that are found in plain text (``<think>``), by their text.
+        pattern: the tokenizer's regular expression for words.
+        added: id by text of the added tokens that are not special (``<think>``): these are matched in plain text.
     """
 
     def __init__(self, tokenizer: Tokenizer, pattern: str, added: dict[str, int]) -> None:
@@ -228,7 +235,7 @@ class WordTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordTokenizer | None:
-        """Return one for a byte-level BPE tokenizer that splits by a regular expression; None for any other kind."""
+        """Return a word tokenizer for a byte-level BPE tokenizer with a regular expression; None for all others."""
         pattern = _pattern(tokenizer)
         plain = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if not token.special}
         if pattern is None or any(token.lstrip or token.rstrip or token.single_word for token in plain.values()):
@@ -236,23 +243,25 @@ class WordTokenizer:
         return cls(tokenizer, pattern, {token.content: i for i, token in plain.items()})
 
     def num_words(self, text: str, enough: int) -> int:
-        """Count the words of a text, each at least one token, up to ``enough``; 0 if the number is unknown."""
+        """Count the words of a text, each of at least one token, up to ``enough``; 0 if they cannot be counted."""
         if not self._is_safe(text) or self._added_pattern.search(text):
             return 0
         return sum(1 for _ in islice(self._iterate(text), enough))
 
     def _is_safe(self, text: str) -> bool:
+        """Return whether this module certainly splits a text into the same words as the library."""
         is_ascii = text.isascii()
-        # Most texts are ASCII with line breaks; testing for these only is several times as fast.
+        # Most texts are ASCII with line breaks; a check for these alone is several times as fast.
         if not (is_ascii and text.replace("\n", "").isprintable()) and _UNSAFE.search(text):
             return False
         return is_ascii or not self._is_normalized or unicodedata.is_normalized("NFC", text)
 
     def ends(self, text: str, num: int) -> tuple[list[int], int] | None:
-        """Return the first and the last ``num`` ids of a long text, and how many are between them, in little memory.
+        """Tokenize a long text in little memory, keeping about ``num`` ids at either end.
 
         Returns:
-            None if the library must tokenize it.
+            at least the first ``num`` and the last ``num`` ids in one list, and the number of ids left out between
+            them; None if the library must tokenize the text.
         """
         if not self._is_safe(text):
             return None
@@ -270,6 +279,7 @@ class WordTokenizer:
         return [*head, *tail], num_after - len(tail)
 
     def _ids_by_word(self, text: str) -> Iterator[tuple[int, ...]]:
+        """Yield the ids of each word or added token of a text, in order."""
         for i, part in enumerate(self._added_pattern.split(text)):
             if i % 2:
                 yield (self._added[part],)
@@ -277,7 +287,7 @@ class WordTokenizer:
                 yield from map(self._words.__getitem__, map(re.Match.group, self._iterate(part)))
 
     def encode(self, text: str) -> list[int] | None:
-        """Return the ids of a text, or None if the library must tokenize it."""
+        """Return the ids of a text; None if the library must tokenize it."""
         if not self._is_safe(text):
             return None
         ids: list[int] = []
@@ -290,7 +300,7 @@ class WordTokenizer:
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """Tokens by word; new words are tokenized by the library."""
+    """Dictionary of ids by word; words that are missing are tokenized by the library."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -304,7 +314,7 @@ class _Words(dict[str, tuple[int, ...]]):
 
 
 def _pattern(tokenizer: Tokenizer) -> str | None:
-    """Return the regular expression that splits words, if the tokenizer does nothing besides that and bytes."""
+    """Return the regular expression for words of a byte-level BPE tokenizer; None if it has any other steps."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
@@ -320,12 +330,12 @@ def _pattern(tokenizer: Tokenizer) -> str | None:
 
 
 def _settings(component: Any) -> dict[str, Any]:
-    """Return the settings of a normalizer or pre-tokenizer; nothing for none."""
+    """Return the settings of a normalizer or pre-tokenizer; empty for None."""
     if component is None:
         return {}
     try:
         return dict(json.loads(component.__getstate__()))
-    except Exception:  # whatever the library raises for what it cannot write down, such as one written in Python
+    except Exception:  # the library raises various types for a component that is written in Python
         return {"type": "unknown"}
 
 
@@ -336,9 +346,12 @@ def _safe_chars() -> str:
 
 @cache
 def _translated(pattern: str, chars: str) -> str:
-    """Return the expression with ``\\p{L}``, ``\\p{N}`` and ``\\s`` written out for texts of ``chars`` only.
+    """Return an expression with ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` replaced by character ranges.
 
-    Python's ``re`` knows no Unicode categories, but is twice as fast as the ``regex`` module, which does.
+    Python's ``re`` does not support Unicode categories, but is twice as fast as the ``regex`` module, which does.
+
+    Args:
+        chars: the characters that texts may have; the ranges contain no others.
     """
     by_category: dict[str, list[str]] = {}
     for char in chars:
@@ -361,7 +374,7 @@ def _translated(pattern: str, chars: str) -> str:
 
 
 def _as_ranges(chars: Iterable[str]) -> str:
-    """Return ascending characters as the inside of a character class."""
+    """Return ascending characters as ranges for a character class."""
     ranges: list[tuple[int, int]] = []
     for code in map(ord, chars):
         if ranges and ranges[-1][1] == code - 1:
@@ -372,12 +385,13 @@ def _as_ranges(chars: Iterable[str]) -> str:
 
 
 def _is_supported(pattern: str) -> bool:
-    """Return whether both engines agree on a pattern: letters, numbers, blanks, groups, and no look-behind."""
+    """Return whether ``re`` and the library read a pattern alike: only letters, numbers, blanks and simple groups."""
     rest = re.sub(r"\\p\{[LN]\}|\\[srnS]|\(\?[i!]?:?|\{\d+(,\d+)?\}|[\[\]()^|?*+']", "", pattern)
     return re.fullmatch(r"[A-Za-z .:!]*", rest) is not None and not re.search(r"\[[^\]]*\\S", pattern)
 
 
 def _is_lossless(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer certainly loses no character of a text."""
     model, normalizer = tokenizer.model, _settings(tokenizer.normalizer)
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
@@ -394,22 +408,25 @@ def _is_lossless(tokenizer: Tokenizer) -> bool:
     )
 
 
-# Short pieces (a newline, a role) come back in every turn of every row.
+# Short texts (a newline, a role) occur in every turn of every row, so their ids are cached.
 _MAX_PIECE_CHARS = 64
 _MAX_PIECES = 100_000
-_MAX_COMPOSED = 4  # characters that one character in normal form (NFC) can stand for: none decomposes into more
+_MAX_COMPOSED = 4  # maximum characters that normalization (NFC) composes into one
 _PROBES = ("user\nHello, world", "\n", " a  b\n\nc", "1 + 1 = 2. 你好")
 
 
 class PieceTokenizer:
-    """Tokenizes pieces so that their ids equal the tokenization of the whole string.
+    """Tokenizes pieces one by one; their ids equal those of tokenizing the whole conversation.
 
-    Most tokenizers (all byte-level BPE ones) give a piece the same ids wherever it stands. Some SentencePiece ones
-    put a space before the first piece only; for these a piece is encoded behind its control token. The kind is
-    determined once, by probes.
+    Most tokenizers (all byte-level BPE ones) give a text the same ids wherever it is. Some SentencePiece ones put a
+    space before the first text only, so texts are tokenized behind their control tokens. The kind is determined once,
+    with some example texts.
 
     Args:
         tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
+
+    Attributes:
+        context_free: whether ids of a text do not depend on what is before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: ControlVocabulary) -> None:
@@ -425,7 +442,7 @@ class PieceTokenizer:
         )
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Return the ids of each piece's text, without the control token before it."""
+        """Return the ids of each piece's text, without its control token."""
         if not self.context_free:
             return [self._encode_behind(piece) for piece in pieces]
         if self._vocabulary.strip_left or self._vocabulary.strip_right:
@@ -447,7 +464,7 @@ class PieceTokenizer:
         return result
 
     def min_tokens(self, pieces: Sequence[Piece], enough: int) -> int:
-        """Return a lower bound on the number of tokens in the texts of pieces; counting ends at ``enough``."""
+        """Return a lower bound on the number of tokens of the pieces' texts; counting stops at ``enough``."""
         num_tokens = 0
         if self.context_free and self._max_token_chars:
             for i in range(len(pieces)):
@@ -466,7 +483,7 @@ class PieceTokenizer:
 
     @cached_property
     def _max_token_chars(self) -> int:
-        """Maximum number of characters that one token can stand for; 0 if the tokenizer may lose some."""
+        """Maximum number of characters of one token; 0 if the tokenizer may lose characters."""
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         if any(not token.special and (token.lstrip or token.rstrip) for token in tokens):
             return 0
@@ -474,21 +491,21 @@ class PieceTokenizer:
         return max(map(len, vocabulary), default=0)
 
     def ends(self, pieces: Sequence[Piece], i: int, num: int) -> tuple[list[int], int] | None:
-        """Return ``num`` or more first and last ids of a long piece's text, and how many ids are between them.
+        """Tokenize the text of piece ``i`` in little memory, as ``WordTokenizer.ends``.
 
         Returns:
-            None where the entire text must be tokenized.
+            None if the entire text must be tokenized.
         """
         if self._words is None or not self.context_free:
             return None
         return self._words.ends(self._trimmed(pieces, i), num)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """Return characters [start, end) of each token of one piece's text."""
+        """Return the characters [start, end) of each token of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).offsets)
 
     def _trimmed(self, pieces: Sequence[Piece], i: int) -> str:
-        """Return a piece's text without the blanks that the control tokens around it absorb."""
+        """Return the text of piece ``i`` without the blanks that the control tokens around it absorb."""
         text = pieces[i].text
         if pieces[i].control in self._vocabulary.strip_right:
             text = text.lstrip()
@@ -500,9 +517,9 @@ class PieceTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _encode_behind(self, piece: Piece) -> list[int]:
-        """Return the ids of a piece's text as they are behind its control token."""
+        """Return the ids that a piece's text has behind its control token."""
         if piece.control not in self._vocabulary.ids or self._vocabulary.pattern.search(piece.text):
-            # A newline stands in for the control token where control tokens in text are read as text.
+            # Control tokens are tokenized as text here, so a newline takes the place of the piece's own.
             newline = self._plain("\n")
             ids = self._plain("\n" + piece.text)
             return ids[len(newline) :] if piece.control and ids[: len(newline)] == newline else self._plain(piece.text)

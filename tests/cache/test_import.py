@@ -389,7 +389,11 @@ def test_a_broken_megatron_file_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("row", "reason", "said"),
     [
-        ({"input_ids": [1, 2, 999]}, "token_out_of_range", "token 2 is 999, and the model's tokenizer ends at 260"),
+        (
+            {"input_ids": [1, 2, 999]},
+            "token_out_of_range",
+            "token 2 is 999, and the largest id of the model's tokenizer is 260",
+        ),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, IGNORED]}, "labels_shifted", "shifted already"),
         ({"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]}, "labels_differ", "token 1 is 2 and its label 9"),
         ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "invalid_tokens", "'labels' has 2 values for 3 tokens"),

@@ -293,7 +293,7 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     assert told(encoder, row({"bbox": [added]}, "<bbox>", medium)) == "<|box_start|>(0,0),(1000,1000)<|box_end|>"
     outside = problem_of(encoder, row({"bbox": [[0, 0, 481, 640]]}, "<bbox>", medium))
     assert outside.reason == "box_outside"
-    assert outside.detail == "[0, 0, 481, 640] is not inside picture 0 of 480x640 pixels"
+    assert outside.detail == "[0, 0, 481, 640] is outside picture 0, which has 480x640 pixels"
     asked = row(None, "yes", medium, asked='is {"bbox_2d": [0, 0, 481, 640]} a cat?', bbox_type="real")
     assert problem_of(encoder, asked).reason == "box_outside"
     assert told(encoder, row(None, '{"bbox_2d": null}', medium, bbox_type="real")) == '{"bbox_2d": null}'
@@ -317,7 +317,7 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     # Names need no picture.
     assert told(encoder, row({"ref": ["x"]}, "<ref-object>")) == "x".join(REF_TOKENS)
     missing = problem_of(encoder_of("qwen2_vl", has_tokens=False), row({"bbox": [[1, 2]]}, "<bbox>", medium))
-    assert missing.detail == "the model's tokenizer has no " + ", ".join((*REF_TOKENS, *BOX_TOKENS))
+    assert missing.detail == "the model's tokenizer lacks " + ", ".join((*REF_TOKENS, *BOX_TOKENS))
 
 
 def test_families_without_a_form_are_told(encoder_of: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_families_without_a_form_are_told(encoder_of: Encoders, monkeypatch: pyt
     problem = problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox>", picture(9, 9)))
     assert problem.reason == "objects_unsupported"
     assert problem.detail.startswith(
-        "how seer models write boxes is not known; it is of qwen2_vl, qwen2_5_vl, qwen3_vl"
+        "packtool does not know how seer models write boxes; it supports qwen2_vl, qwen2_5_vl, qwen3_vl"
     )
     assert all(name in problem.detail for name in WITH_BOXES)
     assert told(encoder, row(None, "no boxes", picture(9, 9))) == "no boxes"

@@ -154,7 +154,7 @@ def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], drawn_dat
     picture = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
     rows = {
         "the row has both pictures and videos": replace(film("<image><video>", clips[0]), images=(picture,)),
-        "knows no clips of videos": film("<video>", replace(clips[0], clip=(0.0, 1.0))),
+        "does not support clips": film("<video>", replace(clips[0], clip=(0.0, 1.0))),
         "its row has fps": film("<video>", replace(clips[0], limits=(("fps", 1.0),))),
     }
     for name in ("glm4v", "internvl"):

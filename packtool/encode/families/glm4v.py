@@ -1,7 +1,8 @@
-"""GLM-4.1V, 4.5V, 4.6V and GLM-OCR: pictures of any size, placed in space, of which two equal frames make a patch.
+"""Media of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR: pictures of any size, and videos as pictures.
 
-Mirrors ``Glm4vImageProcessor`` of transformers, whose bounds on pixels are for both frames. These models mark a video's
-frames as pictures and take them as such, two to a patch; their own processor gives the tokens of videos.
+Pictures are resized as by ``Glm4vImageProcessor`` of transformers: a picture counts as two equal frames, and the bounds
+on pixels are for both. The frames of a video are marked and passed as pictures, two per patch; the model's own
+processor gives the tokens of videos.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _VIDEO_MARKS = "<|begin_of_video|>", "<|end_of_video|>"
 
 
 class Glm4v(QwenVL):
-    """Media of the GLM-V families; all limits must be unset, for they would mean other pixels than elsewhere."""
+    """Media of the GLM-V families; users cannot set limits, which would count other pixels than in other families."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)

@@ -1,18 +1,17 @@
-"""Media of models whose own transformers processor is asked for the tokens.
+"""Media of models whose tokens are determined by running their own transformers processor.
 
-Other families count tokens themselves. Here the processor gets a blank picture of each size that comes up, once, and
-its tokens are remembered by size. That costs as much as processing, and needs torch in the worker. The chat template
-writes its own token for a picture, and the processor's text for that token replaces it (Gemma 3 adds blank lines).
+The other families' code counts tokens itself. Here, the processor processes a blank picture for each new size, and its
+tokens are cached by size. This costs as much as processing pictures, and needs torch in the worker. The chat template
+writes a token of its own for a picture, which the processor's text replaces (Gemma 3 adds blank lines).
 
-For models that take a video's frames as pictures, the processor chooses the frames by its settings
-(``do_sample_frames``, ``fps``, ``num_frames``) from their number and rate. Its text for them, with timestamps, follows
-from their size and number, so it gets frames with a size and no pixels (torch's meta device): only the first frame is
-decoded.
+For models that take a video's frames as pictures, the processor samples the frames by its settings
+(``do_sample_frames``, ``fps``, ``num_frames``), their number and their rate. Its text, with timestamps, depends only on
+the size and number of frames, so it gets frames without pixels (torch's meta device); only the first frame is decoded.
 
-``FAMILIES`` has the families that packtool trains so. Their text tower is causal with plain positions, one token in
-``config.json`` stands for a piece of a picture, and the forward takes the processor's outputs and puts features where
-that token is. ``batch.media`` loads for them. Each is proven in ``tests/batch/test_media_processed.py``. ``REFUSED``
-lists models with pictures that are exported through their own processor but not trained, by the reason.
+``FAMILIES`` are the families that packtool trains this way. Their text tower is causal with plain positions,
+``config.json`` names one placeholder token for pictures, and the forward takes the processor's outputs and puts
+features in place of that token. ``tests/batch/test_media_processed.py`` tests each family. ``REFUSED`` are models with
+pictures that can be exported through their own processor but not trained.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ from packtool.rows.sample import MediaKind, MediaRef
 
 
 def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str]:
-    """Return a pattern that finds a processor's control tokens in its texts.
-
-    Args:
-        others: further control tokens, whether or not the tokenizer marks them as special.
-    """
+    """Return a pattern that finds control tokens in a processor's texts: special tokens, and ``others``."""
     tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
     names = [processor.image_token, getattr(processor.tokenizer, "image_token", None), *others]
     tokens |= {str(token) for token in names if token}
@@ -58,7 +53,7 @@ def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str
 
 
 def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[MediaSegment]:
-    """Split a processor's text into plain texts and control tokens, counting repeated tokens."""
+    """Split a processor's text into segments: plain texts, and control tokens with their repetitions."""
     parts: list[MediaSegment] = []
     end = 0
     for match in special.finditer(processor_text):
@@ -74,27 +69,27 @@ def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[
 
 
 def refuse_own_limits(ref: MediaRef) -> None:
-    """Raise MediaProblem for a medium with limits of its row, where the model's processor decides sizes."""
+    """Raise MediaProblem if a row gives limits for a medium of a model whose processor determines sizes."""
     if ref.limits:
-        detail = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
+        detail = f"its row has {ref.limits[0][0]}, and this model's processor ignores limits of rows"
         raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
 
 
-SLOWER = "transformers' own processor is loaded in each worker and says for each video what stands for its frames"
-"""The cost of ``ProcessorVideos``, for the log."""
+SLOWER = "each worker loads transformers' processor, which determines the tokens of each video"
+"""Warning about the cost of ``ProcessorVideos``."""
 
-_MAX_REMEMBERED = 16  # the parts of a video are needed soon after it is measured
+_MAX_REMEMBERED = 16  # the segments of a video are needed soon after it is measured
 _Video = tuple[int, int, int, float, tuple[int, ...]]
-"""Height, width, number of frames in the file, their rate, and the numbers of the sampled frames."""
+"""Height, width, number of frames in the file, their rate, and the indexes of the sampled frames."""
 
 
 class ProcessorVideos:
-    """Frames and tokens of videos as a model's own processor gives them.
+    """Measures videos, and gives their tokens, by a model's own processor.
 
     Args:
-        processor: that takes videos (``has_videos``).
-        pad: the placeholder token of a piece of a picture, and of a frame.
-        marks: further tokens that mark media, whether or not the tokenizer marks them as special.
+        processor: one that supports videos (``has_videos``).
+        pad: the placeholder token of pictures and frames.
+        marks: further tokens that mark media, which the tokenizer may not mark as special.
     """
 
     def __init__(self, processor: Any, pad: str, marks: Sequence[str] = ()) -> None:
@@ -104,14 +99,14 @@ class ProcessorVideos:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Notes for the user."""
+        """Warnings for the user, one line each."""
         if self._processor.video_processor.do_sample_frames:
             return ()
-        remedy = "do_sample_frames with num_frames or fps there takes fewer"
+        remedy = "set do_sample_frames and num_frames or fps there to sample fewer"
         return (f"all frames of a video are taken, by the settings of the model's video processor: {remedy}",)
 
     def measure(self, ref: MediaRef) -> EncodedVideo:
-        """Measure a video from its header, and choose its frames.
+        """Measure a video by its header, and sample its frames.
 
         Raises:
             MediaProblem: if it cannot be used.
@@ -120,14 +115,16 @@ class ProcessorVideos:
 
         refuse_own_limits(ref)
         if ref.clip is not None:
-            raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor knows no clips of videos")
+            raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor does not support clips")
         size = measure_video(ref)
         try:
-            # Of a video given as pictures, transformers samples no frames.
+            # transformers does not sample the frames of a video that is given as pictures.
             indices = tuple(range(size.num_frames)) if ref.frames else self._sampled(size.num_frames, size.fps)
             parts, grid = self._parts_and_grid((size.height, size.width, size.num_frames, size.fps, indices))
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-            raise MediaProblem("media_size", f"{label(ref)}: the processor refuses it: {error}") from error
+            raise MediaProblem(
+                "media_size", f"{label(ref)}: the model's processor cannot process it: {error}"
+            ) from error
         return EncodedVideo(
             path=ref.path,
             data=ref.data,
@@ -143,10 +140,11 @@ class ProcessorVideos:
         )
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
-        """Return the tokens of a video."""
+        """Return the tokens of a measured video."""
         return self._parts_and_grid((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
 
     def _sampled(self, num_frames: int, fps: float) -> tuple[int, ...]:
+        """Return the indexes of the frames that the processor samples."""
         videos = self._processor.video_processor
         if not videos.do_sample_frames:
             return tuple(range(num_frames))
@@ -155,7 +153,7 @@ class ProcessorVideos:
         return tuple(int(index) for index in indices)
 
     def _process(self, video: _Video) -> tuple[list[MediaSegment], tuple[int, ...]]:
-        """Return the tokens of a video, and its grid in patches, if it has one."""
+        """Return the tokens of a video, and its grid in patches; an empty grid if the model has none."""
         import torch
 
         height, width, num_frames, fps, indices = video
@@ -166,7 +164,7 @@ class ProcessorVideos:
 
 
 def has_videos(processor: Any) -> bool:
-    """Return whether a processor takes videos, and its tokenizer has the token for one."""
+    """Return whether a processor supports videos, and its tokenizer has the token for them."""
     added = processor.tokenizer.added_tokens_decoder.values()
     is_known = getattr(processor, "video_token", None) in {token.content for token in added}
     return getattr(processor, "video_processor", None) is not None and is_known
@@ -178,12 +176,12 @@ def process_video(
     """Run a processor on the sampled frames of a video.
 
     Args:
-        frames: uint8 (T, 3, H, W), on torch's meta device where only their size matters.
+        frames: uint8 (T, 3, H, W), on torch's meta device if only their size is needed.
         num_frames, fps: of the video.
-        indices: the numbers there of the T frames.
+        indices: indexes of the T frames in the video.
 
     Returns:
-        its text for the video, and all its outputs.
+        the processor's text for the video, and all its outputs.
     """
     metadata = _metadata(num_frames, fps, list(indices), *frames.shape[2:])
     outputs: Mapping[str, Any] = processor(
@@ -201,10 +199,10 @@ def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[
     """Run a processor on the pictures of some rows.
 
     Args:
-        rows: pictures of each, at least one.
+        rows: the pictures of each row, at least one.
 
     Returns:
-        its text for each picture of each row, and all its outputs; those of pictures as tensors of torch.
+        the processor's text for each picture of each row, and all its outputs, with tensors for pictures.
     """
     outputs: Mapping[str, Any] = processor(
         text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
@@ -217,17 +215,26 @@ def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[
 
 
 def _media_texts(processor: Any, outputs: Mapping[str, Any], counts: Sequence[int], kind: str) -> list[list[str]]:
-    """Return the processor's text for each medium of each row; ``counts`` are the media per row."""
+    """Return the processor's text for each medium of each row.
+
+    Args:
+        counts: number of media of each row.
+        kind: of the media, for messages.
+
+    Raises:
+        ConfigError: if the processor does not give these texts.
+    """
     texts = outputs.get("text_replacement_offsets")
     if not texts or [len(row) for row in texts] != list(counts):
         raise ConfigError(
-            f"{type(processor).__name__} does not say what it writes for a {kind}",
+            f"{type(processor).__name__} does not return the text that it writes for a {kind}",
             "Use a newer transformers, or a model of another family.",
         )
     return [[str(each["replacement"]) for each in row] for row in texts]
 
 
 def _metadata(num_frames: int, fps: float, indices: list[int] | None, height: int = 0, width: int = 0) -> Any:
+    """Return transformers' metadata of a video; 0 for an unknown height or width."""
     from transformers.video_utils import VideoMetadata
 
     return VideoMetadata(
@@ -243,11 +250,11 @@ def _metadata(num_frames: int, fps: float, indices: list[int] | None, height: in
 _PROBE = "packtoolquestion"
 _PROBE_SIZE = (64, 96)
 _NUM_PROBES = 12
-"""Pictures of a row by which numbered pictures are recognised: some numbers have two digits."""
+"""Pictures in the test for numbered pictures; some numbers have two digits."""
 
 
 class ProcessorFamily(MediaEncoding):
-    """Media of a family through the processor in the model's directory, which takes none of the user's limits."""
+    """Media of a family, by the processor in the model's directory; the user's limits on media are not supported."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)
@@ -255,11 +262,11 @@ class ProcessorFamily(MediaEncoding):
         image_token = str(self._processor.image_token)
         self._special = special_tokens(self._processor)
         pad = pad_ids_of(files.config).get("image")
-        # Without one in config.json, the most frequent control token is the placeholder of a picture's pieces.
+        # If config.json names none, the most frequent control token of a picture is its placeholder.
         self._pad = None if pad is None else str(self._processor.tokenizer.convert_ids_to_tokens(pad))
         self._parts: dict[tuple[int, int], list[MediaSegment]] = {}
         probe = self._parts_of(*_PROBE_SIZE)
-        # Pictures may be numbered within their row. Where several are written in another way, a row may have only one.
+        # Several pictures of a row may be written like single ones, or with numbers. Otherwise a row may have only one.
         is_alike = self._process([_PROBE_SIZE] * 2) == [probe] * 2
         numbered = [_numbered(probe, number) for number in range(_NUM_PROBES)]
         self._is_numbered = not is_alike and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
@@ -268,11 +275,11 @@ class ProcessorFamily(MediaEncoding):
         tokens = [image_token, *(part[0] for part in probe if not isinstance(part, str))]
         placeholders: dict[str, MediaKind] = {image_token: "image"}
         self.warnings = (
-            f"{files.model_type} models are encoded through transformers' own processor, which is slower than from "
-            "headers: it resizes a blank picture for each size that comes up",
+            f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
+            "processes a blank picture for each new size",
         )
         self._videos: ProcessorVideos | None = None
-        self._no_videos = family.no_videos or "the processor takes no videos, or the tokenizer has no token for them"
+        self._no_videos = family.no_videos or "the processor or the tokenizer does not support videos"
         if not family.no_videos and self._pad is not None and has_videos(self._processor):
             self._videos = ProcessorVideos(self._processor, self._pad)
             tokens.append(str(self._processor.video_token))
@@ -285,7 +292,7 @@ class ProcessorFamily(MediaEncoding):
         if kind == "video" and self._videos is not None:
             return self._videos.measure(ref)
         if kind != "image":
-            reason = self._no_videos if kind == "video" else "the model hears nothing"
+            reason = self._no_videos if kind == "video" else "the model does not support sound"
             raise MediaProblem("media_unsupported", f"{label(ref)}: {reason}")
         refuse_own_limits(ref)
         from packtool.media.measure import measure_image  # here, because other families need no PIL
@@ -314,7 +321,7 @@ class ProcessorFamily(MediaEncoding):
         return self._parts[height, width]
 
     def _process(self, sizes: list[tuple[int, int]]) -> list[list[MediaSegment]]:
-        """Return the tokens of each picture of a row with pictures of these sizes, (height, width) each."""
+        """Return the tokens of each picture of a row, given their sizes (height, width)."""
         from packtool.media.measure import blank_image  # here, because other families need no PIL
 
         blank = [blank_image(height, width) for height, width in sizes]
@@ -322,15 +329,15 @@ class ProcessorFamily(MediaEncoding):
 
 
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
-    """Raise ConfigError that names each limit on Qwen's media, for a model of another family."""
+    """Raise ConfigError that names each limit on media the user gives: only Qwen's families support them."""
     problems = []
     for field in dataclasses.fields(MediaOptions):
         if field.name != "resize" and getattr(options, field.name) is not None:
             kind = "pictures" if field.metadata["panel"] == "Pictures" else "videos and sounds"
             name = "--" + field.name.replace("_", "-")
             problems.append(
-                f"{name} ({field.metadata['env']}) limits {kind} of Qwen models; a {files.model_type} model takes its "
-                "limits from its own processor settings"
+                f"{name} ({field.metadata['env']}) limits {kind} of Qwen models only; {files.model_type} models use the "
+                "limits of their processor settings: leave it out"
             )
     if problems:
         raise ConfigError.from_problems(problems)
@@ -349,24 +356,25 @@ def load_processor(directory: str) -> Any:
         processor = auto.from_pretrained(directory)
     except Exception as error:  # whatever a processor of any model raises
         raise ConfigError(
-            f"{directory}: no processor of the model can be loaded: {error}",
+            f"{directory}: the model's processor cannot be loaded: {error}",
             "Put the model's processor settings beside config.json, or update transformers.",
         ) from error
     if getattr(processor, "image_token", None) is None or getattr(processor, "image_processor", None) is None:
         raise ConfigError(
-            f"{type(processor).__name__} takes no pictures that packtool could count",
-            "Models are encoded so whose processor has an image_token.",
+            f"{type(processor).__name__} has no image_token or no image_processor: packtool cannot count its pictures",
+            "Use a model whose processor has both.",
         )
     return processor
 
 
 def _numbered(parts: list[MediaSegment], number: int) -> list[MediaSegment]:
-    """Return the tokens of picture ``number`` of its row, given those of picture 0: MiniCPM-V writes the number."""
+    """Return the tokens of picture ``number`` of a row, given those of picture 0; MiniCPM-V writes the number."""
     i = next((i for i, part in enumerate(parts) if isinstance(part, str) and "0" in part), None)
     return parts if i is None else [*parts[:i], str(parts[i]).replace("0", str(number), 1), *parts[i + 1 :]]
 
 
 def _token_counts(parts: list[MediaSegment]) -> Counter[str]:
+    """Return how often each control token occurs in the segments of a medium."""
     counts: Counter[str] = Counter()
     for part in parts:
         if not isinstance(part, str):
@@ -375,7 +383,7 @@ def _token_counts(parts: list[MediaSegment]) -> Counter[str]:
 
 
 def _takes_lists(files: ModelFiles) -> bool:
-    """Return whether the chat template understands contents that are lists of texts and media."""
+    """Return whether the chat template supports contents that are lists of texts and media."""
     template = ChatTemplate(files.chat_template, files.template_variables)
     content = [{"type": "image"}, {"type": "text", "text": _PROBE}]
     try:
@@ -408,11 +416,11 @@ def _family(
     )
 
 
-# The second is learned, and stands at the end of each row of a picture's features.
+# ``image_newline`` is a trained vector at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
 _APART = "this model looks at videos in another call than at pictures, and packtool makes one"
 _STACKED = "this model looks at videos in a call of its own, which takes those of equally many frames only"
-# These make visual words of the tower's features.
+# These turn the tower's features into visual words.
 _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
 
 FAMILIES: tuple[Family, ...] = (
@@ -522,7 +530,7 @@ OTHER = Family(
     no_videos="of this model packtool knows pictures only",
     refused=UNPROVEN,
 )
-"""Every other multimodal model: its rows can be exported through its own processor, but it is not trained."""
+"""Every other multimodal model: rows can be exported by its own processor, but it is not trained."""
 
 REFUSED: tuple[Family, ...] = tuple(
     replace(OTHER, title=", ".join(types.split()), model_types=tuple(types.split()), refused=reason)

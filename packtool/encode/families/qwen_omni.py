@@ -31,13 +31,13 @@ from packtool.errors import ConfigError
 from packtool.media.files import MediaProblem, label
 from packtool.rows.sample import MediaKind, MediaRef
 
-_FRAME_TOKENS = (128, 768)  # which the processors set whatever the settings say
+_FRAME_TOKENS = (128, 768)  # set by the processors' code, which ignores the settings
 _MIN_SAMPLES = 201  # the feature extractor mirrors half a window at each end
 _TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
 
 
 class QwenOmni(QwenVL):
-    """Media of the Omni families; ``is_qwen3`` decides how sounds are counted and interleaved into videos."""
+    """Media of the Omni families; the family's ``is_qwen3`` determines how sounds are counted and interleaved."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         self._is_qwen3 = family.is_qwen3
@@ -48,7 +48,7 @@ class QwenOmni(QwenVL):
         variables = files.template_variables
         if missing := [f"{name}_token" for name in _TOKENS if f"{name}_token" not in variables]:
             raise ConfigError(
-                f"the tokenizer's settings do not name {', '.join(missing)}",
+                f"tokenizer_config.json does not have {', '.join(missing)}",
                 "Take tokenizer_config.json from the model's own repository.",
             )
         image, video, audio, *marks = (variables[f"{name}_token"] for name in _TOKENS)
@@ -70,11 +70,11 @@ class QwenOmni(QwenVL):
             num_features = min(num_features, limits.max_features)
         num_tokens = num_sound_tokens(num_features, is_qwen3=self._is_qwen3)
         if num_samples < _MIN_SAMPLES or num_tokens < 1:
-            raise MediaProblem("media_size", f"{label(ref)}: {num_samples} samples are too short a sound")
+            raise MediaProblem("media_size", f"{label(ref)}: the sound is too short ({num_samples} samples)")
         return EncodedAudio(ref.path, ref.data, num_samples, num_features, num_tokens)
 
     def _sampled_fps(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
-        return limits.fps  # Omni's processors use the requested rate, not the resulting one
+        return limits.fps  # Omni's processors use the requested rate, not that of the sampled frames
 
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         if not self._audios.in_video:
@@ -102,21 +102,26 @@ class QwenOmni(QwenVL):
 
 
 def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> AudioLimits:
+    """Return the limits on sounds from the feature extractor's settings and ``config.json``.
+
+    Raises:
+        ConfigError: for another sampling rate than the model's.
+    """
     settings = files.audio_processor
     rate = int(settings.get("sampling_rate", 16000))
     if options.sampling_rate not in (None, rate):
         raise ConfigError(
-            f"--sampling-rate {options.sampling_rate} (SAMPLING_RATE): the model's feature extractor takes {rate}",
-            "Leave it out: sounds of any rate are converted.",
+            f"--sampling-rate {options.sampling_rate} (SAMPLING_RATE): the model's feature extractor needs {rate}",
+            "Leave it out: sounds of any rate are resampled.",
         )
     hop_length = int(settings.get("hop_length", 160))
     thinker = thinker_of(files.config)
     chunk_seconds = float(settings.get("chunk_length") or 300)
-    longest = int(settings.get("n_samples") or chunk_seconds * rate)
+    max_samples = int(settings.get("n_samples") or chunk_seconds * rate)
     return AudioLimits(
         sampling_rate=rate,
         hop_length=hop_length,
-        max_features=None if is_qwen3 else longest // hop_length,
+        max_features=None if is_qwen3 else max_samples // hop_length,
         in_video=bool(options.use_audio_in_video),
         tokens_per_second=float(thinker.get("position_id_per_seconds") or (13 if is_qwen3 else 25)),
         seconds_per_chunk=float(thinker.get("seconds_per_chunk") or 2),
@@ -124,10 +129,10 @@ def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> A
 
 
 def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
-    """Return the tokens of a sound with ``num_features`` mel frames.
+    """Return the number of tokens of a sound with ``num_features`` mel frames.
 
-    Qwen3-Omni has three convolutions of stride 2 over each chunk of 100 frames, which leave 13 of a full one;
-    Qwen2.5-Omni one convolution and a mean of two.
+    Qwen3-Omni applies three convolutions of stride 2 to each chunk of 100 mel frames, which gives 13 tokens for a full
+    chunk; Qwen2.5-Omni applies one convolution of stride 2, and takes the mean of two frames.
     """
     if not is_qwen3:
         return ((num_features - 1) // 2 + 1 - 2) // 2 + 1
@@ -138,6 +143,13 @@ def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
 
 
 def _interleave_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
+    """Yield (kind, number of tokens) of a video with sound, as Qwen3-Omni orders them.
+
+    Args:
+        times: of each step of frames, in tokens of sound.
+        per_step: tokens of a step of frames.
+        num_sounds: tokens of the sound track.
+    """
     num_written = 0
     for time in times:
         num_before = min(math.ceil(time), num_sounds) - num_written
@@ -151,6 +163,11 @@ def _interleave_by_time(times: list[float], per_step: int, num_sounds: int) -> I
 def _interleave_in_chunks(
     times: list[float], per_step: int, num_sounds: int, chunk: int
 ) -> Iterator[tuple[MediaKind, int]]:
+    """Yield the same as ``_interleave_by_time`` in the order of Qwen2.5-Omni: chunks of frames and of sound in turn.
+
+    Args:
+        chunk: length of a chunk in tokens of sound.
+    """
     frames = _chunk_sizes([(time, per_step) for time in times], chunk)
     sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], chunk)
     for num_frame_tokens, num_sound_tokens in zip_longest(frames, sounds, fillvalue=0):
@@ -159,11 +176,13 @@ def _interleave_in_chunks(
 
 
 def _chunk_sizes(tokens: list[tuple[float, int]], chunk: int) -> list[int]:
-    """Return the tokens in each chunk: a token at or after a chunk's end begins the next one, one chunk at a time.
+    """Return the number of tokens in each chunk; a token at or after the end of a chunk begins the next one.
+
+    As in transformers, each token can begin only one chunk, even if it is later than that chunk's end.
 
     Args:
         tokens: (time, number of tokens), ascending.
-        chunk: length in units of that time.
+        chunk: length of a chunk in the unit of the times.
     """
     sizes = [0]
     for time, count in tokens:

@@ -1,12 +1,12 @@
 """Media of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures and videos of any size, resized to whole tokens.
 
-Mirrors ``Qwen2VLImageProcessor`` of transformers, which all of them use with other patch sizes, and for videos
-``Qwen2VLVideoProcessor`` (Qwen2-VL, Qwen2.5-VL, Omni) and ``Qwen3VLVideoProcessor``, without their optional cap on a
-frame's share of a video. The variables that Qwen's tools and ms-swift read set other limits: ``VIDEO_MAX_PIXELS`` for
-one frame, ``VIDEO_TOTAL_PIXELS`` for all, ``FPS`` and its bounds.
+Pictures are resized as by ``Qwen2VLImageProcessor`` of transformers, which all these models use with different patch
+sizes; videos as by ``Qwen2VLVideoProcessor`` (Qwen2-VL, Qwen2.5-VL, Omni) and ``Qwen3VLVideoProcessor``, without their
+optional bound on a single frame. Users set other limits by the variables of Qwen's tools and ms-swift:
+``VIDEO_MAX_PIXELS`` for one frame, ``VIDEO_TOTAL_PIXELS`` for all, ``FPS`` and its bounds.
 
-Inferred resize bounds (``image_bounds``, ``video_bounds``) are bounds with which a processor makes the very patches
-that the export counted, whatever limits the cache was exported at.
+``image_bounds`` and ``video_bounds`` infer resize bounds: bounds at which a processor makes the same patches as counted
+by the export, whatever limits the cache was exported with.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def smart_resize(
 ) -> tuple[int, int]:
     """Return height and width as multiples of ``factor`` with min_pixels <= frames * height * width <= max_pixels.
 
-    The aspect ratio is kept as well as that allows; the rounding is that of transformers' function of the same name.
+    Keeps the aspect ratio as far as possible, and rounds as transformers' function of the same name does.
 
     Args:
         num_frames: frames that share the bounds.
-        num_counted: frames by which the rounded size is compared with the bounds.
+        num_counted: number of frames in the comparison with the bounds, which transformers rounds.
 
     Raises:
         ValueError: if one side is more than 200 times the other.
@@ -82,7 +82,11 @@ def smart_resize(
 def resize_together(
     height: int, width: int, num_taken: int, limits: VideoLimits | ImageLimits, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return height and width such that all frames together have from ``min_pixels`` to ``max_pixels``."""
+    """Return the new height and width of the frames of a video whose bounds are for all frames together.
+
+    Raises:
+        ValueError: if there are too few frames, or one side is more than 200 times the other.
+    """
     factor, step = limits.patch_size * limits.merge_size, limits.temporal_patch_size
     if num_taken < step:
         raise _too_few_frames(num_taken, step)
@@ -94,12 +98,12 @@ def resize_together(
 
 
 def num_bounded_frames(num_taken: int, limits: VideoLimits | ImageLimits) -> int:
-    """Return the frames that transformers multiplies by a frame's pixels to compare with the bounds: rounded steps."""
+    """Return the number of frames that transformers uses in comparisons with the bounds: a multiple of the step."""
     return round(num_taken / limits.temporal_patch_size) * limits.temporal_patch_size
 
 
 def _too_few_frames(num_frames: int, step: int) -> ValueError:
-    return ValueError(f"a video of {num_frames} frames; {step} are needed at least")
+    return ValueError(f"the video has {num_frames} frames; the model needs at least {step}")
 
 
 def video_limits(
@@ -109,12 +113,13 @@ def video_limits(
     is_qwen3: bool,
     frame_tokens: tuple[int, int] | None = None,
 ) -> VideoLimits:
-    """Return the limits of the processor's settings, overridden by the user's.
+    """Return the limits on videos: those of the processor's settings, overridden by the user's options.
 
     Args:
-        is_qwen3: frames are spread from the first to the last, and bounds are for all frames together, unless the
-            settings are another processor's.
-        frame_tokens: (min, max) tokens of a frame where the family's processor sets them itself (Omni).
+        processor: settings of the video processor.
+        is_qwen3: frames are sampled evenly from the first to the last, and bounds are for all frames together, unless
+            the settings are those of another processor.
+        frame_tokens: (min, max) tokens of a frame if the family's processor ignores its settings (Omni).
 
     Raises:
         ConfigError: if limits contradict each other.
@@ -155,49 +160,53 @@ def video_limits(
     ):
         if lowest > highest:
             raise ConfigError(
-                f"the least {what} ({lowest}) are more than the most ({highest})",
-                "Set both limits: what you leave out comes from the model's processor settings.",
+                f"the minimum number of {what} ({lowest}) is above the maximum ({highest})",
+                "Set both limits: one that you leave out comes from the model's processor settings.",
             )
     return limits
 
 
 def _bounds_all_frames(processor: Mapping[str, Any]) -> bool:
-    """Return whether transformers' processor for a Qwen3-VL model's settings bounds all frames together.
+    """Return whether transformers' video processor for these settings of a Qwen3-VL model bounds all frames together.
 
-    In a folder without video settings, the picture settings stand for both. transformers then makes the video
-    processor with the name of the picture processor, if there is one (none for ...Fast): Qwen2-VL's, which bounds each
-    frame.
+    Without video settings, those of the image processor are used for both. transformers then takes the video processor
+    that is named like the image processor, if there is one (none for ...Fast): Qwen2-VL's, which bounds each frame.
     """
     name = processor.get("video_processor_type")
     return not str(name).startswith("Qwen2") if name else processor.get("image_processor_type") != _NAMED_ALIKE
 
 
 def sample_frames(num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, ...]:
-    """Return the numbers of the frames to take of a video.
+    """Return the indexes of the frames to sample from a video.
+
+    Args:
+        fps: frames per second of the video.
 
     Raises:
-        ValueError: if it has too few for one step of the model's time.
+        ValueError: if it has fewer frames than a temporal patch.
     """
     step = limits.temporal_patch_size
-    wanted = num_frames / fps * limits.fps
+    desired = num_frames / fps * limits.fps
     if limits.even_ends:
-        count = min(max(int(wanted), limits.min_frames), limits.max_frames, num_frames)
+        count = min(max(int(desired), limits.min_frames), limits.max_frames, num_frames)
         if count < step:
             raise _too_few_frames(num_frames, step)
         return tuple(np.linspace(0, num_frames - 1, count).round().astype(int).tolist())
     max_frames = min(limits.max_frames, num_frames) // step * step
-    count = int(min(max(wanted, limits.min_frames), max_frames, num_frames)) // step * step
+    count = int(min(max(desired, limits.min_frames), max_frames, num_frames)) // step * step
     if not count:
         raise _too_few_frames(num_frames, step)
-    # The processor's torch.arange counts in float32, whose rounding decides which frame comes first.
+    # The processor uses torch.arange in float32, whose rounding determines the indexes.
     numbers = (np.arange(count) * (num_frames / count)).astype(np.float32)
     return tuple(numbers.astype(int).tolist())
 
 
 def clip_frames(clip: tuple[float | None, float | None], num_frames: int, fps: float) -> tuple[int, int]:
-    """Return (first frame, number of frames) of a clip in seconds, as Qwen's tools count them.
+    """Return (first frame, number of frames) of a clip, counted as in Qwen's tools.
 
-    The last frame belongs to it, and a clip that continues past the end of the video ends there.
+    Args:
+        clip: (start, end) in seconds, inclusive; an end after that of the video is moved there.
+        num_frames, fps: of the video.
 
     Raises:
         ValueError: if the clip begins after the end of the video, or has fewer than two frames.
@@ -205,23 +214,26 @@ def clip_frames(clip: tuple[float | None, float | None], num_frames: int, fps: f
     seconds = num_frames / fps
     start, end = clip[0] or 0.0, seconds if clip[1] is None else clip[1]
     if start >= seconds:
-        raise ValueError(f"a clip from {start:g} s on, and the video is {seconds:.2f} s long")
+        raise ValueError(f"the clip from {start:g} s on begins after the end of the video ({seconds:.2f} s)")
     first, last = math.ceil(start * fps), min(math.floor(min(end, seconds) * fps), num_frames - 1)
     if first >= last:
-        raise ValueError(f"a clip from {start:g} to {end:g} s, in which there are no two of {fps:g} frames a second")
+        raise ValueError(f"the clip from {start:g} to {end:g} s has fewer than two frames (at {fps:g} per second)")
     return first, last - first + 1
 
 
 def sample_clip(start: int, num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, ...]:
-    """Return the numbers of the frames to take of a clip.
+    """Return the indexes in the video of the frames to sample from a clip.
 
-    Processors know no clips: these are the frames of Qwen's tools, which take a multiple of the model's step and
-    spread it from the first to the last one, whatever the family.
+    Processors do not support clips. Qwen's tools sample a multiple of the temporal patch size, evenly from the first to
+    the last frame, for all families.
+
+    Args:
+        start, num_frames: the clip's first frame, and its number of frames.
     """
     step = limits.temporal_patch_size
     even_steps = dataclasses.replace(limits, even_ends=False, min_frames=-(-limits.min_frames // step) * step)
     num_taken = len(sample_frames(num_frames, fps, even_steps))
-    # Theirs is torch.linspace, which adds a float32 step from both ends, and whose rounding decides.
+    # They use torch.linspace, which adds a float32 step from both ends, and whose rounding determines the indexes.
     gap = float(np.float32(num_frames - 1) / np.float32(num_taken - 1))
     steps = np.arange(num_taken)
     numbers = np.where(steps < num_taken // 2, start + gap * steps, start + num_frames - 1 - gap * steps[::-1])
@@ -234,10 +246,10 @@ def video_grid(
     """Return (t, h, w) in patches of ``num_taken`` frames of ``height`` x ``width`` pixels.
 
     Args:
-        bounds: (min, max) pixels that the processor gets; by default those of the limits.
+        bounds: (min, max) pixels that are passed to the processor; those of the limits if None.
 
     Raises:
-        ValueError: if the video cannot be shown to the model.
+        ValueError: if the video cannot be resized to the limits.
     """
     min_pixels, max_pixels = bounds or limits.bounds(num_taken)
     if limits.over_all_frames:
@@ -252,7 +264,13 @@ def video_grid(
 
 
 def timestamps(indices: Sequence[int], fps: float, step: int) -> list[float]:
-    """Return the seconds of each step of the grid: the middle between its first and last frame."""
+    """Return the time in seconds of each temporal step of the grid: the middle between its first and last frame.
+
+    Args:
+        indices: indexes of the sampled frames.
+        fps: frames per second of the video.
+        step: frames of a temporal step.
+    """
     padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
     seconds = [index / fps for index in padded]
     return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
@@ -264,7 +282,7 @@ _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 
 
 def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLimits:
-    """Return the limits of the processor's settings, overridden by the user's.
+    """Return the limits on pictures: those of the processor's settings, overridden by the user's options.
 
     Raises:
         ConfigError: if there are no settings, or the limits contradict each other.
@@ -288,9 +306,9 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
     max_pixels = options.max_pixels or max_pixels
     if min_pixels > max_pixels:
         raise ConfigError(
-            f"a picture would need at least {min_pixels} and at most {max_pixels} pixels",
+            f"the minimum number of pixels of a picture ({min_pixels}) is above the maximum ({max_pixels})",
             "Set both limits (--min-pixels/--max-pixels, or --image-min-token-num/--image-max-token-num): "
-            "what you leave out comes from the model's processor settings.",
+            "one that you leave out comes from the model's processor settings.",
         )
     return ImageLimits(
         min_pixels=int(min_pixels),
@@ -305,7 +323,7 @@ def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, 
     """Return (t, h, w) in patches of a picture of ``height`` x ``width`` pixels.
 
     Raises:
-        ValueError: if the picture cannot be shown to the model.
+        ValueError: if the picture cannot be resized to the limits.
     """
     factor = limits.patch_size * limits.merge_size
     new_height, new_width = smart_resize(height, width, factor, limits.min_pixels, limits.max_pixels)
@@ -315,12 +333,12 @@ def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, 
 
 
 class QwenVL(MediaEncoding):
-    """Media of the Qwen-VL families; ``is_qwen3`` decides how videos are sampled and their times written."""
+    """Media of the Qwen-VL families; the family's ``is_qwen3`` determines how videos are sampled and timestamped."""
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         if options.use_audio_in_video:
             raise ConfigError(
-                f"--use-audio-in-video (USE_AUDIO_IN_VIDEO): a {files.model_type} model hears nothing",
+                f"--use-audio-in-video (USE_AUDIO_IN_VIDEO): {files.model_type} models do not support sound",
                 "Leave it out, or give an Omni model.",
             )
         self._images = image_limits(files.processor, options)
@@ -337,7 +355,7 @@ class QwenVL(MediaEncoding):
             return self._image(ref)
         if kind == "video" and kind in self._pads:
             return self._video(ref)
-        missing = "the tokenizer has no token for videos" if kind == "video" else "the model hears nothing"
+        missing = "the tokenizer has no token for videos" if kind == "video" else "the model does not support sound"
         raise MediaProblem("media_unsupported", f"{label(ref)}: {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
@@ -385,17 +403,19 @@ class QwenVL(MediaEncoding):
         )
 
     def _sampled_fps(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
+        """Return the frame rate of the sampled frames, by which positions in time are counted."""
         return num_taken / num_frames * fps
 
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
+        """Return the measured sound track of a video, if it is interleaved with the frames."""
         return None
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
-        assert not isinstance(medium, EncodedAudio), "a model without ears measures no sound"
+        assert not isinstance(medium, EncodedAudio), "measure refuses sounds"
         pad = self._pads["image" if isinstance(medium, EncodedImage) else "video"]
         if isinstance(medium, EncodedImage) or not self._videos.even_ends:
             return [(self._opening, 1), (pad, medium.num_tokens), (self._closing, 1)]
-        # Qwen3-VL writes the time before each step, and keeps the marks around the video (as in its processor).
+        # As in its processor, Qwen3-VL has a timestamp and marks for each temporal step, and marks around the video.
         parts: list[MediaSegment] = [(self._opening, 1)]
         for seconds in timestamps(medium.indices, medium.fps, self._videos.temporal_patch_size):
             step = [(self._opening, 1), (pad, medium.num_tokens // medium.grid[0]), (self._closing, 1)]
@@ -410,7 +430,7 @@ _UNBOUNDED = (1, 1 << 40)
 
 @lru_cache(maxsize=65536)
 def image_bounds(height: int, width: int, grid: Grid, limits: ImageLimits) -> Bounds:
-    """Infer (min, max) pixels that make a grid (1, h, w) of a picture: the run's limits, unless exported at others."""
+    """Infer (min, max) pixels at which a picture is resized to ``grid`` (1, h, w); ``limits`` are tried first."""
 
     def grid_of(bounds: Bounds) -> Grid:
         return image_grid(height, width, replace(limits, min_pixels=bounds[0], max_pixels=bounds[1]))
@@ -420,7 +440,7 @@ def image_bounds(height: int, width: int, grid: Grid, limits: ImageLimits) -> Bo
 
 @lru_cache(maxsize=65536)
 def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: VideoLimits) -> Bounds:
-    """Infer (min, max) pixels that make a grid of ``num_taken`` frames of a video, as ``image_bounds``."""
+    """Infer (min, max) pixels at which ``num_taken`` frames are resized to ``grid`` (t, h, w), as ``image_bounds``."""
 
     def grid_of(bounds: Bounds) -> Grid:
         return video_grid(height, width, num_taken, limits, bounds)
@@ -430,14 +450,16 @@ def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: Vi
 
 
 def _find_bounds(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pixels_per_patch: int) -> Bounds:
-    """Search the (minimum, maximum) number of pixels with which ``grid_of`` resizes a medium to ``grid``.
+    """Find (min, max) pixels with which ``grid_of`` returns ``grid``, by bisection.
 
-    Bisection: both sides of the grid grow with the maximum and with the minimum. Sizes below and above the unbounded
-    size are searched separately, because rounding may lengthen a side that shrinks.
+    Both sides of a grid grow with the bounds. First a maximum below the size without bounds is searched, then a minimum
+    above it: rounding may make a side longer when a picture is made smaller.
 
     Args:
+        grid_of: returns the grid of a medium at some bounds; raises ValueError if it cannot be resized to them.
         grid: (t, h, w) that the cache recorded.
-        own: bounds of the model's limits; returned if no bounds give the grid, so that loading reports the change.
+        own: bounds of the model's limits. Also returned if no bounds give the grid: then loading reports that the
+            medium has changed.
         pixels_per_patch: pixels of a patch of one frame, in the unit of the bounds.
     """
 

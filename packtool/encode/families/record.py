@@ -1,7 +1,8 @@
-"""A family of models as one record: all that packtool knows of it, as plain data.
+"""``Family``: everything that packtool knows about a family of models, as data in one record.
 
-Encoding, collation, attention and training read the record, and none of them names a model. Everything else comes from
-the model's own configuration. ``MediaEncoding`` is what encoding needs of a family: limits on media, and their tokens.
+Encoding, collation, attention and training read the record and never name a model; everything else comes from the
+model's own configuration. ``MediaEncoding`` is the base class of a family's code: it measures media and gives their
+tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from packtool.rows.sample import MediaKind, MediaRef
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 MediaSegment = str | tuple[str, int]
-"""A piece of a medium's tokens: plain text, or a control token and its number of repetitions."""
+"""A segment of a medium's tokens: plain text, or a control token and how often it is repeated."""
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Determines the patches of a picture from its height and width.
+    """Limits that determine the patches of a picture from its height and width.
 
     Args:
         min_pixels, max_pixels: bounds on height x width after resizing.
         patch_size: pixels along one side of a patch.
         merge_size: patches along one side of a token.
-        temporal_patch_size: frames of a patch; a picture is repeated to fill it.
+        temporal_patch_size: frames of a patch; a picture is repeated that often.
     """
 
     min_pixels: int
@@ -42,22 +43,23 @@ class ImageLimits:
 
     @property
     def pixels_per_token(self) -> int:
-        """Number of pixels of one token."""
+        """Pixels of one token."""
         return (self.patch_size * self.merge_size) ** 2
 
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """Determines the patches of a video from the sizes and number of its frames.
+    """Limits that determine the sampled frames and the patches of a video from its size, length and rate.
 
     Args:
         fps: frames to sample per second.
         min_frames, max_frames: bounds on the number of sampled frames.
         min_pixels, max_pixels: bounds on the pixels after resizing.
-        over_all_frames: these bounds are for all frames together, not for each frame.
-        frame_min_pixels, frame_max_pixels: the user's bounds for one frame where the others are for all.
-        total_pixels: the user's bound on the pixels of all frames where the others are for one.
-        even_ends: sample from the first to the last frame (Qwen3-VL), not at equal steps from the first.
+        over_all_frames: whether these bounds are for all frames together; otherwise they are for each frame.
+        frame_min_pixels, frame_max_pixels: with ``over_all_frames``, the user's bounds for each frame.
+        total_pixels: without ``over_all_frames``, the user's bound on the pixels of all frames.
+        even_ends: whether frames are sampled evenly from the first to the last (Qwen3-VL); otherwise at equal steps
+            from the first.
         patch_size, merge_size, temporal_patch_size: as for pictures.
     """
 
@@ -76,7 +78,7 @@ class VideoLimits:
     temporal_patch_size: int
 
     def bounds(self, num_frames: int) -> tuple[int, int]:
-        """Return the (min, max) pixels that the processor gets for a video with ``num_frames`` sampled frames."""
+        """Return the (min, max) pixels that are passed to the processor for ``num_frames`` sampled frames."""
         if self.over_all_frames:
             max_pixels = self.max_pixels
             if self.frame_max_pixels is not None:
@@ -84,26 +86,26 @@ class VideoLimits:
             return min(max(self.min_pixels, (self.frame_min_pixels or 0) * num_frames), max_pixels), max_pixels
         if self.total_pixels is None:
             return self.min_pixels, self.max_pixels
-        # An even share of the total, but slightly more than the minimum, as in qwen-vl-utils.
-        share = self.total_pixels * self.temporal_patch_size // num_frames
-        return self.min_pixels, max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
+        # The total divided by the frames, but slightly more than the minimum, as in qwen-vl-utils.
+        frame_pixels = self.total_pixels * self.temporal_patch_size // num_frames
+        return self.min_pixels, max(min(self.max_pixels, frame_pixels), int(self.min_pixels * 1.05))
 
 
 def image_limits_of(ref: MediaRef, limits: ImageLimits) -> ImageLimits:
-    """Return the limits of a picture: the export's, replaced by those of its row.
+    """Return the limits of a picture: ``limits``, replaced by those that its row gives.
 
     Raises:
-        ValueError: if its row's contradict each other.
+        ValueError: if the limits of its row contradict each other.
     """
     own = dict(ref.limits)
     return replace(limits, **_bounds(own, "pixels", limits.min_pixels, limits.max_pixels)) if own else limits
 
 
 def video_limits_of(ref: MediaRef, limits: VideoLimits) -> VideoLimits:
-    """Return the limits of a video: the export's, replaced by those of its row, whose pixels are of one frame.
+    """Return the limits of a video: ``limits``, replaced by those that its row gives (pixels of one frame).
 
     Raises:
-        ValueError: if its row's contradict each other.
+        ValueError: if the limits of its row contradict each other.
     """
     own = dict(ref.limits)
     if not own:
@@ -120,10 +122,15 @@ def video_limits_of(ref: MediaRef, limits: VideoLimits) -> VideoLimits:
 
 
 def _bounds(own: dict[str, float], unit: str, min_value: int, max_value: int) -> dict[str, int]:
-    """Return both bounds; one that the row does not give makes room for the other."""
+    """Return a row's bounds in a unit; a bound that it does not give is the default, moved to include the other one.
+
+    Args:
+        own: limits that the row gives, by name.
+        min_value, max_value: the defaults.
+    """
     low, high = own.get(f"min_{unit}"), own.get(f"max_{unit}")
     if low is not None and high is not None and low > high:
-        raise ValueError(f"its row wants at least {low:g} and at most {high:g} {unit}")
+        raise ValueError(f"its row requires at least {low:g} and at most {high:g} {unit}")
     return {
         f"min_{unit}": int(low if low is not None else min(min_value, high or min_value)),
         f"max_{unit}": int(high if high is not None else max(max_value, low or max_value)),
@@ -132,7 +139,7 @@ def _bounds(own: dict[str, float], unit: str, min_value: int, max_value: int) ->
 
 @dataclass(frozen=True)
 class AudioLimits:
-    """Determines the tokens of a sound.
+    """Limits that determine the tokens of a sound.
 
     Args:
         sampling_rate: samples per second that the model's feature extractor takes.
@@ -157,7 +164,7 @@ _BOUNDS |= {"frame_min_pixels", "frame_max_pixels"}
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Limits of each kind of medium, None for kinds that the model does not take."""
+    """Limits of each kind of medium; None for kinds that the model does not support."""
 
     image: ImageLimits | None = None
     video: VideoLimits | None = None
@@ -165,7 +172,7 @@ class MediaLimits:
 
     @property
     def without_bounds(self) -> dict[str, Any]:
-        """The values that bound neither sizes nor frames, by name; caches trained together must agree on them."""
+        """Values other than bounds on sizes and frames, by name; they must be equal in caches trained together."""
         return {
             f"{kind} {name}": value
             for kind, limits in asdict(self).items()
@@ -175,20 +182,20 @@ class MediaLimits:
 
 
 class MediaEncoding:
-    """Measures media and gives their tokens, at the limits of one export; this base class is for models of text alone.
+    """Measures media and gives their tokens; this base class is for models of text alone.
 
-    Subclasses are constructed from the model's files, the user's limits on media and the family's record. They raise a
-    ConfigError if these do not fit the family.
+    Subclasses take (files, options, family): the model's files, the user's limits on media and the family's record.
+    They raise ConfigError for options that the family does not support.
 
     Attributes:
         limits: resolved from processor settings, environment and options.
         control_tokens: tokens that mark media.
-        content_as_list: how the chat template takes media. False: ``parts`` replace the marks in the row's text, with
-            opening and closing marks. True: contents are lists of texts and media, the template writes
-            ``placeholders``, and ``parts`` replace these.
-        placeholders: kind of medium by the control token that the template writes; empty unless ``content_as_list``.
-        warnings: notes for the user, a line each.
-        one_picture_only: a row may have one picture only.
+        content_as_list: how media are passed to the chat template. False: in the texts, where ``segments`` replace the
+            media marks. True: in lists of texts and media; the template writes a control token for each medium
+            (``placeholders``), which ``segments`` replace.
+        placeholders: kind of medium by this control token; empty unless ``content_as_list``.
+        warnings: for the user, one line each.
+        one_picture_only: whether rows may have only one picture.
     """
 
     limits = MediaLimits()
@@ -199,25 +206,25 @@ class MediaEncoding:
     one_picture_only = False
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
-        """Measure a medium, from its header where that is enough.
+        """Measure a medium, by its header if that is enough.
 
         Raises:
             MediaProblem: if it cannot be used.
         """
-        raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model reads text only")
+        raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model supports only text")
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         """Return the tokens of a medium, from its first mark to its last.
 
         Args:
-            number: of the medium among those of its kind in the row.
+            number: index of the medium among those of its kind in the row.
         """
         raise AssertionError("a model of text alone measures no media")
 
 
 @dataclass(frozen=True)
 class Towers:
-    """Modules of each part of a model, as prefixes of parameter names; all others are language model.
+    """Prefixes of the parameter names of a model's towers; all other parameters are the language model's.
 
     Args:
         vision: the vision tower, and the audio tower if there is one; they may contain the aligner.
@@ -230,11 +237,11 @@ class Towers:
     unused: tuple[str, ...] = ()
 
     def is_unused(self, name: str) -> bool:
-        """Return whether no forward pass uses a module or parameter."""
+        """Return whether no forward pass uses the module or parameter with this name."""
         return _is_under(name, self.unused)
 
     def part_of(self, name: str) -> ModelPart:
-        """Return the part that a module or parameter belongs to."""
+        """Return the part of the model that the module or parameter with this name belongs to."""
         if _is_under(name, self.aligner):
             return "aligner"
         return "vision tower" if _is_under(name, self.vision) else "language model"
@@ -246,7 +253,8 @@ class BoxTokens(NamedTuple):
     Args:
         name: opening and closing token of a name.
         box: opening and closing token of a box, a point or a polygon.
-        is_list: a box is a list of lists of numbers, one for each box; otherwise the pairs of a single box.
+        is_list: whether the text of a box is a list with the numbers of several boxes; otherwise it is the pairs of
+            numbers of a single box.
     """
 
     name: tuple[str, str]
@@ -260,7 +268,7 @@ class BoxTokens(NamedTuple):
 
     @property
     def box_pattern(self) -> str:
-        """Regular expression of the text between the tokens of a box."""
+        """Regular expression for the text between the tokens of a box."""
         return r"[\d\[\],.\s]*" if self.is_list else r"[\d(),.\s]*"
 
 
@@ -280,9 +288,9 @@ class BoxForm:
         Qwen3-VL      [221, 423, 569, 886]                 thousandths of its sides
 
     Args:
-        notation: between control ``tokens``, or ``lists`` of numbers, optionally within JSON.
-        scale: numbers are ``thousandths`` of the picture's sides, or ``pixels`` of the resized picture.
-        tokens: the family's box tokens, also where they are not written.
+        notation: numbers between control ``tokens``, or ``lists`` of numbers, possibly in JSON.
+        scale: unit of the numbers: ``thousandths`` of the picture's sides, or ``pixels`` of the resized picture.
+        tokens: the family's tokens for boxes, even if ``notation`` is ``lists``.
     """
 
     notation: Literal["tokens", "lists"]
@@ -290,14 +298,14 @@ class BoxForm:
     tokens: BoxTokens = QWEN_TOKENS
 
     def name(self, text: str) -> str:
-        """Write a name."""
+        """Return the text of a name."""
         return text.join(self.tokens.name) if self.notation == "tokens" else text
 
     def boxes(self, boxes: Sequence[Sequence[int]]) -> str:
-        """Write the boxes of one mark.
+        """Return the text of the boxes that replace one mark.
 
         Args:
-            boxes: x and y of each corner of each box, as they are written.
+            boxes: x and y of each corner of each box, in written units.
         """
         lists = [[*corners] for corners in boxes]
         if self.notation == "lists":
@@ -313,31 +321,33 @@ class Family:
     """A family of models.
 
     Args:
-        title: name for the documentation.
-        model_types: ``model_type`` in ``config.json``, of the full model and of its thinker where it has one.
+        title: name in the documentation.
+        model_types: values of ``model_type`` in ``config.json``, of the model and of its thinker if it has one.
         encoding: its subclass of ``MediaEncoding``; None for text alone.
-        is_qwen3: videos, their times and sounds are encoded as by Qwen3-VL and Qwen3-Omni, not by their predecessors.
-        no_videos: reason why rows with videos are dropped, of ``ProcessorFamily`` families that take none.
-        kinds: of media that it can be trained on.
+        is_qwen3: whether videos, timestamps and sounds are encoded as by Qwen3-VL and Qwen3-Omni; otherwise as by their
+            predecessors.
+        no_videos: for a ``ProcessorFamily`` that does not support videos, the reason why rows with videos are dropped.
+        kinds: kinds of media that it can be trained on.
         towers: its vision tower and aligner; empty for models of text alone.
-        image_inputs, video_inputs: arguments of its forward for patches of pictures (or videos), and for their grids.
+        image_inputs, video_inputs: arguments of its forward for the patches and for the grids of pictures and videos.
         image_marks, sound_marks: names in ``config.json`` of the tokens that open and close a medium.
         positions: input of the model's ``get_rope_index`` besides the grids: the kind of each token
             (``token_types``) or the lengths of sounds (``sound_seconds``). ``counted``: positions of a model with
             pictures are those of a text, 0, 1, 2, ...
-        processor_inputs: arguments of its forward that its own processor makes of pictures, where present. Empty where
-            the tower takes patches and a grid.
-        keeps_bounds: all its pictures and videos are made at the bounds of the processor's settings.
-        videos_as_pictures: its model takes a video's frames as pictures, by the same inputs and for the same
-            placeholder tokens; only the marks tell them apart, so a row has pictures or videos.
-        refused: why its models are exported for, but not trained.
-        mel_frames: of the shortest sound, which makes one token; 0 for a model without sound.
+        processor_inputs: arguments of its forward that its own processor may produce for pictures; empty if the tower
+            takes patches and a grid.
+        keeps_bounds: whether all pictures and videos are resized to the bounds of the processor's settings.
+        videos_as_pictures: whether the model takes a video's frames as pictures, by the same inputs and with the same
+            placeholder tokens. Only the marks differ, so a row may have pictures or videos, but not both.
+        refused: reason why its models can be exported for, but not trained; "" if they can be trained.
+        mel_frames: mel frames of the shortest sound, which has one token; 0 for a model without sound.
         sound_chunk: mel frames of a full chunk of sound, and its number of tokens.
-        recurrent_types: ``model_type`` of text towers whose recurrent layers are all of these classes.
-        recurrent_layers: classes of layers that carry a state along the sequence, which ``attention.recurrent`` keeps
-            within each document; their forward takes (hidden_states, cache_params, attention_mask, **boundaries).
-        has_joint_inputs: these layers have one module ``in_proj_qkvz`` instead of two for queries, keys, values, gates.
-        boxes: how it writes boxes, points and polygons in a picture; None if unknown.
+        recurrent_types: values of ``model_type`` of text towers that have recurrent layers of these classes only.
+        recurrent_layers: classes of layers with a state that runs along the sequence; ``attention.recurrent`` resets
+            it for each document. Their forward takes (hidden_states, cache_params, attention_mask, **boundaries).
+        has_joint_inputs: whether these layers have one module ``in_proj_qkvz`` for queries, keys, values and gates;
+            otherwise two modules.
+        boxes: notation of boxes, points and polygons in a picture; None if unknown.
     """
 
     title: str = ""
@@ -365,48 +375,48 @@ class Family:
 
     @property
     def visual_inputs(self) -> dict[MediaKind, tuple[str, str]]:
-        """The vision tower's inputs by kind, where these are patches and grids."""
+        """Names of the vision tower's inputs by kind; empty if these are not patches and grids."""
         if self.processor_inputs:
             return {}
         names: dict[MediaKind, tuple[str, str]] = {"image": self.image_inputs, "video": self.video_inputs}
         return {kind: pair for kind, pair in names.items() if kind in self.kinds and self.taken_as(kind) == kind}
 
     def taken_as(self, kind: MediaKind) -> MediaKind:
-        """Return the kind of medium by whose inputs the model takes media of a kind."""
+        """Return the kind of medium whose inputs the model uses for a kind: ``image`` also for videos of some."""
         return "image" if kind == "video" and self.videos_as_pictures else kind
 
     def pads_in(self, config: Mapping[str, Any]) -> dict[MediaKind, int]:
-        """Return the placeholder token of each kind that the family takes and ``config.json`` names."""
+        """Return the id of the placeholder token of each kind that the family supports and ``config.json`` names."""
         ids = pad_ids_of(config)
         return {kind: ids[self.taken_as(kind)] for kind in self.kinds if self.taken_as(kind) in ids}
 
     def mel_frames_of(self, num_tokens: int) -> int:
-        """Return the mel frames of a sound of ``num_tokens``: full chunks, and the most that the rest can be."""
+        """Return the maximum number of mel frames of a sound with ``num_tokens`` tokens."""
         frames, tokens = self.sound_chunk
         chunks, rest = divmod(num_tokens, tokens)
         return chunks * frames + rest * -(-frames // tokens)
 
 
 def thinker_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the trained part of a ``config.json``: an Omni model's thinker, or all of it."""
+    """Return the part of a ``config.json`` that is trained: the thinker's of an Omni model, otherwise all of it."""
     thinker: Mapping[str, Any] = config.get("thinker_config") or config
     return thinker
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text tower's part of a ``config.json``: all of it for a model of text alone."""
+    """Return the text tower's part of a ``config.json``; all of it for a model of text alone."""
     thinker = thinker_of(config)
     text: Mapping[str, Any] = thinker.get("text_config") or thinker
     return text
 
 
 def default_max_length(config: Mapping[str, Any]) -> int:
-    """Return the default of ``--max-length``: as many tokens as the model takes, but at most 8,192."""
+    """Return the default of ``--max-length``: the model's maximum length, but at most 8,192 tokens."""
     return min(int(text_config_of(config).get("max_position_embeddings", 8192)), 8192)
 
 
 def pad_ids_of(config: Mapping[str, Any]) -> dict[MediaKind, int]:
-    """Return the placeholder token of each kind of medium that a ``config.json`` names."""
+    """Return the id of the placeholder token of each kind of medium that a ``config.json`` names."""
     config = thinker_of(config)
     kinds: tuple[MediaKind, ...] = ("image", "video", "audio")
     names = [(kind, f"{kind}_token_{suffix}") for kind in kinds for suffix in ("index", "id")]
