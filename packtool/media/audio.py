@@ -1,4 +1,4 @@
-"""Sounds: measured from the container's header where it is reliable, decoded for training."""
+"""Sounds: measured by the container's header if it is reliable, decoded for training."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from packtool.rows.sample import MediaRef
 # Streams without a table of contents: FFmpeg estimates their duration from the bit rate.
 _ESTIMATED_FORMATS = ("mp3", "aac", "ac3", "amr", "adts", "loas", "mpegts")
 _TOLERANCE_SECONDS = 0.25
-"""Allowed error of a header (an encoder's delay and padding): the sound is cut or padded to its measured length."""
+"""Allowed error of a header (an encoder's delay and padding); the sound is trimmed or padded to its measured length."""
 
 
 def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
-    """Return the number of samples of the first audio stream at a sampling rate.
+    """Return the number of audio samples of the first audio stream at a sampling rate.
 
     Raises:
         MediaProblem: if the file is missing, has no sound, or cannot be decoded.
@@ -52,10 +52,11 @@ def load_audio(
     """Return the first audio stream as mono, float32 (num_samples,) from -1 to 1.
 
     Args:
-        num_samples: as measured; the sound is cut or padded by at most a quarter of a second. None returns it as it is.
+        num_samples: measured length; the sound is trimmed or padded to it by at most a quarter of a second. None
+            returns the entire sound.
 
     Raises:
-        MediaError: if the file is missing, cannot be decoded, or is not as long as measured.
+        MediaError: if the file is missing, cannot be decoded, or does not have the measured length.
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
@@ -79,7 +80,7 @@ def load_audio(
 
 
 def _declared_seconds(container: Any, stream: Any) -> float | None:
-    """Return the duration of the header, None if it is an estimate."""
+    """Return the duration by the header in seconds; None if it is missing or unreliable."""
     if any(name in container.format.name.split(",") for name in _ESTIMATED_FORMATS):
         return None
     num_packets = len(index_of(stream))
@@ -92,6 +93,7 @@ def _declared_seconds(container: Any, stream: Any) -> float | None:
 
 
 def _decoded(container: Any, stream: Any, sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the mono sound of a stream in pieces, float32 (samples,)."""
     resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
     for frame in chain(container.decode(stream), [None]):  # None flushes the resampler
         for part in resampler.resample(frame):

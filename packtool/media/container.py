@@ -15,17 +15,17 @@ from packtool.rows.sample import MediaRef
 
 _TOLERANCE_SECONDS = 0.25
 _LAST_SECONDS = 1.0
-# Playlists name further files and addresses, which FFmpeg would open itself: it may use no protocol.
+# FFmpeg would open the files and addresses that a playlist names, so no protocol is allowed.
 _NO_PROTOCOLS = {"protocol_whitelist": "none"}
 _LAST_ENTRIES = 1000
-# Bytes that programs declare in excess: the header of RIFF, or removed tags of an mp3 file.
+# Bytes that files may lack: some programs count the header of RIFF, or tags of an mp3 file that were removed.
 _RIFF_SLACK, _MP3_SLACK = 64, 256
-_MIN_UNKNOWN_RIFF = 0x7FFFF000  # programs that write to a pipe declare the maximum
+_MIN_UNKNOWN_RIFF = 0x7FFFF000  # programs that write to a pipe declare the maximum, as the length is unknown
 _MAX_OGG_PAGE = 65_307
 _BOXES = frozenset(
     b"ftyp styp moov mdat moof mfra sidx ssix emsg prft pdin free skip wide junk uuid meta udta pnot PICT".split()
 )
-"""Outermost boxes of mp4 and mov; anything else after them is tags or padding."""
+"""Names of the outermost boxes of mp4 and mov; anything else after them is tags or padding."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def open_container(ref: MediaRef, *, check_length: bool = False) -> Iterator[Any
             size = file.seek(0, os.SEEK_END)
             declared = declared_bytes(file, size)
             if declared > size:
-                detail = f"cut off: it declares {declared:,} bytes, and it has {size:,}"
+                detail = f"the file is truncated: it declares {declared:,} bytes and has {size:,}"
                 raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
             file.seek(0)
         with av.open(file, container_options=_NO_PROTOCOLS) as container:
@@ -48,7 +48,7 @@ def open_container(ref: MediaRef, *, check_length: bool = False) -> Iterator[Any
 
 
 def first_stream(container: Any, kind: str, ref: MediaRef) -> Any:
-    """Return the first stream of a container of a kind, ``video`` or ``audio``; raise MediaProblem if there is none."""
+    """Return a container's first stream of a kind (``video`` or ``audio``); raise MediaProblem if there is none."""
     streams = getattr(container.streams, kind)
     if not streams:
         raise MediaProblem("media_unreadable", f"{label(ref)}: the file has no {kind} stream")
@@ -56,10 +56,13 @@ def first_stream(container: Any, kind: str, ref: MediaRef) -> Any:
 
 
 def declared_bytes(file: BinaryIO, size: int) -> int:
-    """Return the minimum length in bytes that a file of ``size`` bytes declares; 0 if it declares none.
+    """Return the minimum length in bytes that a file declares; 0 if it declares none.
 
-    mp4 and mov declare it by their boxes, avi and wav by their chunks, Matroska and WebM by their segment, mp3 by a
-    Xing header, Ogg by its last page.
+    The length is declared by the boxes of mp4 and mov, the chunks of avi and wav, the segment of Matroska and WebM, the
+    Xing header of mp3, and the last page of Ogg.
+
+    Args:
+        size: actual length in bytes.
     """
     head = _read_at(file, 0, 16)
     if head.startswith(b"RIFF"):
@@ -94,7 +97,10 @@ def _end_of_chunks(file: BinaryIO, size: int) -> int:
 
 
 def _end_of_boxes(file: BinaryIO, size: int) -> int:
-    """Return where the last outermost box should end, or a box that must follow it begins (ISO/IEC 14496-12, 4.2)."""
+    """Return the declared end of the last outermost box, with the header of a box that must follow it.
+
+    ISO/IEC 14496-12, 4.2; 0 if the length is not declared.
+    """
     at, name = 0, b""
     while at + 8 <= size:
         head = _read_at(file, at, 16)
@@ -116,7 +122,7 @@ def _end_of_last_page(file: BinaryIO, size: int) -> int:
     page = page[at:]
     lengths = page[27 : 27 + page[26]] if len(page) > 26 else b""
     if len(page) <= 26 or len(lengths) < page[26]:
-        return size + 1  # its header continues
+        return size + 1  # the page's header is truncated
     return start + at + 27 + len(lengths) + sum(lengths)
 
 
@@ -129,10 +135,10 @@ def _vint(data: bytes, at: int) -> tuple[int, int, bool]:
 
 
 def _end_by_xing(file: BinaryIO, head: bytes) -> int:
-    """Return where an mp3 file should end by the Xing header in its first frame; 0 if it has none.
+    """Return the end of an mp3 file by the Xing header in its first frame; 0 if it has none.
 
     Args:
-        head: first bytes of the file: an ID3 tag may come before the frame.
+        head: first 16 bytes of the file, which may be an ID3 tag before the frame.
     """
     tag = sum((byte & 127) << 7 * (3 - position) for position, byte in enumerate(head[6:10]))
     start = 10 + tag if head.startswith(b"ID3") else 0
@@ -147,13 +153,13 @@ def _end_by_xing(file: BinaryIO, head: bytes) -> int:
 def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
     """Raise MediaProblem if a stream is shorter than its header declares, because the file was truncated.
 
-    Uses the table of contents of mp4 and mov; other formats are decoded for their last second. Afterwards the container
-    cannot be decoded from the beginning.
+    For mp4 and mov, the table of contents is compared with the size of the file. Of other formats the last second is
+    decoded; the container cannot be decoded from the beginning afterwards.
     """
     if is_indexed(container):
         end = max((entry.pos + entry.size for entry in index_of(stream)[-_LAST_ENTRIES:]), default=0)
         if end > container.size:
-            detail = f"cut off: its table of contents reaches to byte {end:,}, and it has {container.size:,}"
+            detail = f"the file is truncated: its table of contents ends at byte {end:,}, and it has {container.size:,}"
             raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
         return
     declared = float(stream.duration * stream.time_base)
@@ -164,12 +170,12 @@ def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
         if frame.pts is not None:
             reached = float(frame.pts * frame.time_base) - start + frame.samples / frame.sample_rate
     if reached < declared - _TOLERANCE_SECONDS:
-        detail = f"cut off: its header declares {declared:.2f} s, and there are {reached:.2f} s"
+        detail = f"the file is truncated: its header declares {declared:.2f} s, and it has {reached:.2f} s"
         raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
 
 
 def is_indexed(container: Any) -> bool:
-    """Return whether the format has a table of contents for all packets."""
+    """Return whether the format has a table of contents of all packets (mp4 and mov)."""
     return any(name in container.format.name.split(",") for name in ("mov", "mp4"))
 
 
@@ -179,8 +185,8 @@ def index_of(stream: Any) -> Any:
 
 
 def num_hidden(container: Any, stream: Any) -> int:
-    """Return the number of packets of a table of contents that are empty or that an edit list hides.
+    """Return how many packets of a table of contents are empty or hidden by an edit list.
 
-    It is 0 for formats without such a table: FFmpeg's index for these is made for seeking and has no sizes.
+    0 for formats without a table of contents: FFmpeg's index of these is for seeking, and has no sizes.
     """
     return sum(entry.is_discard or not entry.size for entry in index_of(stream)) if is_indexed(container) else 0

@@ -1,13 +1,13 @@
-"""Encoded files of media: opened wherever they are, and identified without decoding.
+"""Encoded files of media: open them, local or remote, and identify their contents without decoding.
 
-Nothing is opened that the media access policy does not allow. Any failure of a single medium (its address, its server
-or its bytes) becomes a ``MediaProblem`` of that medium. Only a store that is down for all media raises StorageError.
+Files are opened only if the media access policy allows it. Any failure of a single medium (its address, its server or
+its content) becomes a ``MediaProblem`` of that medium. Only a store that fails for all media raises StorageError.
 
-Contents are identified at three costs:
+Contents are identified in three ways:
 
-content_name     hashes four pieces of a file: export groups media that may be equal, wherever they are
+content_name     hashes four pieces of a file: export finds media that may be equal, in whatever files
 content_digest   hashes the whole file: collation compares two such media exactly
-content_state    reads only the time of the last change: training reuses what it cached for this path
+content_state    reads only size and time of the last change: training reuses cached media while it is unchanged
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _REASONS = {"missing": "media_missing", "refused": "media_refused", "unreachable
 
 
 class MediaProblem(Problem):
-    """A medium that cannot be used; its detail names the file."""
+    """A medium that cannot be used; ``detail`` names the file."""
 
 
 @contextmanager
 def open_medium(
     ref: MediaRef, first_block: int = storage.HEADER_BLOCK, *, is_image: bool = False
 ) -> Iterator[BinaryIO]:
-    """Open the encoded file of a medium; errors of the code in the ``with`` block become MediaProblem too.
+    """Open the encoded file of a medium; errors of the code in the ``with`` block also become MediaProblem.
 
     Args:
         first_block: bytes of a remote file to fetch first.
-        is_image: use the smaller size limit of pictures.
+        is_image: apply the size limit of pictures, which is lower.
 
     Raises:
         MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty, too large or
@@ -60,7 +60,7 @@ def open_medium(
             except RemoteError:
                 raise
             except Exception:
-                _record_success(ref)  # the store works, whatever is wrong with the file
+                _record_success(ref)  # the error is the file's; its store works
                 raise
         _record_success(ref)
     except MediaProblem:
@@ -74,12 +74,13 @@ def open_medium(
         raise MediaProblem("media_unreadable", error.message) from error
     except PacktoolError:
         raise
-    except Exception as error:  # decoders raise anything on damaged bytes
+    except Exception as error:  # decoders raise any type on damaged files
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrubbed(text)}") from error
 
 
 def _record_success(ref: MediaRef) -> None:
+    """Tell the retry policy that the store of a remote medium works."""
     if ref.path is not None and ref.data is None and storage.is_remote(ref.path):
         storage.record_success(storage.store_name(ref.path))
 
@@ -95,6 +96,7 @@ def check_allowed(ref: MediaRef) -> None:
 
 
 def _opened(ref: MediaRef, first_block: int, is_image: bool) -> BinaryIO:
+    """Return the opened file of a medium, or its bytes as a file; raises as ``open_medium``."""
     max_bytes = ref.policy.max_file_bytes(is_image)
     if ref.path is None or ref.data is not None:  # embedded media keep their path, for messages
         data = ref.data or b""
@@ -123,8 +125,8 @@ def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
 
 
 def _problem_of_store(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
-    """Return a remote failure as the problem of one medium, or as the failure of its whole store."""
-    assert ref.path is not None, "bytes come from no store"
+    """Return a remote failure as the problem of one medium, or as the failure of its store for all media."""
+    assert ref.path is not None, "embedded bytes cannot fail remotely"
     try:
         store = storage.store_name(ref.path)
     except StorageError:
@@ -133,16 +135,16 @@ def _problem_of_store(ref: MediaRef, error: RemoteError) -> PacktoolError | Medi
         return MediaProblem("media_size", f"{error.message}: --max-media-bytes allows more")
     if isinstance(error, storage.RedirectRefused):
         return MediaProblem(NOT_ALLOWED, f"{error.message}: --media-access any allows it")
-    # A bucket refuses missing keys, and everything if the credentials are wrong; a web server refuses single files.
+    # A bucket refuses missing keys, and all keys if the credentials are wrong; a web server refuses single files.
     if error.fault == "unreachable" or (error.fault == "refused" and not store.startswith("http")):
         num_failures = storage.record_failure(store)
         if 0 < ref.policy.max_failures <= num_failures:
             if ref.policy.max_failures == 1:
                 return error
             return StoreDownError(
-                f"{storage.origin(ref.path)}: {num_failures} media in a row could not be had; the last: "
+                f"{storage.origin(ref.path)}: {num_failures} media in a row could not be read; the last error: "
                 f"{error.message}",
-                f"{error.remedy or 'Look at the store.'} --max-media-failures 0 drops such rows without end.",
+                f"{error.remedy or 'Check the store.'} --max-media-failures 0 drops any number of such rows.",
             )
     else:
         storage.record_success(store)
@@ -150,22 +152,22 @@ def _problem_of_store(ref: MediaRef, error: RemoteError) -> PacktoolError | Medi
 
 
 def label(ref: MediaRef) -> str:
-    """Return the name of a medium for messages, without the secrets that a URL can carry."""
+    """Return the name of a medium for messages, without the secrets in its URL."""
     return storage.masked(ref.path) if ref.path is not None else ref.name
 
 
 SETTLED_SECONDS = 2.0
-"""A file changed more recently may change again without a new time stamp."""
+"""A file that changed more recently may change again without a new timestamp."""
 _PIECE_BYTES, _NUM_PIECES = 4096, 4
 _CHUNK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
 
 
 def content_name(path: str | None, data: bytes | None) -> str:
-    """Return a name that equal media share, and also files of one size that are equal in four pieces.
+    """Return a name that depends on a medium's size and four pieces of its content: equal for equal media.
 
-    Remote and unreadable media are named by their address: fetching them costs more than sharing saves. Costs 30 us
-    for each version of a file.
+    Remote and unreadable media are named by their address, since reading them costs more than shared prefixes save.
+    Costs 30 us for each version of a file.
 
     Args:
         path, data: of a measured medium, as in ``EncodedImage``.
@@ -189,8 +191,8 @@ def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) ->
 def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, is_image: bool) -> str | None:
     """Return a text that changes whenever the content may change; None if unknown or not allowed.
 
-    For bytes, their hash. For a local file, path, size and times, one of which the system sets at every change. For a
-    remote file, address, size and entity tag (or date), by one short request.
+    It consists of the hash of embedded bytes; the path, size and times of a local file; or the address, size and entity
+    tag (or date) of a remote file, which needs one short request.
 
     Args:
         path, data: as for ``content_name``.
@@ -211,12 +213,12 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
         return None
     if time.time() - max(state.st_mtime, state.st_ctime) < SETTLED_SECONDS:
         return None
-    # Without device and inode, which may change when the machine restarts.
+    # Device and inode are not included, because they may change when the machine restarts.
     return f"{os.path.abspath(storage.normalize(path))} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
 
 
 _Version = tuple[int, ...]
-"""Size, device, inode and times of a file: at least one changes with its content."""
+"""Size, device, inode and times of a file; at least one changes with its content."""
 
 
 def _of_version(identify: Callable[..., str], path: str | None, *arguments: Any) -> str | None:
@@ -231,12 +233,12 @@ def _of_version(identify: Callable[..., str], path: str | None, *arguments: Any)
 
 
 def _stat(path: str) -> os.stat_result | None:
-    """Return the status of a file; None for remote paths and anything but regular files, which could block."""
+    """Return the status of a local regular file; None for remote paths, and for others, which could block."""
     state = None if storage.is_remote(path) else os.stat(storage.normalize(path))
     return state if state is not None and stat.S_ISREG(state.st_mode) else None
 
 
-# Rows about one picture are mostly neighbours, and an entry takes some hundred bytes.
+# Rows with the same picture are mostly close together, and an entry takes a few hundred bytes.
 @lru_cache(maxsize=1 << 14)
 def _name_of_file(path: str, version: _Version) -> str:
     size = version[0]
@@ -249,7 +251,7 @@ def _name_of_file(path: str, version: _Version) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _digest_of_file(path: str, version: _Version, policy: MediaPolicy) -> str:
-    del version  # only a key of the cache
+    del version  # only part of the cache's key
     with open_medium(MediaRef(path, policy=policy)) as file:
         digest = hashlib.sha256()
         while chunk := file.read(_CHUNK_BYTES):

@@ -1,9 +1,9 @@
-"""Pictures: measured from their header for export, decoded for training as transformers' ``load_image`` does.
+"""Pictures: measured by their header for export, decoded for training as by transformers' ``load_image``.
 
-A picture's token count needs only its width and height, after applying the EXIF orientation as ``load_image`` does.
+The number of tokens of a picture depends only on its width and height after the EXIF orientation is applied.
 
-Measuring also finds truncated files, before training: by the length or end mark that the format declares, else by
-decoding. Remote files larger than the first block are never decoded.
+Measuring also finds truncated files: by the length or the end mark of the format, else by decoding. Remote files larger
+than the first block are not decoded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 
 ANY = MediaPolicy()
-# Formats that other programs, such as Ghostscript, would execute.
+# Formats that Pillow passes to other programs, such as Ghostscript, which execute them.
 _PROGRAMS = ("EPS", "WMF", "EMF")
 
 
@@ -45,9 +45,9 @@ def load_image(path: str | None, data: bytes | None = None, policy: MediaPolicy 
 
 
 def blank_image(height: int, width: int) -> Image.Image:
-    """Return a black picture of the type that ``load_image`` returns.
+    """Return a black picture of the same type as from ``load_image``.
 
-    An array would not do: processors guess its axes, and read shape (3, width, 3) as channels first.
+    Not an array, because processors guess its axes, and take shape (3, width, 3) for channels first.
     """
     return Image.new("RGB", (width, height))
 
@@ -56,8 +56,8 @@ def open_picture(file: BinaryIO) -> Image.Image:
     """Read the header of a picture.
 
     Raises:
-        ValueError: if the format is one that would be executed.
-        OSError, ...: whatever Pillow raises.
+        ValueError: if other programs would execute the format.
+        OSError: and other errors of Pillow.
     """
     picture = Image.open(file)
     if picture.format in _PROGRAMS:
@@ -66,11 +66,11 @@ def open_picture(file: BinaryIO) -> Image.Image:
 
 
 def media_error(problem: MediaProblem) -> MediaError:
-    """Return the error of training for a medium that export could use."""
+    """Return the error for a medium that export could use and training cannot load."""
     return MediaError(
         f"{problem.detail} ({problem.reason})",
-        "The export looked at its header and end only: restore the file, or export again without it; "
-        "packtool train --on-bad-media skip trains without its sample.",
+        "The export checked only its header and its end. Restore the file, export again without it, or leave out its "
+        "sample with packtool train --on-bad-media skip.",
     )
 
 
@@ -79,14 +79,17 @@ EXPORT_AGAIN = "export the rows again into another directory."
 
 
 def changed_since_export(ref: MediaRef, before: str, now: str) -> MediaError:
-    """Return the error of training for a medium with other content than the export measured.
+    """Return the error for a medium whose content differs from the measures of the export.
 
-    Bytes in a cache cannot change, so they are damaged; a file may be damaged or changed.
+    Bytes in a cache are damaged, since they cannot change; a file may be damaged or changed.
+
+    Args:
+        before, now: the measure of the export, and the present one.
     """
     what = "is damaged" if ref.path is None else "is damaged, or has changed since the export"
     return MediaError(
-        f"{label(ref)} {what}: the export counted {before}, and there is {now}",
-        f"Put the whole file back, or {EXPORT_AGAIN}",
+        f"{label(ref)} {what}: the export counted {before}, and now there is {now}",
+        f"Restore the file, or {EXPORT_AGAIN}",
     )
 
 
@@ -99,13 +102,13 @@ _TIFF_PARTS = ((273, 279), (324, 325))
 
 
 def measure_image(image: MediaRef) -> tuple[int, int]:
-    """Return (height, width) in pixels as the model will see the picture; raises as ``open_medium``.
+    """Return (height, width) of a picture in pixels, after its EXIF orientation is applied; raises as ``open_medium``.
 
     Raises:
-        MediaProblem: also if the file is truncated or absurdly large.
+        MediaProblem: also if the file is truncated or far too large.
     """
     with warnings.catch_warnings(), open_medium(image, is_image=True) as file:
-        warnings.simplefilter("ignore")  # damage that matters raises an error
+        warnings.simplefilter("ignore")  # relevant damage raises an error
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         try:
@@ -118,6 +121,12 @@ def measure_image(image: MediaRef) -> tuple[int, int]:
 
 
 def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
+    """Return (height, width) of a picture, and check that its file is complete.
+
+    Args:
+        size: of the file in bytes.
+        can_decode: whether to decode the picture if its header and end do not show that it is complete.
+    """
     picture = open_picture(file)
     begin, (width, height) = file.tell(), picture.size
     declared = _declared_bytes(picture, file)
@@ -135,7 +144,7 @@ def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
 
 
 def _declared_bytes(picture: Any, file: BinaryIO) -> int | None:
-    """Return the minimum length of the file in bytes by its header; None if it declares none."""
+    """Return the minimum length in bytes that a file's header declares; None if it declares none."""
     if picture.format == "WEBP":
         file.seek(4)
         return 8 + int.from_bytes(file.read(4), "little")
@@ -151,10 +160,7 @@ def _declared_bytes(picture: Any, file: BinaryIO) -> int | None:
 
 
 def _has_end_mark(image_format: str | None, file: BinaryIO, begin: int, size: int) -> bool:
-    """Return whether the end of a file, after its header, has the end mark of its format.
-
-    Some writers add a few bytes after the mark. Without a mark, only decoding shows whether the file is complete.
-    """
+    """Return whether the last bytes of a file contain its format's end mark; some writers add a few bytes after it."""
     if (mark := _END_MARKS.get(image_format or "")) is None:
         return False
     start = max(size - _END_BYTES, begin if mark == b"\xff\xd9" else 0)
@@ -163,7 +169,7 @@ def _has_end_mark(image_format: str | None, file: BinaryIO, begin: int, size: in
 
 
 def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
-    """Find the orientation by walking the chunks: Pillow would decode the whole picture to find ``eXIf``."""
+    """Return the EXIF orientation of a PNG by reading its chunks; Pillow would decode the picture to find ``eXIf``."""
     data: bytes | None = None
     file.seek(8)
     while len(header := file.read(8)) == 8:

@@ -1,22 +1,22 @@
-"""Videos: measured from the container's header where it is reliable, decoded for training.
+"""Videos: measured by the container's header if it is reliable, decoded for training.
 
-Needed frames are decoded from the keyframes before them. Of an hour of which 64 frames are needed, with a keyframe
-every ten seconds, a fifth or less is decoded:
+Only the needed frames are decoded, each from the keyframe before it. For 64 frames of an hour with a keyframe every ten
+seconds, that is at most a fifth of the video:
 
     keyframes   K-----------K-----------K-----------K-----------
     needed          x                       x         x
     decoded     -----                   -----       ---
 
-Frames are numbered in the order in which a decoder returns them, from the file's first one. Decoding can begin at a
-keyframe only if its number is known: the number of packets before it, plus those after it that are shown before it (the
-leading pictures of an open group). Packets are counted in the table of contents (mp4, mov); Matroska and WebM are read
-once without decoding, also to count the frames of H.264. Time stamps are not used, so frames may be unevenly spaced.
+Frames are numbered from 0 in the order in which a decoder returns them. Decoding can begin at a keyframe only if its
+number is known: the number of packets before it, plus those after it that are shown before it (the leading pictures of
+an open group). Packets are counted in the table of contents (mp4, mov); Matroska and WebM are read once without
+decoding. Timestamps are not used for numbers, so frames may be unevenly spaced.
 
-H.264 frames that no other frame is decoded from (most B-frames) are skipped on the way to a frame, too.
+On the way to a needed frame, H.264 frames that no other frame depends on (most B-frames) are not decoded.
 
-It is verified that each packet is one frame, and that each marked keyframe is one: at the beginning and wherever
-decoding begins, the frames must match the packets one by one. Otherwise, and for other formats, ``Unnumbered`` is
-raised: only decoding from the beginning numbers the frames.
+The numbers are exact if each packet is one frame, and each marked keyframe is one. This is checked at the beginning and
+wherever decoding begins: the frames must match the packets one by one. Otherwise, and for other formats, ``Unnumbered``
+is raised, and the video must be decoded from the beginning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import MediaRef
 
 FRAMES_A_SECOND = 2.0
-"""Default frames per second of a video that is given as pictures (as in Qwen's tools)."""
+"""Default frame rate of a video that is given as pictures (as in Qwen's tools)."""
 
 _FALLBACK_RATE = 24.0
 # Since PyAV 17 colours are by default converted by as many threads as there are cores; before, always by one.
@@ -65,10 +65,10 @@ class VideoSize:
 
 
 def measure_video(ref: MediaRef) -> VideoSize:
-    """Measure a video by its header if that gives the number of frames, else by decoding it.
+    """Measure the first video stream of a file: by its header if that gives the number of frames, else by decoding.
 
-    The first video stream counts, as for transformers' decoders. The number of frames is taken only from mp4 and mov
-    headers, and only if it agrees with the duration: matroska files declare none, avi files often a wrong one.
+    The number of frames is taken only from headers of mp4 and mov, and only if it matches the duration: Matroska files
+    declare none, and avi files often a wrong one.
 
     Raises:
         MediaProblem: if the file is missing, is no video, or cannot be decoded.
@@ -76,7 +76,7 @@ def measure_video(ref: MediaRef) -> VideoSize:
     if ref.frames:
         sizes = {measure_image(frame) for frame in ref.frames}
         if len(sizes) > 1:
-            raise MediaProblem("media_size", f"{label(ref)}: the frames have different sizes: {sorted(sizes)}")
+            raise MediaProblem("media_size", f"{label(ref)}: its frames have different sizes: {sorted(sizes)}")
         height, width = sizes.pop()
         return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
     with open_container(ref, check_length=True) as container:
@@ -105,13 +105,13 @@ def load_video(
 ) -> npt.NDArray[np.uint8]:
     """Return the requested frames, uint8 (T, H, W, 3), upright.
 
-    Seeks to the frames, and decodes from the beginning if that fails or misses one.
+    Seeks to the frames. If that fails or misses a frame, decodes from the beginning.
 
     Args:
         path, data, frames: the video, as in ``EncodedVideo``.
-        indices: numbers of the frames, ascending.
-        shape: number of frames (of the clip, if there is one), H and W as measured. Frames of another size than the
-            file's first one are scaled to that; without a shape, to the first requested one.
+        indices: indexes of the T frames, ascending.
+        shape: measured number of frames (of the clip, if there is one), H and W. Frames that differ in size from the
+            first one of the file are scaled to that; without a shape, to the first requested one.
 
     Raises:
         MediaError: if the file is missing, cannot be decoded, or has fewer frames.
@@ -142,16 +142,22 @@ def _decoded(
     read_frames: Callable[..., Iterator[tuple[int, Any]]],
     shape: tuple[int, int, int] | None,
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Return frames by their numbers, read by ``needed_frames`` or ``all_frames``, and the missing numbers.
+    """Decode frames of a video.
+
+    Args:
+        numbers: of the T frames, ascending.
+        read_frames: ``needed_frames`` or ``all_frames``.
+        shape: as in ``load_video``.
 
     Returns:
-        None for the frames if there is none, or if ``read_frames`` cannot number them.
+        the frames, uint8 (T, H, W, 3), and the numbers of those that are missing. The frames are None if the file has
+        none of them, or ``read_frames`` cannot number them.
     """
     pixels: npt.NDArray[np.uint8] | None = None
     missing, rows = set(numbers), {number: row for row, number in enumerate(numbers)}
-    # The frames of a clip are not those of the file; it mostly begins later.
+    # The measured number of frames may be that of a clip, which mostly begins later than the file.
     num_frames, size = (None, None) if shape is None else (None if numbers[0] else shape[0], shape[1:])
-    # One for all frames: setting it up takes longer than converting a frame.
+    # One converter for all frames: creating it takes longer than converting a frame.
     converter = VideoReformatter()
     with open_container(ref) as container:
         stream = _stream(container, ref)
@@ -168,14 +174,14 @@ def _decoded(
 
 
 def _converted(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> npt.NDArray[np.uint8]:
-    """Return a frame's colours, uint8 (H, W, 3) of this size, upright."""
+    """Return a frame as RGB, uint8 (H, W, 3), scaled to ``size`` (H, W) and upright."""
     turns = _quarter_turns(frame)
     height, width = size[::-1] if turns % 2 else size
     return np.rot90(converter.reformat(frame, width, height, "rgb24", **_ONE_THREAD).to_ndarray(), turns)
 
 
 def _quarter_turns(frame: Any) -> int:
-    """Return the counterclockwise quarter turns that show a frame upright; other angles are rounded."""
+    """Return the number of counterclockwise quarter turns that make a frame upright; other angles are rounded."""
     return round(frame.rotation / 90) % 4
 
 
@@ -185,12 +191,13 @@ def _shown_size(frame: Any) -> tuple[int, int]:
 
 
 def _first_size(ref: MediaRef) -> tuple[int, int]:
+    """Return (H, W) of the first frame of a file, after rotation."""
     with open_container(ref) as container:
         return _shown_size(next(container.decode(_stream(container, ref))))
 
 
 def _counted_frames(ref: MediaRef) -> int | None:
-    """Return the number of frames without decoding all of them, None if that is not possible."""
+    """Return the number of frames of a file without decoding all of them; None if that is not possible."""
     with open_container(ref) as container:
         stream = _stream(container, ref)
         try:
@@ -200,17 +207,19 @@ def _counted_frames(ref: MediaRef) -> int | None:
 
 
 def _stream(container: Any, ref: MediaRef) -> Any:
+    """Return the first video stream, decoded by a single thread."""
     stream = first_stream(container, "video", ref)
-    # Several processes load videos at a time. More threads in each would decode frames ahead that seeking discards:
-    # twice as many with 16 threads, for 64 frames of ten minutes with a keyframe every two seconds.
+    # Several processes load videos at the same time. More threads in each would decode frames ahead that seeking
+    # discards: with 16 threads twice as many, for 64 frames of ten minutes with a keyframe every two seconds.
     stream.codec_context.thread_count = 1
     return stream
 
 
 def _declared_frames(container: Any, stream: Any) -> int | None:
-    """Return the number of frames by the table of contents, None if there is none or it contradicts the header.
+    """Return the number of frames by the table of contents, without those that an edit list hides.
 
-    Frames that an edit list hides are in the table but not counted.
+    Returns:
+        None if there is no table of contents, or the header contradicts it.
     """
     count, rate = int(stream.frames or 0), float(stream.average_rate or 0)
     if not is_indexed(container) or not count or len(index_of(stream)) not in (0, count):
@@ -223,40 +232,43 @@ def _declared_frames(container: Any, stream: Any) -> int | None:
 
 
 MIN_SKIPPED = 4
-"""Frames that seeking must save: about what a decoder reads before it returns the first."""
+"""Minimum number of frames that seeking must skip; about as many packets as a decoder reads before its first frame."""
 
-# Packets after a keyframe that may be its leading pictures: H.264 and HEVC reorder at most 16 frames.
+# Packets after a keyframe among which its leading pictures are: H.264 and HEVC reorder at most 16 frames.
 _MAX_REORDERED = 32
 _ALL = 2**62
 _MIN_KEYFRAMES = 3
-# Codecs whose decoder returns a frame for every packet, even damaged; with others, export must find the damage.
+# Codecs whose decoder returns a frame even for a damaged packet. Videos of others are decoded completely by export,
+# which finds the damage.
 _CONCEALED = ("h264",)
 _READ_ONCE = ("matroska", "webm")
-# One packet, one frame. VP8 is missing because it has packets that show nothing.
+# Codecs with one frame per packet. VP8 is not among them, because some of its packets show nothing.
 _CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
 
 
 class Unnumbered(Exception):
-    """The frames of a file can only be numbered by decoding it from the beginning."""
+    """Frames of a file cannot be numbered without decoding it from the beginning."""
 
 
 class _KeyframeDecoder:
-    """A video decoded from its keyframes.
+    """Decodes a video from its keyframes, and numbers the frames.
 
     Args:
-        container: at its beginning.
-        last: number of the last frame for which keyframes are needed.
+        container: an opened file at its beginning.
+        stream: its video stream.
+        last: number of the last needed frame; packets long after it need not be counted.
 
     Attributes:
-        keyframes: ascending; for each keyframe in decoding order, the number of packets shown before it, which is the
-            smallest number that its frame can have.
-        num_packets: packets that are shown, as far as they were counted.
-        first: number of the first frame in ``frames``.
-        frames: (number, frame), ascending, from the keyframe where decoding began.
-        needed: number of the next needed frame; well before it, frames that no other frame needs are skipped.
+        keyframes: for each keyframe in decoding order, the number of shown packets before it, ascending: the minimum
+            number that its frame can have.
+        num_packets: number of shown packets, as far as they were counted.
+        first: number of the first frame of ``frames``.
+        frames: iterator over (number, frame), ascending, from the keyframe where decoding began.
+        needed: number of the next needed frame, set by the caller. Long before it, frames that no other frame depends
+            on are not decoded.
 
     Raises:
-        Unnumbered: from all methods, if frames cannot be numbered.
+        Unnumbered: by all methods, if frames cannot be numbered.
     """
 
     def __init__(self, container: Any, stream: Any, last: int) -> None:
@@ -282,14 +294,18 @@ class _KeyframeDecoder:
         self._seek(self._times[0])
 
     def _find_keyframes(self, packets: Iterable[tuple[int | None, int | None, bool, bool]], last: int) -> None:
-        """Find the keyframes among packets: (position in the file, time, is keyframe, is hidden)."""
+        """Find the keyframes, and count the shown packets.
+
+        Args:
+            packets: (position in the file, time, is keyframe, is hidden) of each packet.
+        """
         num_shown, latest = 0, -(2**62)
         for position, time, is_key, is_hidden in packets:
             if time is None:
                 raise Unnumbered
             if is_key:
                 if position is None or position < 0 or position in self._number_at:
-                    raise Unnumbered  # it could not be recognised again
+                    raise Unnumbered  # it could not be recognized after seeking
                 if self.keyframes:
                     self._times.append(time - 1)
                 self.keyframes.append(num_shown)
@@ -305,6 +321,7 @@ class _KeyframeDecoder:
             raise Unnumbered
 
     def _seek(self, time: int) -> None:
+        """Move to the last keyframe at or before a time, in units of the stream."""
         try:
             self._container.seek(time, stream=self._stream)
         except OSError as error:  # FFmpeg's errors are OSErrors: the file is not seekable
@@ -322,7 +339,7 @@ class _KeyframeDecoder:
         self.frames = self._decoded(chain(ahead, packets), key.pts, self.first)
 
     def start_before(self, keyframe: int, number: int) -> None:
-        """Decode from the last keyframe, up to this one (an index), from which a frame can be reached."""
+        """Decode from a keyframe at or before an index in ``keyframes``, so that frame ``number`` will be decoded."""
         for index in range(keyframe, -1, -1):
             self._seek(self._times[index])
             self.start()
@@ -331,14 +348,18 @@ class _KeyframeDecoder:
         raise Unnumbered
 
     def _decoded(self, packets: Iterable[Any], first_time: int, first: int) -> Iterator[tuple[int, Any]]:
-        """Yield (number, frame) of packets from a keyframe on, whose frame is number ``first`` at ``first_time``."""
+        """Decode packets that begin with a keyframe, and yield (number, frame) from that keyframe's frame on.
+
+        Args:
+            first_time, first: time and number of the keyframe's frame; earlier frames are left out.
+        """
         codec, extra = self._stream.codec_context.codec.canonical_name, self._stream.codec_context.extradata or b""
         has_prefix = codec == "h264" and len(extra) > 4 and extra[0] == 1
         # Bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if there is none.
         number, prefix = first, (extra[4] & 3) + 1 if has_prefix else 0
         awaited: list[tuple[int, bool]] = []  # (time, is skipped)
         for position, packet in enumerate(packets):
-            # Reordering may put the needed frame a few packets away from its position, but not further.
+            # Reordering moves a frame by a few packets only, so the needed one is not among those skipped.
             is_skipped = position < self.needed - first - _MAX_REORDERED and _is_leaf(packet, prefix)
             if _is_shown(packet) and packet.pts >= first_time:
                 heappush(awaited, (packet.pts, is_skipped))
@@ -359,17 +380,15 @@ class _KeyframeDecoder:
 def needed_frames(
     container: Any, stream: Any, numbers: Sequence[int], num_frames: int | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number, frame) of the requested frames, decoding from the keyframe before each.
-
-    Frames that the file lacks are skipped.
+    """Yield (number, frame) of the needed frames, decoding from the keyframe before each; missing ones are left out.
 
     Args:
-        container: at its beginning.
+        container: an opened file at its beginning.
         numbers: frame numbers, ascending, each once.
-        num_frames: number of frames at export, if known; it must equal the number of packets.
+        num_frames: number of frames at export, which must equal the number of packets; None if it is unknown.
 
     Raises:
-        Unnumbered: frames cannot be found by their packets; the container cannot be used afterwards.
+        Unnumbered: if frames cannot be numbered this way; the container cannot be used afterwards.
     """
     if not any(after - before > MIN_SKIPPED for before, after in zip((0, *numbers), numbers, strict=False)):
         yield from all_frames(container, stream, numbers)
@@ -378,7 +397,7 @@ def needed_frames(
     if num_frames not in (None, decoder.num_packets):
         raise Unnumbered
     decoder.start()
-    if decoder.first != 0:  # decoders do not show the leading pictures of the first keyframe
+    if decoder.first != 0:  # decoders leave out the leading pictures of the first keyframe
         raise Unnumbered
     if (frame := next(decoder.frames, None)) is None:
         raise Unnumbered
@@ -400,9 +419,9 @@ def decode_all(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
     """Decode a container from its beginning.
 
     Returns:
-        the first frame (None if there is none), an iterator over the others, and whether the first frame belongs to the
-        first shown packet, and is a keyframe unless hidden packets come before it: not so if a file begins within a
-        group.
+        the first frame (None if there is none), an iterator over the others, and whether the packets of the header can
+        be used to count frames. They cannot if the file begins in the middle of a group: then the first frame does not
+        belong to the first shown packet, or is no keyframe although no hidden packets come before it.
     """
     packets = container.demux(stream)
     ahead = list(islice(packets, _MAX_REORDERED))
@@ -415,13 +434,12 @@ def decode_all(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
 
 
 def count_frames(container: Any, stream: Any) -> int:
-    """Return the number of frames that a decoder returns, by counting packets and decoding the first and last frames.
+    """Count the frames of a video by its packets; only the first and the last frames are decoded.
 
-    At both ends the frames must match the packets one by one; a truncated file has as many frames as decoding from its
-    last keyframe gives.
+    There the frames must match the packets one by one. Of a truncated file, the frames that can be decoded are counted.
 
     Args:
-        container: at its beginning.
+        container: an opened file at its beginning.
 
     Raises:
         Unnumbered: if all frames must be decoded to count them; the container cannot be used afterwards.
@@ -430,7 +448,7 @@ def count_frames(container: Any, stream: Any) -> int:
         raise Unnumbered
     decoder = _KeyframeDecoder(container, stream, _ALL)
     if len(decoder.keyframes) < _MIN_KEYFRAMES:
-        raise Unnumbered  # it would save nothing
+        raise Unnumbered  # with so few keyframes, counting would not be faster than decoding
     decoder.start()
     if decoder.first != 0 or len(list(islice(decoder.frames, _MAX_REORDERED))) < _MAX_REORDERED:
         raise Unnumbered
@@ -443,7 +461,7 @@ def count_frames(container: Any, stream: Any) -> int:
 
 
 def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield the same as ``needed_frames`` by decoding from the beginning."""
+    """Yield the same as ``needed_frames``, but decode from the beginning."""
     needed = set(numbers)
     for number, frame in enumerate(container.decode(stream)):
         if number in needed:
@@ -453,10 +471,12 @@ def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | Non
 
 
 def _is_leaf(packet: Any, prefix: int) -> bool:
-    """Return whether no other frame is decoded from a packet of H.264: nal_ref_idc is 0 in all of its units.
+    """Return whether no other frame depends on a packet of H.264: nal_ref_idc is 0 in all its units.
 
-    Slices have it of their frame. Parameter sets always have another value (ISO/IEC 14496-10, 7.4.1), so a packet with
-    parameter sets is no leaf.
+    In parameter sets it is never 0 (ISO/IEC 14496-10, 7.4.1), so packets with these are never left out.
+
+    Args:
+        prefix: bytes of the length before each unit; 0 if unknown, for which the result is False.
     """
     data, at, has_slice = bytes(packet), 0, False
     while 0 < prefix < len(data) - at:
@@ -469,6 +489,7 @@ def _is_leaf(packet: Any, prefix: int) -> bool:
 
 
 def _is_shown(packet: Any) -> bool:
+    """Return whether a packet's frame is shown; raise Unnumbered if its time is unknown."""
     if not packet.size:
         return False
     if packet.pts is None:

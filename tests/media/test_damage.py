@@ -223,9 +223,9 @@ def test_training_tells_damage_from_change(files: dict[str, bytes], tmp_path: Pa
     path.write_bytes(files["flac"])
     with pytest.raises(MediaError, match=r"a\.flac is damaged, or has changed since"):
         load_audio(str(path), None, RATE, 3 * RATE)
-    with pytest.raises(MediaError, match=r"is damaged: .* and there is more"):
+    with pytest.raises(MediaError, match=r"is damaged: .* and now there is more"):
         load_audio(None, files["flac"], RATE, RATE)
     with pytest.raises(MediaError, match="no frame 99"):
         load_video(None, files["mp4"], (), [0, 99])
-    with pytest.raises(MediaError, match="header and end only"):
+    with pytest.raises(MediaError, match="checked only its header and its end"):
         load_image(None, files["bmp"][:500])

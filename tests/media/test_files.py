@@ -250,7 +250,7 @@ def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) ->
         web.down = True
         for number in range(5):
             assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
-    with pytest.raises(StorageError, match=rf"{web.url}: 6 media in a row could not be had; the last: .*/6.png"):
+    with pytest.raises(StorageError, match=rf"{web.url}: 6 media in a row could not be read; the last error: .*/6.png"):
         measure_image(MediaRef(f"{web.url}/6.png", policy=policy))
 
 
@@ -266,7 +266,7 @@ def test_buckets_that_refuse_cost_a_row_each(bucket: str, through_proxy: Any) ->
     for _ in range(2):
         assert reason_of(f"{bucket}/a.png", max_failures=3) == "media_refused"
     assert len(proxy.heads) == 2  # no use in asking again
-    with pytest.raises(StorageError, match=f"{bucket}: 3 media in a row could not be had.*access denied"):
+    with pytest.raises(StorageError, match=f"{bucket}: 3 media in a row could not be read.*access denied"):
         measure_image(MediaRef(f"{bucket}/a.png", policy=MediaPolicy(max_failures=3)))
     assert reason_of("s3://BAD_bucket!/x") == "media_unreadable"
 

@@ -336,8 +336,8 @@ def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
             kind = "pictures" if field.metadata["panel"] == "Pictures" else "videos and sounds"
             name = "--" + field.name.replace("_", "-")
             problems.append(
-                f"{name} ({field.metadata['env']}) limits {kind} of Qwen models only; {files.model_type} models use the "
-                "limits of their processor settings: leave it out"
+                f"{name} ({field.metadata['env']}) limits {kind} of Qwen models only; {files.model_type} models "
+                "use the limits of their processor settings: leave it out"
             )
     if problems:
         raise ConfigError.from_problems(problems)
