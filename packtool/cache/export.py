@@ -235,13 +235,13 @@ class _Export:
                 f"({shown})",
                 "Run the missing parts: --task-index n of --num-tasks N makes the shards whose number modulo N is n.",
             )
-        mine = [result for number, result in results.items() if self._is_mine(number)]
-        rows = InputCounts.total(result.counts for result in mine)
+        own_results = [result for number, result in results.items() if self._is_mine(number)]
+        rows = InputCounts.total(result.counts for result in own_results)
         return ExportSummary.of(
             rows,
-            SampleCounts.total(split.counts for result in mine for split in result.splits.values()),
+            SampleCounts.total(split.counts for result in own_results for split in result.splits.values()),
             num_samples_by_split={},
-            length=output_dir.percentiles(output_dir.length_counts(mine)),
+            length=output_dir.percentiles(output_dir.length_counts(own_results)),
             seconds=time.perf_counter() - self.started,
             output_dir=config.output_dir,
             num_missing_shards=len(missing),
@@ -275,12 +275,12 @@ class _Export:
             for name in (TASKS_DIR, *manifest.splits):
                 storage.make_directory(storage.join(scratch, name))
             work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, is_locked=lock.is_held)
-            wanted = [
+            tasks = [
                 task
                 for task in self.tasks
                 if any(f"{split}/{name}" in damaged for split, (_, name) in task.shards.items())
             ]
-            results = self._run(wanted, {}, work, lock.check_last_renewal) if wanted else {}
+            results = self._run(tasks, {}, work, lock.check_last_renewal) if tasks else {}
             made = {
                 f"{split}/{part.file}": part.sha256 for each in results.values() for split, part in each.splits.items()
             }

@@ -150,11 +150,11 @@ def _has_changed(source: SourceInfo, spec: SourceSpec) -> bool:
     return state.size != source.size or (state.modified != source.modified and scan(spec).digest != source.digest)
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(exported: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return a line for each value that differs, sorted; nested names begin with ``prefix``. Paths are ignored."""
     lines = []
-    for key in there.keys() | here.keys():
-        a, b = there.get(key), here.get(key)
+    for key in exported.keys() | current.keys():
+        a, b = exported.get(key), current.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             lines += differences(a, b, f"{prefix}{key}.")
         elif a != b and f"{prefix}{key}" not in _PATHS:

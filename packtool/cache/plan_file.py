@@ -28,7 +28,7 @@ _SHARED_FORMAT = "packtool plan 2"
 _METADATA = ("capacity", "max_length", "seed", "cache", "plan", "num_cached", "format", "parts")
 _KEY = b"packtool"
 _SCHEMA = pa.schema([("pack", pa.int64()), ("sample", pa.int64()), ("length", pa.int32())])
-_PLACES = [pa.field(name, pa.int32()) for name in ("step", "rank", "micro_batch")]
+_LOCATIONS = [pa.field(name, pa.int32()) for name in ("step", "rank", "micro_batch")]
 _SHARED = pa.field("shared", pa.int32())
 _BATCH_ROWS = 1 << 20
 
@@ -42,7 +42,7 @@ class SavedPlan:
         offsets: int64 (K + 1,): pack ``k`` has the samples from ``offsets[k]`` up to ``offsets[k + 1]``.
         lengths: int32 (N,), tokens of each sample, without its shared prefix.
         shared: int32 (N,), tokens of each sample's shared prefix; None for a plan without shared prefixes.
-        places: int32 (N, 3): 0-based step of the first epoch, data-parallel rank, and micro-batch of the rank in the
+        locations: int32 (N, 3): 0-based step of the first epoch, data-parallel rank, and micro-batch of the rank in the
             step; None if the packs are not assigned.
         capacity: maximum tokens of a pack.
         max_length: maximum tokens of a sample; longer ones are left out.
@@ -57,7 +57,7 @@ class SavedPlan:
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int32]
     shared: npt.NDArray[np.int32] | None = None
-    places: npt.NDArray[np.int32] | None = None
+    locations: npt.NDArray[np.int32] | None = None
     capacity: int
     max_length: int
     seed: int
@@ -78,9 +78,9 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     packs = np.repeat(np.arange(len(pack_sizes), dtype=np.int64), pack_sizes)
     schema = _SCHEMA
     columns: list[npt.NDArray[np.integer[Any]]] = [packs, plan.samples, plan.lengths]
-    if plan.places is not None:
-        schema = pa.schema([*schema, *_PLACES])
-        columns.extend(plan.places.T)
+    if plan.locations is not None:
+        schema = pa.schema([*schema, *_LOCATIONS])
+        columns.extend(plan.locations.T)
     if plan.shared is not None:
         schema = schema.append(_SHARED)
         columns.append(plan.shared)
@@ -102,15 +102,17 @@ def read_plan(path: str) -> SavedPlan:
         file_format = metadata.pop("format", _FORMAT)
         table = reader.read_all()
         columns = {name: table.column(name).to_numpy() for name in table.schema.names}
-        has_places = _PLACES[0].name in columns
-        places = np.stack([columns[field.name].astype(np.int32) for field in _PLACES], axis=1) if has_places else None
+        has_locations = _LOCATIONS[0].name in columns
+        locations = (
+            np.stack([columns[field.name].astype(np.int32) for field in _LOCATIONS], axis=1) if has_locations else None
+        )
         starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
         plan = SavedPlan(
             samples=columns["sample"].astype(np.int64),
             offsets=np.append(starts, len(columns["pack"])).astype(np.int64),
             lengths=columns["length"].astype(np.int32),
             shared=columns["shared"].astype(np.int32) if file_format == _SHARED_FORMAT else None,
-            places=places,
+            locations=locations,
             **metadata,
         )
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:

@@ -132,15 +132,15 @@ class CacheReader:
                     f"{root} has no {split} split", "packtool export --split-dataset-ratio 0.01 creates one."
                 )
             check_sizes(root, manifest, split)
-            a, b = manifests[0].identity, manifest.identity
+            first, other = manifests[0].identity, manifest.identity
             pairs: dict[str, tuple[Any, Any]] = {
-                "model type": (a.model_type, b.model_type),
-                "tokenizer": (a.tokenizer_hash, b.tokenizer_hash),
-                "chat template": (a.template_hash, b.template_hash),
+                "model type": (first.model_type, other.model_type),
+                "tokenizer": (first.tokenizer_hash, other.tokenizer_hash),
+                "chat template": (first.template_hash, other.template_hash),
             }
-            ours, others = a.media_limits.without_bounds, b.media_limits.without_bounds
-            pairs |= {name: (ours.get(name), others.get(name)) for name in ours | others}
-            lines = [f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
+            first_limits, limits = first.media_limits.without_bounds, other.media_limits.without_bounds
+            pairs |= {name: (first_limits.get(name), limits.get(name)) for name in first_limits | limits}
+            lines = [f"  - {name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]
             if lines:
                 raise MismatchError(
                     f"{roots[0]} and {root} cannot be trained together: they were exported with different settings:\n"

@@ -154,9 +154,9 @@ def end_with_launcher() -> None:
         threading.Thread(target=poll, daemon=True).start()
     # The launcher may have ended before the call.
     has_ended = os.getppid() != launcher
-    if (known := os.environ.get(_LAUNCHER, "")).isdecimal():
+    if (launcher_id := os.environ.get(_LAUNCHER, "")).isdecimal():
         try:
-            os.kill(int(known), 0)
+            os.kill(int(launcher_id), 0)
         except OSError as error:
             has_ended |= isinstance(error, ProcessLookupError)
     if has_ended:
@@ -245,13 +245,11 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
-        place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        with socket.create_connection(
-            place, _STORE_SECONDS
-        ):  # raises if the store is gone, where torch would print a stack trace
-            pass
+        address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        # Tried first, because torch would print a stack trace if the store is gone.
+        socket.create_connection(address, _STORE_SECONDS).close()
         timeout = timedelta(seconds=_STORE_SECONDS)
-        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
         return bool(store.compare_set(key, "", rank) != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):
         return False  # better printed twice than never

@@ -294,8 +294,8 @@ class Nodes:
         for rank, record in nodes.items():
             first = nodes.get("0", record)
             if record["processes"] != first["processes"]:
-                here, there = (f"NNODES={n} NPROC_PER_NODE={p}" for n, p in (record["processes"], first["processes"]))
-                return f"node {rank} ({record['host']}) has {here}, node 0 ({first['host']}) has {there}"
+                own, zero = (f"NNODES={n} NPROC_PER_NODE={p}" for n, p in (record["processes"], first["processes"]))
+                return f"node {rank} ({record['host']}) has {own}, node 0 ({first['host']}) has {zero}"
         return ""
 
     def _other_nodes(self) -> list[tuple[str, dict[str, Any]]]:

@@ -128,7 +128,7 @@ def is_lost_peer(error: Exception) -> bool:
     return is_launched() and any(lost in str(error) for lost in _LOST)
 
 
-def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T]:
+def all_gather_objects(own: T, num_processes: int, group: Any = None) -> list[T]:
     """Gather a picklable object from each process, in the order of ranks; all processes must call this.
 
     Args:
@@ -136,9 +136,9 @@ def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T
         group: process group; by default all processes.
     """
     if num_processes == 1:
-        return [mine]
+        return [own]
     import torch.distributed as dist  # here, because a single process may do without torch
 
     objects: list[Any] = [None] * num_processes
-    dist.all_gather_object(objects, mine, group=group)
+    dist.all_gather_object(objects, own, group=group)
     return objects

@@ -73,11 +73,14 @@ class ShownPacks:
         self._plan = plan
         # Step, rank and micro-batch of each pack, (all packs, 3); -1 if its samples differ, as Skrull's may.
         self._placement: Int64Array | None = None
-        if plan.places is not None:
+        if plan.locations is not None:
             first: npt.NDArray[Any] = np.empty((0, 3), np.int64)
             if len(plan.offsets) > 1:
-                first, starts = plan.places[plan.offsets[:-1]], plan.offsets[:-1]
-                lowest, highest = np.minimum.reduceat(plan.places, starts), np.maximum.reduceat(plan.places, starts)
+                first, starts = plan.locations[plan.offsets[:-1]], plan.offsets[:-1]
+                lowest, highest = (
+                    np.minimum.reduceat(plan.locations, starts),
+                    np.maximum.reduceat(plan.locations, starts),
+                )
                 first = np.where((first == lowest) & (first == highest), first, -1)
             self._placement = first.astype(np.int64)
         sizes, self._by_sample = np.diff(plan.offsets), np.argsort(plan.samples, kind="stable")
@@ -114,7 +117,7 @@ class ShownPacks:
 
     def overview(self) -> dict[str, Any]:
         """Figures of the plan, and step, rank and micro-batch of the packs that are shown; arrays as base64."""
-        ranks = 0 if self._plan.places is None else int(self._plan.places[:, _RANK].max(initial=-1)) + 1
+        ranks = 0 if self._plan.locations is None else int(self._plan.locations[:, _RANK].max(initial=-1)) + 1
         placement = [] if self._placement is None else list(self._placement[self.numbers].T)
         return {
             "shown": len(self.numbers),
@@ -128,9 +131,9 @@ class ShownPacks:
 
     def _steps(self) -> dict[str, Int64Array]:
         """Figures (S,) of the steps that are shown, over all their packs, including those not shown."""
-        if self._plan.places is None or self._placement is None or not len(self.numbers):
+        if self._plan.locations is None or self._placement is None or not len(self.numbers):
             return {}
-        step, rank, micro_batch = self._plan.places.T.astype(np.int64)
+        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)
         num_steps, num_ranks = int(step.max()) + 1, int(rank.max()) + 1
         cells = np.bincount(step * num_ranks + rank, self._plan.lengths, num_steps * num_ranks)
         tokens = cells.astype(np.int64).reshape(num_steps, num_ranks)
@@ -154,7 +157,7 @@ class ShownPacks:
             return None
         row = int(self._by_sample[at])
         pack = int(np.searchsorted(self._plan.offsets, row, side="right")) - 1
-        return [pack] if self._plan.places is None else [pack, *self._plan.places[row].tolist()]
+        return [pack] if self._plan.locations is None else [pack, *self._plan.locations[row].tolist()]
 
     def _slice(self, pack: int) -> slice:
         return slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))

@@ -187,7 +187,7 @@ async def _chunks(path: str, response: Any, max_bytes: int | None) -> AsyncItera
         num_bytes += len(chunk)
         if max_bytes is not None and num_bytes > max_bytes:
             raise TooLarge(f"{masked(path)}: the server sends more than the limit of {max_bytes:,} bytes")
-        if time.monotonic() - start > options().limit(num_bytes):
+        if time.monotonic() - start > options().time_limit(num_bytes):
             raise TimeoutError
         yield chunk
 

@@ -75,8 +75,8 @@ class StorageOptions:
         """Return the seconds to wait after failed attempt ``attempt`` (0-based), before random shortening."""
         return float(min(self.first_pause * 2.0**attempt, _MAX_PAUSE_S))
 
-    def limit(self, num_bytes: int) -> float:
-        """Return the seconds after which an attempt that moves ``num_bytes`` is ended."""
+    def time_limit(self, num_bytes: int) -> float:
+        """Return the seconds after which an attempt that transfers ``num_bytes`` is ended."""
         return self.timeout + num_bytes / _MIN_BYTES_PER_S
 
 
@@ -102,6 +102,7 @@ def set_options(new: StorageOptions | None) -> None:
 def _number(
     environ: Mapping[str, str], name: str, default: float, low: float, high: float, problems: list[str]
 ) -> float:
+    """Return a number from the environment within inclusive bounds; else the default, and append a problem."""
     text = environ.get(name)
     if not text:
         return default
@@ -133,8 +134,8 @@ _responsive: set[str] = set()  # stores that have responded
 
 def retries_for(store: str) -> int:
     """Return the number of retries for the next file of a store."""
-    unknown = _UNKNOWN_WEB_SHIFT if store.startswith("http:") and store not in _responsive else 0
-    return options().retries >> min(_failures.get(store, 0) + unknown, 16)
+    shift = _UNKNOWN_WEB_SHIFT if store.startswith("http:") and store not in _responsive else 0
+    return options().retries >> min(_failures.get(store, 0) + shift, 16)
 
 
 def record_success(store: str) -> None:

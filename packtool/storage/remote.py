@@ -120,7 +120,7 @@ async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, ret
     retries = settings.retries if retries is None else retries
     for attempt in range(retries + 1):
         try:
-            return await asyncio.wait_for(work(), settings.limit(num_bytes))
+            return await asyncio.wait_for(work(), settings.time_limit(num_bytes))
         except Exception as error:
             if attempt == retries or not is_temporary(error):
                 error.__dict__["tries"] = attempt + 1  # for the message

@@ -410,11 +410,11 @@ class S3Store:
         bucket, key = split(path)
         answer(path, "clearing", self.abort_uploads(bucket, _prefix(key), lambda name, upload: True))
 
-    async def abort_uploads(self, bucket: str, prefix: str, wanted: Callable[[str, str], bool]) -> None:
-        """Abort the unfinished uploads below a prefix for which ``wanted(key, upload id)`` is true."""
+    async def abort_uploads(self, bucket: str, prefix: str, matches: Callable[[str, str], bool]) -> None:
+        """Abort the unfinished uploads below a prefix for which ``matches(key, upload id)`` is true."""
         async for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
             for item in page.get("Uploads", ()):
-                if wanted(item["Key"], item["UploadId"]):
+                if matches(item["Key"], item["UploadId"]):
                     await self.abort_upload(bucket, item["Key"], item["UploadId"])
 
     async def abort_upload(self, bucket: str, key: str, upload: str) -> None:

@@ -23,10 +23,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert {name: getattr(found, name) for name in info} == info
     for name in ("samples", "offsets", "lengths"):
         np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
-    assert found.places is None
-    places = np.arange(15_000, dtype=np.int32).reshape(5000, 3)
-    write_plan(path, dataclasses.replace(found, places=places))
-    np.testing.assert_array_equal(read_plan(path).places, places)
+    assert found.locations is None
+    locations = np.arange(15_000, dtype=np.int32).reshape(5000, 3)
+    write_plan(path, dataclasses.replace(found, locations=locations))
+    np.testing.assert_array_equal(read_plan(path).locations, locations)
 
 
 @pytest.mark.parametrize("content", [b"", b"not arrow at all", b"ARROW1\0\0"])

@@ -188,10 +188,10 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     # The packs say what shares a step; Skrull assigns their samples to different ranks.
     of_skrull, saved = (read_plan(str(tmp_path / name)) for name in ("b.plan", "a.plan"))
     assert of_skrull.offsets.tolist() == saved.offsets.tolist()
-    assert of_skrull.places is not None
-    assert saved.places is not None
-    assert of_skrull.places[:, 0].tolist() == saved.places[:, 0].tolist()
-    step, rank, micro_batch = of_skrull.places[-1].tolist()
+    assert of_skrull.locations is not None
+    assert saved.locations is not None
+    assert of_skrull.locations[:, 0].tolist() == saved.locations[:, 0].tolist()
+    step, rank, micro_batch = of_skrull.locations[-1].tolist()
     options = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 4, "schedule": "skrull", "bucket_size": 256}
     steps = packtool.plan(cache, world_size=8, hardware="a100", **options).steps
     assert (int(of_skrull.samples[-1]),) in steps[step].micro_batches[rank][micro_batch]

@@ -165,7 +165,7 @@ def test_a_plan_of_some_samples_says_so(tiny: TinyWorld, tmp_path: Path) -> None
     saved = read_plan(path)
     end = int(saved.offsets[3])
     some = dataclasses.replace(
-        saved, samples=saved.samples[:end], offsets=saved.offsets[:4], lengths=saved.lengths[:end], places=None
+        saved, samples=saved.samples[:end], offsets=saved.offsets[:4], lengths=saved.lengths[:end], locations=None
     )
     write_plan(path, dataclasses.replace(some, plan=packs_of(some).fingerprint))
     progress = Recording()

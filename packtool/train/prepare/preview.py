@@ -237,7 +237,7 @@ class Preview:
             lengths=packs.lengths,
             shared=packs.shared,
             # Skrull trains a pack's samples one by one, in the packs' order.
-            places=np.repeat(self.plan.steps.locations(), np.diff(self.plan.packs.offsets), axis=0),
+            locations=np.repeat(self.plan.steps.locations(), np.diff(self.plan.packs.offsets), axis=0),
             capacity=packs.capacity,
             max_length=self.options.max_length,
             seed=self.inputs.config.seed,
