@@ -127,7 +127,7 @@ class Inputs:
             packing_length=options.packing_length,
             world_size=options.world_size,
         )
-        # A plan leaves out samples longer than a pack; training refuses them.
+        # Samples longer than a pack are left out by ``packtool plan``, and are an error in training.
         is_too_long = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
         if (
             self.reader is None
@@ -166,10 +166,10 @@ class Inputs:
                 dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
             )
         longest = max((stage.options for stage in stages), key=lambda options: options.packing_length)
-        # All samples of any stage, for names, weights and epochs of sources.
+        # The mixture of the run has the samples of all stages; it gives names, weights and epochs of sources.
         mixtures = [stage.mixture for stage in stages if stage.mixture is not None]
-        own = zip(*(mixture.candidates for mixture in mixtures), strict=True)
-        candidates = tuple(np.unique(np.concatenate(each)) for each in own)
+        of_sources = zip(*(mixture.candidates for mixture in mixtures), strict=True)
+        candidates = tuple(np.unique(np.concatenate(of_stages)) for of_stages in of_sources)
         joined = dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
         return dataclasses.replace(self, recipe=recipe, options=longest, mixture=joined, stages=tuple(stages))
 
@@ -366,9 +366,9 @@ class Inputs:
         """Find the epoch in which a run with changed data resumes.
 
         Returns:
-            ``count_samples(before, trained)``, which returns the number of times that the epoch takes each sample from
-            the numbers of times it was trained before and within the epoch, each int64 (N,); the maximum tokens of a
-            sample; and (number of the stage, first epoch of the stage), or None without stages.
+            a function ``count_samples(before, trained)`` of the training counts of each sample before the epoch and in
+            it, that returns how often the epoch has each sample, all int64 (N,); the maximum tokens of a sample; and
+            (number of the stage, first epoch of the stage), or None without stages.
 
         Raises:
             MismatchError: if the stage is unknown.
@@ -390,8 +390,8 @@ class Inputs:
             assert mixture is not None, "every stage has a mixture"
             if ledger.epoch == first_epoch:
                 start = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
-                share, _ = self.first_epoch_fraction(number, int(start), assignment)
-                mixture = mixture.partial_epoch(share, before)
+                fraction, _ = self.first_epoch_fraction(number, int(start), assignment)
+                mixture = mixture.partial_epoch(fraction, before)
             # Samples trained by another stage do not count for this one.
             return mixture.epoch_counts(ledger.epoch, trained if is_same else np.zeros_like(trained))
 

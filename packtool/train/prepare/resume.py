@@ -87,7 +87,7 @@ def _pair_caches(
 def _match_counts(
     pool: Sequence[SourceLedger], num_leaving: int, reader: CacheReader, new: Sequence[int], history: str
 ) -> MatchedCounts:
-    """Match the samples of new caches to those of removed ones.
+    """Match the samples of new caches to those of removed ones, first by file and row, then by content.
 
     Args:
         pool: removed caches; the first ``num_leaving`` were removed since the checkpoint, the others earlier.
@@ -99,27 +99,29 @@ def _match_counts(
         zeros = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
         gone = [np.ones(source.num, np.bool_) for source in pool]
         return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, gone)
+    # Arrays of the joined pool: the samples of all its caches, one after the other.
     before, epoch = (joined_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
-    # Of caches that were removed earlier, samples that were matched then have no counts left here.
-    is_considered = before + epoch > 0
-    is_considered[: sum(source.num for source in pool[:num_leaving])] = True
-    considered = np.flatnonzero(is_considered)
+    # Samples of earlier removed caches that were matched then have no counts left, and are no candidates again.
+    is_candidate = before + epoch > 0
+    is_candidate[: sum(source.num for source in pool[:num_leaving])] = True
+    candidates = np.flatnonzero(is_candidate)
     old_origins = [_old_origins(source, history) for source in pool]
     new_origins = {cache: read_origins(reader, cache) for cache in new}
-    old = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)[:, considered]
-    matches = {cache: match(old, _row_keys(origins)) for cache, origins in new_origins.items()}
-    missing = considered[np.logical_and.reduce([each.is_gone for each in matches.values()])]
-    by_content = _match_contents(pool, missing, before + epoch, reader, matches)
+    old_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)[:, candidates]
+    matches = {cache: match(old_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+    unmatched = candidates[np.logical_and.reduce([by_row.is_gone for by_row in matches.values()])]
+    by_content = _match_contents(pool, unmatched, before + epoch, reader, matches)
     if by_content is None:
         _check_rows_unchanged(pool, old_origins, new_origins)
     counts = MatchedCounts({}, {}, {}, [])
     is_gone = np.zeros(len(before), np.bool_)
-    is_gone[missing] = True
-    for cache, each in matches.items():
+    is_gone[unmatched] = True
+    for cache, by_row in matches.items():
         samples, same = (_NOTHING, _NOTHING) if by_content is None else by_content[cache]
-        counts.before[cache], counts.epoch[cache] = each.transfer(before[considered]), each.transfer(epoch[considered])
+        counts.before[cache] = by_row.transfer(before[candidates])
+        counts.epoch[cache] = by_row.transfer(epoch[candidates])
         counts.before[cache][samples], counts.epoch[cache][samples] = before[same], epoch[same]
-        is_new = each.is_new.copy()
+        is_new = by_row.is_new.copy()
         is_new[samples] = False
         counts.num_new[cache] = int(is_new.sum())
         is_gone[same] = False
@@ -134,11 +136,11 @@ def _match_contents(
     reader: CacheReader,
     matches: dict[int, Match],
 ) -> dict[int, tuple[Int64Array, Int64Array]] | None:
-    """Match samples by content that ``matches`` did not match by row.
+    """Match samples by content that were not matched by row.
 
     Args:
-        missing: positions in the joined pool of samples without a match, int64 (M,).
-        counts: how often each sample of the joined pool was trained.
+        missing: positions in the joined pool of samples without a match, int64 (M,), ascending.
+        counts: training count of each sample of the joined pool.
         matches: by number of the new cache, the matches by row.
 
     Returns:
@@ -192,7 +194,7 @@ def _open_unchanged(source: SourceLedger) -> CacheReader | None:
 
 
 def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
-    """Raise a MismatchError if a file of rows has changed, and the old cache, which could tell its rows, is missing."""
+    """Raise a MismatchError if a file of rows has changed, and a cache of its earlier rows is missing."""
     new_digests = {
         path: digest for origins in new.values() for path, digest in zip(origins.files, origins.digests, strict=True)
     }
@@ -207,6 +209,7 @@ def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], 
 
 
 def _row_keys(origins: Origins) -> Keys:
+    """Keys of samples by content of their file, row, and part of the row."""
     digests = [blake2b(digest.encode(errors="surrogatepass"), digest_size=8).digest() for digest in origins.digests]
     of_files = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
     return row_keys(of_files[origins.file], origins.row, origins.part)
@@ -292,7 +295,7 @@ def with_changed_data(
     """
     kept, leaving = _pair_caches(ledger.sources, reader)
     new = [cache for cache, source in enumerate(kept) if source is None]
-    # Caches that were removed earlier take part if they have trained rows that no other cache has.
+    # Caches that were removed earlier may come back under another export, if they have trained rows.
     pool = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
     matched = _match_counts(pool, len(leaving), reader, new, history)
     removed_before = {source.fingerprint: source for source in reversed(ledger.retired)}
@@ -305,30 +308,54 @@ def with_changed_data(
     ]
     counts = joined_counts([source.epoch for source in sources])
     before_epoch = joined_counts([source.before for source in sources])
-    left = np.maximum(count_samples(before_epoch, counts) - counts, 0)
+    remaining = np.maximum(count_samples(before_epoch, counts) - counts, 0)
     bounds = reader.offsets[1:-1]
     trained = () if stage is None else tuple(source.trained for source in sources)
-    change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, trained)
+    remaining_counts = tuple(map(RowCounts.of, np.split(remaining, bounds)))
+    change = DataChange(ledger.step, ledger.epoch, remaining_counts, stage, trained)
+    # Matched samples count for the new caches only.
     retired = [_keep_counts(source, is_gone) for source, is_gone in zip(pool, matched.is_gone, strict=True)]
     retired += [source for source in ledger.retired if not source.trained.num_rows]
-    now = {manifest.fingerprint for manifest in reader.manifests}
-    retired = [source for source in retired if source.fingerprint not in now]
-    after = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
-    num_left = [int(each.sum()) for each in np.split(np.where(reader.index.length <= max_length, left, 0), bounds)]
+    present = {manifest.fingerprint for manifest in reader.manifests}
+    retired = [source for source in retired if source.fingerprint not in present]
+    ledger = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
+    to_train = np.where(reader.index.length <= max_length, remaining, 0)
+    return ledger, _describe_changes(ledger, kept, leaving, matched, removed_before, np.split(to_train, bounds))
+
+
+def _describe_changes(
+    ledger: Ledger,
+    kept: Sequence[SourceLedger | None],
+    leaving: Sequence[SourceLedger],
+    matched: MatchedCounts,
+    removed_before: Mapping[str, SourceLedger],
+    remaining: Sequence[Int64Array],
+) -> tuple[SourceChange, ...]:
+    """The change of each cache, those removed since the checkpoint last.
+
+    Args:
+        ledger: of the caches of the resumed run.
+        kept: ledger of each cache in the checkpoint; None for a new cache.
+        leaving: caches that were removed since the checkpoint.
+        removed_before: caches that were removed earlier, by fingerprint.
+        remaining: of each cache, how often the epoch has yet to train each sample, (N,).
+    """
     changes = []
-    for cache, (source, before) in enumerate(zip(sources, kept, strict=True)):
+    for cache, (source, before) in enumerate(zip(ledger.sources, kept, strict=True)):
         status: SourceStatus = "back" if before is None else "as before"
         num_new = 0
         if before is None and source.fingerprint not in removed_before:
             num_new = matched.num_new[cache]
             status = "exported again" if num_new < source.num else "new"
-        trained_rows = source.epoch.num_rows
-        changes.append(SourceChange(source.directory, status, source.num, trained_rows, num_left[cache], num_new))
+        num_left = int(remaining[cache].sum())
+        changes.append(
+            SourceChange(source.directory, status, source.num, source.epoch.num_rows, left=num_left, new=num_new)
+        )
     for source, is_gone in zip(leaving, matched.is_gone, strict=False):
         status = "gone" if is_gone.all() else "replaced"
         num_gone = int(is_gone.sum())
         changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
-    return after, tuple(changes)
+    return tuple(changes)
 
 
 def _new_source(

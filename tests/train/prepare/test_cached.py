@@ -15,7 +15,7 @@ from packtool.train.prepare.run import Run
 from tests.train.tiny import TinyWorld, export_rows
 
 
-def test_every_epoch_has_its_own_plan_and_every_rank_the_same(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_epochs_have_different_plans_and_ranks_the_same_plan(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, num_train_epochs=3.0)
     first, second = (Run.of(config, World(rank, 2)) for rank in (0, 1))
     plans = [first.timeline.plan_of(epoch) for epoch in range(3)]
@@ -33,7 +33,7 @@ def test_the_seed_decides_the_plan(tiny: TinyWorld, tmp_path: Path) -> None:
     assert states[0].cache == states[2].cache
 
 
-def test_a_cache_that_may_name_web_addresses_is_told_of(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_caches_with_web_addresses_give_a_warning(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "any", media_access="any")
     given = {"cached_dataset": (tiny.cache, str(tmp_path / "any"))}
     (note,) = Run.of(tiny.config(tmp_path, **given), World()).notes
@@ -42,7 +42,7 @@ def test_a_cache_that_may_name_web_addresses_is_told_of(tiny: TinyWorld, tmp_pat
     assert not Run.of(tiny.config(tmp_path), World()).notes
 
 
-def test_lengths_are_the_exports_unless_given(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_maximum_length_defaults_to_that_of_the_export(tiny: TinyWorld, tmp_path: Path) -> None:
     state = Run.of(tiny.config(tmp_path, packing_length=None), World()).state
     assert (state.max_length, state.packing_length) == (128, 128)
     state = Run.of(tiny.config(tmp_path, packing_length=None, max_length=100), World()).state
@@ -58,7 +58,7 @@ def test_the_first_samples_are_the_shortest_of_the_first_pack_in_its_order(tiny:
     assert [sample.row for sample in run.source.first_samples(3)] == expected
 
 
-def test_plans_are_remembered_in_one_place(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_plans_are_cached_in_one_place(tiny: TinyWorld, tmp_path: Path) -> None:
     """The epoch that is trained and the one that is read ahead are planned once, whoever asks."""
     schedule = Run.of(tiny.config(tmp_path, num_train_epochs=4.0), World()).timeline
     assert schedule.first is schedule.plan_of(0)
@@ -66,7 +66,7 @@ def test_plans_are_remembered_in_one_place(tiny: TinyWorld, tmp_path: Path) -> N
     assert (schedule.plan_of(1), schedule.plan_of(2)) == (second, third)
 
 
-def test_the_log_tells_whether_samples_are_packed(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_the_log_says_whether_samples_are_packed(tiny: TinyWorld, tmp_path: Path) -> None:
     assert TrainConfig(model="m", cached_dataset=("c",), output_dir="o").packing, "unless something else is said"
 
     def told(**settings: Any) -> str:

@@ -59,7 +59,7 @@ def test_another_template_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     [{}, {"max_pixels": 112 * 112}, {"min_pixels": 4096, "max_pixels": 12544}, {"image_min_token_num": 4}],
     ids=str,
 )
-def test_limits_that_say_the_same_are_accepted(settings: dict[str, int], tiny: TinyWorld) -> None:
+def test_equal_limits_are_accepted(settings: dict[str, int], tiny: TinyWorld) -> None:
     open_for(tiny, **settings)
 
 
@@ -72,21 +72,19 @@ def test_limits_that_say_the_same_are_accepted(settings: dict[str, int], tiny: T
     ],
     ids=str,
 )
-def test_limits_that_say_otherwise_are_refused(
-    settings: dict[str, int], numbers: str, option: str, tiny: TinyWorld
-) -> None:
+def test_different_limits_are_refused(settings: dict[str, int], numbers: str, option: str, tiny: TinyWorld) -> None:
     with pytest.raises(MismatchError, match=numbers) as caught:
         open_for(tiny, **settings)
     assert option in str(caught.value.remedy)
 
 
-def test_limits_mean_nothing_to_a_cache_of_text(tiny: TinyWorld) -> None:
+def test_limits_do_not_matter_for_a_text_cache(tiny: TinyWorld) -> None:
     manifest = open_for(tiny).manifests[0]
     text = dataclasses.replace(manifest, identity=dataclasses.replace(manifest.identity, media_limits=MediaLimits()))
     check_limits("cache", text, tiny.config("unused", max_pixels=1000))
 
 
-def test_a_larger_length_than_an_export_that_lost_rows_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_a_larger_maximum_length_is_refused_if_the_export_shortened_rows(tiny: TinyWorld, tmp_path: Path) -> None:
     short = tmp_path / "short"
     export_rows(tiny, short, max_length=48)
     num_left_out = 40 - len(open_for(tiny, cached_dataset=(str(short),)))
@@ -100,11 +98,11 @@ def test_a_larger_length_than_an_export_that_lost_rows_is_refused(tiny: TinyWorl
         open_for(tiny, cached_dataset=(tiny.cache, str(short)), max_length=64)
 
 
-def test_a_larger_length_than_an_export_that_lost_nothing_is_fine(tiny: TinyWorld) -> None:
+def test_a_larger_maximum_length_is_accepted_if_the_export_kept_all_rows(tiny: TinyWorld) -> None:
     open_for(tiny, max_length=4096, packing_length=4096)
 
 
-def test_the_command_that_mends_it_makes_the_same_cache_with_the_change(tiny: TinyWorld) -> None:
+def test_the_suggested_command_exports_the_cache_with_the_change(tiny: TinyWorld) -> None:
     words = shlex.split(export_command(tiny.cache, Manifest.read(tiny.cache), max_length=256))
     assert words[:2] == ["packtool", "export"]
     options = dict(zip(words[2::2], words[3::2], strict=False))
@@ -119,7 +117,9 @@ def test_the_command_that_mends_it_makes_the_same_cache_with_the_change(tiny: Ti
     assert again[-1] == f"{tiny.cache}-3"
 
 
-def test_the_command_works_from_any_folder(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suggested_command_works_from_any_folder(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "rows.txt").write_text("a text to learn\n")
     monkeypatch.chdir(tmp_path)
     config = ExportConfig(model=tiny.model, max_length=64, output_dir="cache", dataset=("rows.txt",))

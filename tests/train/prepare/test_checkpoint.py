@@ -61,7 +61,7 @@ def damage(file: Path, way: str, at: int) -> None:
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_the_newest_whole_one_is_taken_and_broken_ones_are_named(
+def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_named(
     data: Any, whole: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     output_dir = linked(whole, tmp_path_factory.mktemp("damaged") / "out")
@@ -86,7 +86,7 @@ def test_the_newest_whole_one_is_taken_and_broken_ones_are_named(
     shutil.rmtree(output_dir)
 
 
-def test_a_run_goes_on_from_the_newest_whole_one(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_intact_checkpoint(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
     """Weights of the last checkpoint, the optimizer of the one before; what no run reads, in the first."""
     output_dir = linked(whole, tmp_path / "out")
     damage(output_dir / "checkpoint-3" / "model.safetensors", "truncate", 1000)
@@ -105,7 +105,7 @@ def test_a_run_goes_on_from_the_newest_whole_one(whole: Path, tiny: TinyWorld, t
     check_same_rest(whole, output_dir, 0)
 
 
-def test_checkpoints_of_older_versions_have_no_sums(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_checkpoints_of_older_versions_have_no_checksums(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
     output_dir = linked(whole, tmp_path / "out")
     for checkpoint in finished_checkpoints(str(output_dir)):
         state = json.loads((Path(checkpoint) / STATE_NAME).read_text())
@@ -125,7 +125,7 @@ def test_checkpoints_of_older_versions_have_no_sums(whole: Path, tiny: TinyWorld
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora"])
-def test_weights_alone_are_no_run_to_go_on_with(train_type: str, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_checkpoints_with_weights_only_cannot_be_resumed(train_type: str, tiny: TinyWorld, tmp_path: Path) -> None:
     given: dict[str, Any] = GIVEN | {"train_type": train_type, "training": {"save_only_model": True}, "max_steps": 2}
     train(tiny.config(tmp_path, **given), SilentProgress())
     on = {"max_steps": 4, "output_dir": str(tmp_path), "resume_from_checkpoint": "true", "training": {}}
@@ -143,9 +143,7 @@ def test_weights_alone_are_no_run_to_go_on_with(train_type: str, tiny: TinyWorld
     assert again[0]["loss"] < first[0]["loss"]
 
 
-def test_a_full_disk_leaves_older_checkpoints_alone(
-    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_older_checkpoints(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Trainer._save_optimizer_and_scheduler
 
     def full(self: Trainer, output_dir: str) -> None:
@@ -162,7 +160,7 @@ def test_a_full_disk_leaves_older_checkpoints_alone(
     assert find_checkpoint("true", str(tmp_path))[0] == str(tmp_path / "checkpoint-1")
 
 
-def test_files_that_may_not_be_as_large_end_the_run_with_the_limit(
+def test_a_limit_on_file_size_ends_the_run_and_is_named(
     whole: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch alone would say ``enforce fail at inline_container.cc``."""
@@ -189,7 +187,7 @@ def test_files_that_may_not_be_as_large_end_the_run_with_the_limit(
 
 
 @pytest.mark.parametrize("num_bytes", [None, 5_000_000])
-def test_a_full_disk_is_told_with_the_room_that_is_needed(num_bytes: int | None, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_needed_space(num_bytes: int | None, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint-1"
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(bytes(1_200_000))
@@ -203,7 +201,7 @@ def test_a_full_disk_is_told_with_the_room_that_is_needed(num_bytes: int | None,
     assert not directory.exists()
 
 
-def test_no_whole_one_is_an_error_that_names_all(whole: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_all_named_if_none_is_intact(whole: Path, tmp_path: Path) -> None:
     output_dir = linked(whole, tmp_path / "out")
     for step in (1, 2, 3):
         damage(output_dir / f"checkpoint-{step}" / "scheduler.pt", "delete", 0)

@@ -27,7 +27,7 @@ def run_config(**settings: Any) -> TrainConfig:
     return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
 
 
-def test_options_say_what_learns() -> None:
+def test_costs_depend_on_the_trained_weights() -> None:
     assert run_config().training_summary == "language model lora, towers frozen, aligner frozen"
     full = run_config(train_type="full", freeze_llm=True, freeze_vit=False, freeze_aligner=False)
     assert full.training_summary == "language model frozen, towers full, aligner full"
@@ -43,18 +43,18 @@ def test_options_say_what_learns() -> None:
         assert not plan.problems()
 
 
-def test_a_run_that_goes_on_from_an_adapter_costs_what_that_adapts(tmp_path: Path) -> None:
+def test_costs_of_a_resumed_adapter_are_those_of_its_modules(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "target_modules": ["q_proj", "self_attn.v_proj"]}')
     asked = cost_of(MODEL, run_config(target_modules=("q_proj", "v_proj"), lora_rank=4))
     assert cost_of(MODEL, run_config(adapters=(str(tmp_path),))) == asked != cost_of(MODEL, run_config())
     assert cost_of(MODEL, run_config(adapters=(str(tmp_path / "none"),))) == cost_of(MODEL, run_config())
 
 
-def test_names_that_a_model_of_an_unknown_family_has_are_not_held_against_it() -> None:
+def test_module_names_of_unknown_families_are_accepted() -> None:
     assert cost_of(MODEL, run_config(target_modules=("qkv",))) == cost_of(MODEL, run_config())
 
 
-def test_recomputing_is_the_hardwares_work_and_not_the_models() -> None:
+def test_recomputation_counts_for_the_hardware_only() -> None:
     plain = RunCosts.of(run_config(gradient_checkpointing=False, packing_length=256), MODEL)
     again = RunCosts.of(run_config(gradient_checkpointing=True, packing_length=256), MODEL)
     assert plain.model == plain.hardware == again.model
@@ -74,11 +74,11 @@ def _seeing() -> dict[str, Any]:
     return {"text_config": MODEL, "vision_config": tower}
 
 
-def test_a_model_of_unknown_form_costs_what_one_of_8b_does() -> None:
+def test_a_model_of_unknown_form_has_the_costs_of_8b() -> None:
     assert cost_of({"model_type": "x"}, run_config()) == CostModel.of_8b()
 
 
-def test_skrull_is_told_of_the_devices_that_there_are() -> None:
+def test_skrull_gets_the_speed_of_the_devices() -> None:
     options = PlanOptions(max_length=8, packing_length=8, skrull=SkrullOptions(bucket_size=8, sequence_parallel_size=4))
     found = {name: with_costs(options, MODEL, run_config(), HARDWARE[name]).skrull for name in ("h100", "a100")}
     for name, skrull in found.items():
@@ -90,7 +90,7 @@ def test_skrull_is_told_of_the_devices_that_there_are() -> None:
     assert with_costs(plain, MODEL, run_config(), HARDWARE["a100"]).skrull is None
 
 
-def test_what_learns_is_told_where_packs_were_assigned_by_it() -> None:
+def test_other_trained_parts_are_refused_if_packs_were_assigned_by_them() -> None:
     given: dict[str, Any] = {"plan": "p", "cache": "c", "seed": 0, "train_type": "lora", "packing": True}
     given |= {"max_length": 8, "packing_length": 8, "world_size": 1, "gradient_accumulation_steps": 1}
     state = RunState(**given, per_device_train_batch_size=1, steps="s", learning="towers frozen")

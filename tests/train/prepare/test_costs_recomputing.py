@@ -22,7 +22,7 @@ class Noted(SilentProgress):
         self.lines.append(message)
 
 
-def test_by_the_size_of_the_model(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_recomputation_depends_on_the_size_of_the_model(tiny: TinyWorld, tmp_path: Path) -> None:
     assert with_recomputing(tiny.config("out")).gradient_checkpointing is False
     for path in Path(tiny.model).iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -37,14 +37,14 @@ def test_by_the_size_of_the_model(tiny: TinyWorld, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [{"n_embd": 1600, "n_layer": 48}, {"hidden_size": 64, "intermediate_size": [64, 128]}])
-def test_a_model_of_unknown_size_need_not_be_small(form: dict[str, Any], tiny: TinyWorld, tmp_path: Path) -> None:
+def test_a_model_of_unknown_size_recomputes(form: dict[str, Any], tiny: TinyWorld, tmp_path: Path) -> None:
     for path in Path(tiny.model).iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **form}))
     assert with_recomputing(tiny.config("out", model=str(tmp_path))).gradient_checkpointing is True
 
 
-def test_a_run_says_so(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_reports_recomputation(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("packtool.train.prepare.costs.MAX_PARAMETERS", 1000)
     progress = Noted()
     train(tiny.config(tmp_path, dry_run=True), progress)

@@ -50,7 +50,7 @@ def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> floa
     return float(time.steps(config, *planned(tiny, config)).sum())
 
 
-def test_short_packs_take_what_their_launches_take(tiny: TinyWorld) -> None:
+def test_short_packs_take_the_time_of_their_launches(tiny: TinyWorld) -> None:
     fast = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1e5))
     plan, index, shares = planned(tiny, config := run_config())
     launches = 36 * 150 * 5e-6
@@ -74,14 +74,14 @@ def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> No
     assert np.all(found < slowest + 300 * cost.per_token / slow.peak + 512 * 256 * cost.per_square / slow.peak + 1e-3)
 
 
-def test_recomputing_takes_more_and_sharing_takes_less_of_large_packs(tiny: TinyWorld) -> None:
+def test_recomputation_adds_time_and_sequence_parallelism_saves_it(tiny: TinyWorld) -> None:
     slow = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1.0))
     assert 1.2 < seconds(tiny, slow, gradient_checkpointing=True) / seconds(tiny, slow) < 1.4
     alone, shared = seconds(tiny, slow), seconds(tiny, slow, sequence_parallel_size=4)
     assert alone / 4 < shared
 
 
-def test_weights_that_are_gathered_bound_a_micro_batch(tiny: TinyWorld) -> None:
+def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> None:
     links = dataclasses.replace(TIME.hardware, intra_node_gb_per_s=10)
     slow = dataclasses.replace(TIME, hardware=links)
     each = {way: slow.collectives(run_config(fsdp=(way,)))[0] for way in ("full_shard", "shard_grad_op")}
@@ -95,12 +95,12 @@ def test_weights_that_are_gathered_bound_a_micro_batch(tiny: TinyWorld) -> None:
     assert [exposed > 0 for _, _, exposed in stages] == [False, True, True, False]
 
 
-def test_one_process_tells_nobody(tiny: TinyWorld) -> None:
+def test_one_process_exchanges_nothing(tiny: TinyWorld) -> None:
     alone = dataclasses.replace(TIME, world_size=1).collectives(run_config())
     assert alone == (0, 0, 0)
 
 
-def test_a_picture_is_looked_at_by_one_rank(tiny: TinyWorld) -> None:
+def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
     """One picture of 160 tokens takes its rank what it takes; four of 40 are shared out."""
     peak = dataclasses.replace(TIME.hardware, peak_tflops=1e-4, matmul_share=1.0, attention_share=1.0)
     model = ModelFiles.load(tiny.model).config

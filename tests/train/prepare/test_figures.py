@@ -43,7 +43,7 @@ def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
     ids=["packs", "two packs", "skrull"],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_looks_at_whole_pictures(size: int, settings: dict[str, Any], tiny: TinyWorld) -> None:
+def test_a_rank_encodes_whole_images(size: int, settings: dict[str, Any], tiny: TinyWorld) -> None:
     config = tiny.config("unused", sequence_parallel_size=size, **settings)
     run = Run.of(config, World(0, size, size))
     (told,) = run.peak_memory_batches()
@@ -64,7 +64,7 @@ def test_a_rank_looks_at_whole_pictures(size: int, settings: dict[str, Any], tin
         assert told.num_local_vision_tokens > held / size + 1, "an even part would be too little"
 
 
-def test_keys_of_trees(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     """Tokens from the root to the end of each node, at most, of every pack as it is collated."""
     world = make_alike_world(tiny, tmp_path / "alike")
     run = Run.of(world.config(tmp_path / "out"), World())
@@ -92,7 +92,7 @@ def test_compiled_lengths_are_padded(tiny: TinyWorld) -> None:
     assert [tokens.computed for tokens in between] == [256]
 
 
-def test_nobody_knows_the_media_of_a_stream(tiny: TinyWorld) -> None:
+def test_media_of_a_stream_are_estimated(tiny: TinyWorld) -> None:
     (alone,) = Run.of(tiny.config("unused", **tiny.streamed()), World()).peak_memory_batches()
     assert alone == RankTokens(computed=256, vision=255)
     config = tiny.config("unused", **tiny.streamed(), sequence_parallel_size=4)

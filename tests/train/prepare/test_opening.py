@@ -22,7 +22,7 @@ def recipe(tiny: TinyWorld, *sources: dict[str, Any]) -> Recipe:
     return Recipe(sources=found, place="--mix mix.yaml")
 
 
-def test_planned_targets_are_those_of_each_source(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_planned_targets_follow_the_loss_scale_of_each_source(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "cache", loss_scale="last_round")
     export_rows(tiny, tmp_path / "shards", rows_per_shard=7)
     reader = CacheReader.open([str(tmp_path / "shards"), str(tmp_path / "cache"), tiny.cache])
@@ -59,7 +59,7 @@ def test_a_plan_needs_the_model_for_targets(tiny: TinyWorld) -> None:
         ({"media_limits": {"fps": 1.0}}, "mix.yaml: .* FPS unset in the cache, 1.0 in this run", "--fps 1.0"),
     ],
 )
-def test_what_a_cache_cannot_give_is_refused(
+def test_targets_and_limits_that_need_the_rows_are_refused(
     source: dict[str, Any], message: str, remedy: str, tiny: TinyWorld
 ) -> None:
     reader = CacheReader.open([tiny.cache, tiny.cache])
@@ -68,7 +68,7 @@ def test_what_a_cache_cannot_give_is_refused(
     assert remedy in str(caught.value.remedy)
 
 
-def test_limits_that_a_cache_has_may_be_said_again(tiny: TinyWorld) -> None:
+def test_limits_of_the_cache_may_be_repeated(tiny: TinyWorld) -> None:
     limits = {"max_pixels": 112 * 112, "image_min_token_num": 4, "fps": 2.0}  # the processor's own
     reader, asked = CacheReader.open([tiny.cache]), recipe(tiny, {"media_limits": limits})
     check_sources(reader, asked, ModelFiles.load(tiny.model))

@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE_S
 
 @pytest.mark.parametrize("is_dry", [True, False])
 @pytest.mark.parametrize("given", ["", "FILE", "FILE/a/b", "/dev/null"])
-def test_what_can_be_no_directory_is_told_before_anything_is_planned(
+def test_unusable_output_directories_are_refused_before_planning(
     given: str, is_dry: bool, tiny: TinyWorld, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -39,7 +39,7 @@ def test_what_can_be_no_directory_is_told_before_anything_is_planned(
         train(tiny.config(output_dir, dry_run=is_dry), SilentProgress())
 
 
-def test_a_directory_that_cannot_be_made_after_all_is_told(tiny: TinyWorld) -> None:
+def test_a_directory_that_cannot_be_created_is_an_error(tiny: TinyWorld) -> None:
     """Root may write anywhere, until it tries."""
     with pytest.raises(StorageError, match="--output-dir /proc/no-such/a cannot be created"):
         train(tiny.config("/proc/no-such/a"), SilentProgress())
@@ -50,7 +50,7 @@ def test_a_directory_that_cannot_be_made_after_all_is_told(tiny: TinyWorld) -> N
     [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "true"}, {"dry_run": True}],
     ids=lambda settings: next(iter(settings), "plain"),
 )
-def test_a_directory_where_another_run_is_at_work_is_refused_before_anything_is_loaded(
+def test_the_directory_of_an_active_run_is_refused_before_loading(
     settings: dict[str, Any], tiny: TinyWorld, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoint-1").mkdir()
@@ -77,7 +77,7 @@ def run_command(name: str, config: TrainConfig) -> int:
     return run([name, *words])
 
 
-def test_versions_run_side_by_side_and_one_that_runs_is_not_resumed(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_versions_run_side_by_side_and_an_active_one_is_not_resumed(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, add_version=True, max_steps=1)
     done = train(config, SilentProgress())
     resumed = dataclasses.replace(config, resume_from_checkpoint="true")
@@ -88,7 +88,7 @@ def test_versions_run_side_by_side_and_one_that_runs_is_not_resumed(tiny: TinyWo
         assert train(config, SilentProgress()).output_dir != done.output_dir
 
 
-def test_a_lock_of_a_killed_run_holds_up_nobody(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_run_is_ignored(tiny: TinyWorld, tmp_path: Path) -> None:
     with started(_killed_while_holding, tiny.config(tmp_path)) as process:
         process.join(PATIENCE_S)
     assert process.exitcode == -signal.SIGKILL
@@ -102,7 +102,7 @@ def _killed_while_holding(config: TrainConfig) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_run_whose_directory_was_taken_over_writes_no_checkpoint(
+def test_a_run_that_lost_its_lock_writes_no_checkpoint(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a suspension of minutes, with another run on another machine."""
@@ -119,7 +119,7 @@ def test_a_run_whose_directory_was_taken_over_writes_no_checkpoint(
 
 
 @pytest.mark.parametrize("settings", [{"model": "no such model"}, {"cached_dataset": ("no-cache",)}])
-def test_a_run_that_does_not_begin_leaves_no_directory(
+def test_a_run_that_fails_before_training_leaves_no_directory(
     settings: dict[str, Any], tiny: TinyWorld, tmp_path: Path
 ) -> None:
     with pytest.raises(PacktoolError):
@@ -131,7 +131,7 @@ def steps_of(output_dir: Path) -> list[int]:
     return [line["step"] for line in read_metrics(output_dir)]
 
 
-def test_a_used_directory_is_refused_replaced_or_gone_on_with(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_a_used_directory_is_refused_replaced_or_resumed(tiny: TinyWorld, tmp_path: Path) -> None:
     def run(**settings: Any) -> Any:
         given = {"train_type": "lora", "max_steps": 2, "save_steps": 1} | settings
         return train(tiny.config(tmp_path, **given), SilentProgress())
@@ -155,7 +155,7 @@ def test_a_used_directory_is_refused_replaced_or_gone_on_with(tiny: TinyWorld, t
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_lines_of_a_run_that_saved_nothing_are_kept_too(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_metrics_of_a_run_without_checkpoints_are_protected(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / METRICS_NAME).write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="already contains a run") as caught:
         train(tiny.config(tmp_path), SilentProgress())
@@ -163,7 +163,7 @@ def test_lines_of_a_run_that_saved_nothing_are_kept_too(tiny: TinyWorld, tmp_pat
     assert (tmp_path / METRICS_NAME).read_text() == '{"step": 1}\n'
 
 
-def test_every_version_has_a_folder_and_is_gone_on_with_there(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_every_version_has_a_folder_and_is_resumed_there(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, add_version=True, train_type="lora", max_steps=2, save_steps=1)
     first, second = (train(config, SilentProgress()) for _ in range(2))
     names = [Path(result.output_dir).name for result in (first, second)]
@@ -191,7 +191,7 @@ def test_the_next_number_follows_the_largest(tiny: TinyWorld, tmp_path: Path) ->
     assert not Path(second.output_dir).exists(), "nothing was written there"
 
 
-def test_what_is_said_after_ctrl_c_is_true(
+def test_messages_after_ctrl_c_are_correct(
     tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny.config(tmp_path, max_steps=1), SilentProgress())

@@ -16,7 +16,7 @@ from tests.train.test_resume import make_checkpoint
 from tests.train.tiny import TinyWorld, export_rows
 
 
-def test_last_and_best_load_by_themselves(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_last_and_best_can_be_loaded(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "cache", split_dataset_ratio=0.2)
     given: dict[str, Any] = {"cached_dataset": (str(tmp_path / "cache"),), "verify_packing": False}
     # A rate that makes every step worse than the one before: the best is the first, and outlives its limit.
@@ -34,7 +34,7 @@ def test_last_and_best_load_by_themselves(tiny: TinyWorld, tmp_path: Path) -> No
         assert (tmp_path / "out" / name / "chat_template.jinja").exists()
 
 
-def test_the_best_is_one_of_those_that_are_there(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_an_existing_one(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step)
     history: list[dict[str, Any]] = [{"step": 1, "loss": 0.1}, {"step": 4, "eval_loss": 0.1}]
@@ -43,7 +43,7 @@ def test_the_best_is_one_of_those_that_are_there(tmp_path: Path) -> None:
     assert best_checkpoint(str(tmp_path), history) == str(tmp_path / "checkpoint-2")
 
 
-def test_where_there_are_no_links_the_model_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_copied_on_file_systems_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError("no links here")
 

@@ -119,7 +119,7 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
     assert whole == Counter(caches.samples)
 
 
-def test_what_became_of_each_cache_is_told() -> None:
+def test_the_change_of_each_cache_is_described() -> None:
     before = Caches([(0, (0, 1, 2)), (1, (0, 1)), (2, (5,))])
     after: Any = Caches([(0, (0, 1, 2)), (1, (1, 2, 3)), (3, (9,))])
     reader: Any = before
@@ -149,7 +149,7 @@ def test_what_became_of_each_cache_is_told() -> None:
     assert back[2].sentence == f"/2: back again; {gone.trained} of 1 trained in this epoch, {1 - gone.trained} left"
 
 
-def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_file_is_refused_if_its_rows_cannot_be_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = Caches([(0, (0, 1, 2))]), Caches([(0, (0, 1, 2, 3))])
     reader: Any = before
     ledger = begin_ledger(reader)
@@ -163,7 +163,7 @@ def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeyp
         with_changed_data(ledger, reader, lambda *_: np.ones(4, np.int64), "", 10)
 
 
-def test_a_ledger_is_read_as_it_was_written_and_small(tmp_path: Path) -> None:
+def test_a_ledger_survives_writing_and_is_small(tmp_path: Path) -> None:
     num, random = 80_000, np.random.default_rng(0)
     ago, now = RowCounts.of(np.full(num, 3)), RowCounts.of(random.integers(0, 2, num))
     skipped = np.array([4, 4, 7])

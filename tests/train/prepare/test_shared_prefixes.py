@@ -77,7 +77,7 @@ def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path:
     assert any("no two samples share" in note for note in told.notes)
 
 
-def test_copies_of_pictures_are_shared_like_one(alike: TinyWorld, tmp_path: Path) -> None:
+def test_copies_of_an_image_are_shared(alike: TinyWorld, tmp_path: Path) -> None:
     """Every question has a file of its own: the same packs, which collation lays out as planned."""
     rows = alike_rows()
     pictures = Path(alike.rows).parent / "pictures"
@@ -103,7 +103,7 @@ def test_copies_of_pictures_are_shared_like_one(alike: TinyWorld, tmp_path: Path
     assert both.source.inputs.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
 
 
-def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -> None:
+def test_added_tokens_and_costs_are_counted(alike: TinyWorld, tmp_path: Path) -> None:
     """Each picture once, and FLOPs that add up to less than those of whole samples."""
     run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
     pictures = run.source.reader.index.media_tokens[:: QUESTIONS + 2]
@@ -118,7 +118,7 @@ def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -
     assert run.source.figures.flops.sum() == pytest.approx(costs.flops)
 
 
-def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> None:
+def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike: TinyWorld, tmp_path: Path) -> None:
     """Tower, layers whose keys are gathered, and head of a micro-batch that is a tree with answers in its prefixes."""
     asked = f"{'context ' * 8}<image>"
     first = [{"role": "user", "content": f"{asked}who?"}, {"role": "assistant", "content": "a man and his dog"}]
@@ -158,7 +158,7 @@ def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> Non
     assert chosen.tolist() == run.source.inputs.shared.trees.new_tokens(run.source.reader.index.length).tolist()
 
 
-def test_a_tree_has_no_more_rows_than_asked(alike: TinyWorld, tmp_path: Path) -> None:
+def test_max_rows_per_tree_limits_trees(alike: TinyWorld, tmp_path: Path) -> None:
     run = prepared(alike, tmp_path, max_rows_per_tree=2)
     assert run.source.inputs.shared is not None
     assert np.diff(run.source.inputs.shared.trees.offsets).max() == 2
@@ -175,7 +175,7 @@ def test_a_tree_has_no_more_rows_than_asked(alike: TinyWorld, tmp_path: Path) ->
         ({"neftune_noise_alpha": 5.0}, "--neftune-noise-alpha"),
     ],
 )
-def test_what_does_not_go_with_it(
+def test_options_that_exclude_shared_prefixes(
     settings: dict[str, Any], named: str, alike: TinyWorld, tiny: TinyWorld, tmp_path: Path
 ) -> None:
     """Asked for, it is refused; else a run says what it could have saved, and one that could not save says nothing."""
@@ -231,7 +231,7 @@ def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
     assert "packtool export" in str(error.value)
 
 
-def test_samples_longer_than_a_pack_are_told_as_ever(alike: TinyWorld, tmp_path: Path) -> None:
+def test_samples_longer_than_a_pack_are_an_error(alike: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(PacktoolError, match="longer than a pack"):
         prepared(alike, tmp_path, packing_length=64, max_length=160)
 
@@ -240,7 +240,7 @@ def planned(world: TinyWorld, **settings: Any) -> PlanConfig:
     return PlanConfig(cached_dataset=(world.cache,), packing_length=256, **settings)
 
 
-def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None:
+def test_a_preview_reports_savings(alike: TinyWorld, tiny: TinyWorld) -> None:
     found = preview(planned(alike))
     figures, whole = found.figures(), preview(planned(alike, share_prefix="false")).figures()
     shared = figures["shared_prefixes"]
@@ -262,7 +262,7 @@ def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None
     assert figures["flops_per_epoch"] < whole["flops_per_epoch"]
 
 
-def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_saved_plan_decides_whether_prefixes_are_shared(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
     preview(config).save(config.save)
@@ -282,7 +282,7 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
         prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
 
 
-def test_the_parts_of_a_tree_are_placed_and_told(alike: TinyWorld, tmp_path: Path) -> None:
+def test_trees_split_over_packs_are_placed_and_reported(alike: TinyWorld, tmp_path: Path) -> None:
     """In one step where they fit, apart with --max-rows-per-tree, and as they come with --shuffle false."""
     path = str(tmp_path / "plan.arrow")
     ways: list[tuple[dict[str, Any], str]] = [({}, "together"), ({"max_rows_per_tree": 2}, "apart")]
@@ -306,7 +306,7 @@ def test_the_parts_of_a_tree_are_placed_and_told(alike: TinyWorld, tmp_path: Pat
         assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint == found.plan.fingerprint
 
 
-def test_a_plan_without_cut_trees_says_nothing_of_parts(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_plan_without_split_trees_reports_none(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
     found = preview(config)
@@ -356,7 +356,7 @@ def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike: TinyWorld, tmp
     assert pack_figures(alike.cache, str(tmp_path / "whole"), 0, nowhere)["prefixes"] == []
 
 
-def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_saved_plan_without_shared_prefixes_is_trained_without(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path, share_prefix="false")
     preview(config).save(config.save)
@@ -373,14 +373,14 @@ def test_the_first_samples_share_a_prefix(alike: TinyWorld, tmp_path: Path) -> N
     assert (first.input_ids[:MIN_SHARED] == second.input_ids[:MIN_SHARED]).all()
 
 
-def test_a_run_that_shared_is_not_gone_on_with_whole_samples(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_run_with_shared_prefixes_is_not_resumed_without(alike: TinyWorld, tmp_path: Path) -> None:
     state = prepared(alike, tmp_path).state
     whole = prepared(alike, tmp_path, share_prefix="false").state
     with pytest.raises(MismatchError, match="shares_prefixes: True in the checkpoint, False now"):
         whole.check_continues("checkpoint-1", state)
 
 
-def test_words_of_the_option(alike: TinyWorld) -> None:
+def test_values_of_share_prefix(alike: TinyWorld) -> None:
     for raw, meant in ((True, "true"), ("yes", "true"), (False, "false"), ("off", "false"), ("auto", "auto")):
         given = {"model": alike.model, "cached_dataset": alike.cache, "output_dir": "out", "share_prefix": raw}
         assert resolve(TrainConfig, {}, file=given).share_prefix == meant

@@ -80,7 +80,7 @@ def test_the_last_step_of_an_epoch_is_smaller() -> None:
 
 
 @pytest.mark.smoke
-def test_every_epoch_has_every_sample_in_new_company() -> None:
+def test_every_epoch_has_all_samples_in_new_packs() -> None:
     timeline = make_timeline()
     steps = load(timeline, 0)
     epochs = [steps[n * timeline.steps_per_epoch : (n + 1) * timeline.steps_per_epoch] for n in range(3)]
@@ -94,7 +94,7 @@ def test_every_epoch_has_every_sample_in_new_company() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_from_any_step_the_rest_is_the_same(world_size: int) -> None:
+def test_steps_after_resuming_are_the_same(world_size: int) -> None:
     timeline = make_timeline(world_size=world_size)
     for rank in range(world_size):
         world = World(rank, world_size)
@@ -126,7 +126,7 @@ def test_empty_micro_batches_are_counted_by_epoch() -> None:
     assert make_timeline(num_epochs=0.5, world_size=2).num_empty_micro_batches() == 0
 
 
-def test_locating() -> None:
+def test_locate_finds_epoch_and_step() -> None:
     timeline = make_timeline()
     per_epoch = timeline.steps_per_epoch
     assert timeline.locate(0) == (0, 0)
@@ -147,7 +147,7 @@ def packs_trained(timeline: Timeline, first: int, last: int) -> list[tuple[int, 
 
 @pytest.mark.parametrize("step", range(0, 16, 3))
 @pytest.mark.parametrize("world_sizes", [(1, 2), (2, 1), (1, 3)])
-def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_sizes: tuple[int, int]) -> None:
+def test_every_pack_is_trained_once_on_any_number_of_processes(step: int, world_sizes: tuple[int, int]) -> None:
     """In each of three epochs, also when the number of processes changes a second time."""
     before, after = world_sizes
     whole = make_timeline(world_size=before)
@@ -169,7 +169,7 @@ def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_size
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("step", [0, 1, 3, 5])
-def test_what_skrull_took_apart_is_assigned_anew_in_whole_packs(step: int, packing: bool) -> None:
+def test_skrull_is_assigned_again_in_whole_packs(step: int, packing: bool) -> None:
     """Every sample once, in steps as large as without Skrull, whatever the processes and when they change again."""
 
     options = PlanOptions(
@@ -193,7 +193,7 @@ def test_what_skrull_took_apart_is_assigned_anew_in_whole_packs(step: int, packi
     assert sorted(done + middle + packs_trained(third, step + 1, third.num_steps)) == expected
 
 
-def test_figures_count_the_padding_of_what_is_sharded() -> None:
+def test_figures_count_the_padding_of_sharded_sequences() -> None:
     options = PlanOptions(
         balance="none",
         max_length=64,
@@ -213,7 +213,7 @@ def test_figures_count_the_padding_of_what_is_sharded() -> None:
     assert plan.summary.fill == pytest.approx(sum(LENGTHS) / sum(step.computed_tokens for step in figures))
 
 
-def test_epochs_end_where_they_do_also_behind_a_rest() -> None:
+def test_epochs_end_at_the_same_step_after_a_partial_epoch() -> None:
     """Evaluation and checkpoints by epochs follow it: after a rest of other size the ends are no multiples."""
     whole = make_timeline()
     assert [step for step in range(1, whole.num_steps + 1) if whole.locate(step)[1] == 0] == [

@@ -70,7 +70,7 @@ TWO = (
 )
 
 
-def test_shares_lengths_and_steps_of_every_stage() -> None:
+def test_every_stage_has_its_shares_lengths_and_steps() -> None:
     of = reader(9000, 6000, 6000)
     found = Timeline.of(inputs(of, recipe(*TWO), max_steps=700), ((0, 1, 1, 4),))
     assert found.num_steps == 700
@@ -100,7 +100,9 @@ def test_shares_lengths_and_steps_of_every_stage() -> None:
         ({"sequence_parallel_size": 2}, {}, r"stages\[0\].sequence_parallel_size: 2 does not divide the 1 processes"),
     ],
 )
-def test_what_does_not_go_with_the_run_is_refused(change: dict[str, Any], given: dict[str, Any], message: str) -> None:
+def test_stages_that_conflict_with_the_run_are_refused(
+    change: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         inputs(reader(9, 9, 9), recipe({**TWO[0], **change}, TWO[1]), **given)
 
@@ -147,7 +149,7 @@ def mixture_of(stage: TrainedStage, epoch: int) -> np.ndarray[Any, Any]:
 
 @settings(max_examples=12)
 @given(runs())
-def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
+def test_stages_begin_with_the_least_trained_samples(
     run: tuple[Any, Recipe, dict[str, Any]],
 ) -> None:
     of, recipe, length = run
@@ -180,7 +182,7 @@ def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
 @given(
     runs(), st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4])), min_size=1, max_size=3), st.booleans()
 )
-def test_a_run_goes_on_anywhere(
+def test_a_run_with_stages_resumes_at_any_step(
     run: tuple[Any, Recipe, dict[str, Any]], kills: list[tuple[int, int]], at_ends: bool
 ) -> None:
     """Killed after any step, or exactly where a stage ends, and resumed by any number of processes."""
@@ -221,7 +223,7 @@ def test_a_run_goes_on_anywhere(
 
 @settings(max_examples=12)
 @given(runs(), st.integers(0, 25), st.booleans(), st.sampled_from([1, 2]))
-def test_the_data_change_in_any_stage(
+def test_data_may_change_in_any_stage(
     run: tuple[Any, Recipe, dict[str, Any]], step: int, is_end: bool, world_size: int
 ) -> None:
     """A cache comes, or other weights: of what was trained in the epoch nothing comes again in it."""

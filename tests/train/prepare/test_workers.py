@@ -20,16 +20,16 @@ from tests.train.tiny import TinyWorld
     ("media_tokens", "cores", "expected"),
     [(0, 16, 1), (8192, 16, 4), (8192, 3, 2), (8192, 1, 1), (100_000, 64, 8), (2049, 16, 2)],
 )
-def test_media_and_cores_decide(media_tokens: int, cores: int, expected: int) -> None:
+def test_workers_depend_on_media_and_cores(media_tokens: int, cores: int, expected: int) -> None:
     assert choose_workers(media_tokens, cores) == expected
 
 
 @given(tokens=st.floats(0, 1e9), cores=st.integers(1, 512))
-def test_there_is_always_one_and_never_more_than_cores(tokens: float, cores: int) -> None:
+def test_there_is_at_least_one_worker_and_at_most_one_per_core(tokens: float, cores: int) -> None:
     assert 1 <= choose_workers(tokens, cores) <= max(min(cores - 1, 8), 1)
 
 
-def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_run_depend_on_its_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.of(tiny.config("unused"), World())
     assert workers_of(run) == 0, "the tiny world asks for none"
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=None))
@@ -40,7 +40,7 @@ def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyP
     assert workers_of(run) == 4
 
 
-def test_a_stage_that_shares_no_packs_has_all_of_their_media(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_stage_without_sequence_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
     first, config = SimpleNamespace(sequence_parallel_ranks=1), SimpleNamespace(dataloader_num_workers=None)
     source = SimpleNamespace(media_tokens=lambda: 4 * 2048)
@@ -50,7 +50,7 @@ def test_a_stage_that_shares_no_packs_has_all_of_their_media(monkeypatch: pytest
     assert workers_of(run) == 1
 
 
-def test_waiting_is_told_once_with_what_helps() -> None:
+def test_waiting_is_reported_once_with_a_remedy() -> None:
     note = WaitingNote(num_workers=1, cores=8)
     assert note.after(0.9, 100.0) is None, "the first steps start the processes"
     assert note.after(0.5, 10.0) is None, "too short to tell"
@@ -60,12 +60,12 @@ def test_waiting_is_told_once_with_what_helps() -> None:
     assert note.after(0.5, 100.0) is None
 
 
-def test_little_waiting_is_not_told() -> None:
+def test_short_waits_are_not_reported() -> None:
     note = WaitingNote(num_workers=1, cores=8)
     assert all(note.after(0.04, 100.0) is None for _ in range(20))
 
 
-def test_without_cores_there_is_another_remedy() -> None:
+def test_the_remedy_without_free_cores() -> None:
     note = WaitingNote(num_workers=4, cores=4)
     note.after(0.0, 1.0)
     told = note.after(0.2, 100.0)
