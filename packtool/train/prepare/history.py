@@ -165,13 +165,13 @@ def ledger_name(step: int) -> str:
 
 
 def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
-    """Write a ledger into a checkpoint, or another directory."""
+    """Write a ledger into a checkpoint or another directory, in the format that the module describes."""
     arrays: _Arrays = {}
     totals: list[dict[str, Any]] = []
     for number, source in enumerate((*ledger.sources, *ledger.retired)):
         arrays |= _planes(f"{number}.before", source.before) | _planes(f"{number}.epoch", source.epoch)
         arrays[f"{number}.skipped"] = source.skipped
-        totals.append({name: getattr(source, name) for name in _TOTALS})
+        totals.append({field: getattr(source, field) for field in _TOTALS})
     num_sources = len(ledger.sources)
     header = {
         "step": ledger.step,
@@ -205,17 +205,17 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
             for number, fields in enumerate([*header["sources"], *header["retired"]]):
                 size = fields.pop("num")
                 before, epoch = (
-                    RowCounts(size, _read_planes(arrays, f"{number}.{name}")) for name in ("before", "epoch")
+                    RowCounts(size, _read_planes(arrays, f"{number}.{kind}")) for kind in ("before", "epoch")
                 )
                 skipped = arrays[f"{number}.skipped"]
                 sources.append(SourceLedger(before=before, epoch=epoch, skipped=skipped, **fields))
-            num = len(header["sources"])
+            num_sources = len(header["sources"])
             change = None
             if header["change"] is not None:
-                sizes = [source.num for source in sources[:num]]
+                sizes = [source.num for source in sources[:num_sources]]
                 left, trained = (
-                    tuple(RowCounts(size, _read_planes(arrays, f"{n}.{what}")) for n, size in enumerate(sizes))
-                    for what in ("left", "trained")
+                    tuple(RowCounts(size, _read_planes(arrays, f"{n}.{kind}")) for n, size in enumerate(sizes))
+                    for kind in ("left", "trained")
                 )
                 step, epoch, *stage = header["change"]
                 change = DataChange(step, epoch, left, tuple(stage[0]) if stage else None, trained if stage else ())
@@ -224,18 +224,20 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
     return Ledger(
         step=header["step"],
         epoch=header["epoch"],
-        sources=tuple(sources[:num]),
-        retired=tuple(sources[num:]),
+        sources=tuple(sources[:num_sources]),
+        retired=tuple(sources[num_sources:]),
         change=change,
         stage=None if header.get("stage") is None else tuple(header["stage"]),
     )
 
 
 def _planes(name: str, counts: RowCounts) -> _Arrays:
+    """The bit planes of counts, by their names in a ledger file: ``name.0``, ``name.1``, ..."""
     return {f"{name}.{bit}": plane for bit, plane in enumerate(counts.planes)}
 
 
 def _read_planes(arrays: Any, name: str) -> tuple[npt.NDArray[np.uint8], ...]:
+    """The bit planes that ``_planes`` has written under ``name``; any number of them."""
     bits = itertools.takewhile(lambda bit: f"{name}.{bit}" in arrays, itertools.count())
     return tuple(arrays[f"{name}.{bit}"] for bit in bits)
 

@@ -470,7 +470,7 @@ def _stages(
         step, epoch, number = change.step, change.epoch, change.stage[0]
         trained = joined_counts(change.trained)
     while True:
-        *_, shape = (each for at, each in shapes if at <= step)
+        *_, shape = (each for at, each in shapes if at <= step)  # the last assignment before the stage
         later = [(at, inputs.stage_assignment(number, each)) for at, each in shapes if at > step]
         first_epoch, assignment = epoch, inputs.stage_assignment(number, shape)
         fraction, num_epochs = inputs.first_epoch_fraction(number, step, shape)
