@@ -33,7 +33,7 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
     }
     (accuracy,) = (share for what, share in figures.items() if what.startswith("accuracy on"))
     assert accuracy >= 90
-    assert abs(figures["with the pictures swapped"] - figures["guessing blindly"]) < 8
+    assert abs(figures["with the pictures swapped"] - figures["chance"]) < 8
     assert "test_readme" in run_in_shell(f"{test} --collect-only -q tests/test_readme.py", repository).stdout
 
 

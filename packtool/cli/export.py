@@ -34,7 +34,7 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
             summary = export(config, progress)
         except KeyboardInterrupt:
             cause = "ended by SIGTERM" if received == signal.SIGTERM else "interrupted"
-            progress.note(f"{cause}; the same command again goes on after the finished shards")
+            progress.note(f"{cause}; repeat the command to resume after the finished shards")
             raise typer.Exit(128 + received) from None
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -51,7 +51,7 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
 
 def _title(config: ExportConfig, already_finished: bool) -> str:
     if config.repair:
-        return f"{config.output_dir} is whole"
+        return f"{config.output_dir} is complete"
     if already_finished:
         return f"{config.output_dir} was already finished with these settings: nothing to do"
     if config.is_part and config.task_index is not None:
@@ -70,7 +70,7 @@ def run_import(config: ImportConfig, invocation: Invocation) -> None:
         max_length = text_config_of(files.config).get("max_position_embeddings")
         if not isinstance(max_length, int) or max_length < 2:
             raise ConfigError(
-                f"--model {config.model}: its config.json says nothing of the longest sample (max_position_embeddings)",
+                f"--model {config.model}: its config.json has no maximum length (max_position_embeddings)",
                 "Give --max-length.",
             )
         config = dataclasses.replace(config, max_length=max_length)

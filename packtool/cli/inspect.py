@@ -49,7 +49,7 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
         pages = Pages(config, shows_all=True)
         with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
-            invocation.show({"address": address}, [address, "shows the pages on this machine, until Ctrl-C ends it"])
+            invocation.show({"address": address}, [address, "serving pages on this machine until Ctrl-C"])
             threading.Event().wait()
     elif config.plan is not None and config.pack is not None:
         from packtool.report.inspect import pack_figures, pack_lines
@@ -67,7 +67,7 @@ def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
     from packtool.report import trained
 
     if config.run is not None:
-        raise ConfigError(f"--run goes with a cache, and {config.directory} is itself a run", "Leave --run out.")
+        raise ConfigError(f"--run requires a cache, but {config.directory} is a run", "Leave --run out.")
     if config.split != TRAIN_SPLIT:
         raise ConfigError(f"--split {config.split}: a run trains the {TRAIN_SPLIT} split", "Leave --split out.")
     if config.trained:
@@ -81,8 +81,8 @@ def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
         invocation.show(figures, trained.row_lines(figures))
     else:
         raise ConfigError(
-            f"{config.directory} is the --output-dir of a run, and no cache",
-            "--trained shows what it has trained, --step N what a step held, --row N when a sample was trained.",
+            f"{config.directory} is the --output-dir of a run, not a cache",
+            "Use --trained to show what it has trained, --step N for a step, or --row N for a sample.",
         )
 
 
@@ -125,14 +125,14 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
     from packtool.report.samples import INDEX, Pages, write_pages
 
     pages = Pages(config, shows_all=False)
-    with interruptible_progress("interrupted; the same command begins anew") as progress:
+    with interruptible_progress("interrupted; repeat the command to start again") as progress:
         num_missing = write_pages(pages, directory, progress)
     written, num_samples = storage.join(directory, INDEX), len(pages.numbers)
     samples = f"{num_samples:,} of {pages.num_cached:,} samples"
     if num_samples < pages.num_cached:
         steps = f", those of the steps that are shown of --plan {config.plan}"
         samples += " (--max-samples)" if config.plan is None else steps
-    missing = f"{num_missing:,} files of media are left out: they cannot be read here, or are too large to be played"
+    missing = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
     invocation.show(
         {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing},
         [*([missing] if num_missing else []), f"written: {written}, {samples}"],

@@ -160,7 +160,7 @@ def _stray_value(value: str, before: str, kinds: Mapping[str, ArgumentKind]) -> 
     name = before.replace("_", "-")
     if kinds.get(name) in ("flag", "switch"):
         return f"{name}: {value!r} is neither true nor false"
-    return f"{value!r} stands alone: every value has the name of its option in front, and values with spaces are quoted"
+    return f"unexpected value {value!r}: put the name of its option in front, and quote values with spaces"
 
 
 _DISABLED = ("", "none", "null", "[]", "{}", *FALSE_WORDS)

@@ -71,7 +71,7 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
         for figures in preview.timeline.figures():
             print_table(f"\n{stage_title(figures)}, {figures['samples']:,} samples", source_rows(figures["sources"]))
     elif (sources := preview.source_figures) is not None:
-        print_table("\nwhat an epoch has of each source", source_rows(sources))
+        print_table("\nsamples of each source in an epoch", source_rows(sources))
     for line in (preview.batch_line, preview.shared_line):
         if line is not None:
             show(f"\n{line}")
@@ -130,7 +130,7 @@ def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:
 
             return planned_memory(config, preview)
         except (ConfigError, UnsupportedModelError) as error:
-            return f"the memory of a rank is not known: {error.message}"
+            return f"memory per rank is unknown: {error.message}"
         finally:
             progress.finish()
 
@@ -165,7 +165,7 @@ def run_pack(config: PackConfig, invocation: Invocation) -> None:
     from packtool.report.drawing import plural
     from packtool.report.tables import table
 
-    with interruptible_progress("interrupted; the same command begins anew") as progress:
+    with interruptible_progress("interrupted; repeat the command to start again") as progress:
         summary = write_packs(config, progress)
     fill = summary.tokens / (summary.num_packs * summary.packing_length)
     packs = f"{summary.num_packs:,} of at most {summary.packing_length:,} tokens"

@@ -101,7 +101,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         return
     print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", lines)
     if result.sources:
-        print_table("what these steps had of each source", source_rows(result.sources))
+        print_table("samples of each source in these steps", source_rows(result.sources))
     for line in next_lines(config, result):
         show(line)
     if curves is not None:
@@ -130,10 +130,10 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
         except KeyboardInterrupt:
             checkpoint = newest_checkpoint(config)
             if checkpoint is None:
-                progress.note("interrupted; no checkpoint was finished, so there is nothing to go on from")
+                progress.note("interrupted; no checkpoint to resume from")
             else:
                 progress.note(
-                    f"interrupted; the same command with --resume-from-checkpoint true goes on from {checkpoint}"
+                    f"interrupted; to resume from {checkpoint}, repeat the command with --resume-from-checkpoint true"
                 )
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except Exception as error:
@@ -141,7 +141,7 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
                 raise
             checkpoint = newest_checkpoint(config)
             if checkpoint is None:
-                raise PacktoolError(LOST_PEER, "No checkpoint was finished: start the run again.") from error
+                raise PacktoolError(LOST_PEER, "No checkpoint to resume from: start the run again.") from error
             command = f"{invocation.command} --resume-from-checkpoint true"
             command += " --overwrite-output-dir false" if config.overwrite_output_dir else ""
             advice = f"The newest checkpoint is {checkpoint}. To resume, on every machine, with the same environment:"
@@ -239,7 +239,7 @@ def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
     from packtool.demo.run import run_demo
     from packtool.report.tables import table
 
-    with interruptible_progress("interrupted; the same command starts afresh") as progress:
+    with interruptible_progress("interrupted; repeat the command to start again") as progress:
         result = run_demo(config.output_dir, config.seed, progress)
     lines = [
         ("rows", f"{result.num_rows:,}"),
@@ -253,10 +253,10 @@ def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
         (f"accuracy on {result.num_questions:,} held-out questions", f"{result.accuracy:.1%}"),
         *((f"  {kind}", f"{share:.1%}") for kind, share in result.accuracy_by_kind.items()),
         ("  with the pictures swapped", f"{result.swapped_accuracy:.1%}"),
-        ("  guessing blindly", f"{result.chance:.1%}"),
+        ("  chance", f"{result.chance:.1%}"),
         ("time", f"{result.seconds:.0f} s"),
     ]
-    invocation.show({**dataclasses.asdict(result), "passed": result.passed}, table("\nwhat the demo shows", lines))
+    invocation.show({**dataclasses.asdict(result), "passed": result.passed}, table("\ndemo results", lines))
     if not result.passed:
-        show("The model has not learned to see, or sees the wrong pictures: please report this.", error=True)
+        show("The trained model does not answer from its images: please report this.", error=True)
         raise typer.Exit(EXIT_UNEXPECTED)

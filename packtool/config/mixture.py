@@ -92,7 +92,7 @@ class MixOptions(Settings):
         except ValueError:
             return [f"{shown}: give one number for each cache, as in 0.7 0.3"]
         if not all(0 < number < math.inf for number in numbers):
-            return [f"{shown}: every share must be above 0; leave out a cache that is not to be trained"]
+            return [f"{shown}: every fraction must be above 0; leave out caches that are not trained"]
         # Each file of rows becomes a cache.
         num_caches = len(self.cached_dataset or getattr(self, "dataset", ()))
         if len(numbers) != num_caches:
@@ -139,10 +139,10 @@ def parse_amount(text: str) -> Amount:
     """Parse ``5000``, ``20%`` or ``2.5x``; ValueError for other texts."""
     match = _AMOUNT.fullmatch(text.lower())
     if match is None or (match[2] is None and "." in match[1]):
-        raise ValueError(f"#{text} is no number of samples (#5000), share (#20%) or number of epochs (#2.5x)")
+        raise ValueError(f"#{text} is not a number of samples (#5000), a percentage (#20%) or epochs (#2.5x)")
     number = float(match[1])
     if number > MAX_AMOUNT:
-        raise ValueError(f"#{text[:20]} takes too much: at most {MAX_AMOUNT:,}")
+        raise ValueError(f"#{text[:20]} is too large: give at most {MAX_AMOUNT:,}")
     if not number:
         raise ValueError(f"#{text} takes nothing: leave it out")
     if match[2] is None:
@@ -279,7 +279,7 @@ def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--mix {file} is no YAML: {error}") from error
+        raise ConfigError(f"--mix {file} is not valid YAML: {error}") from error
     parser = _RecipeParser(file, options)
     recipe = parser.curriculum(value)
     if parser.problems or recipe is None:
@@ -308,11 +308,11 @@ class _RecipeParser:
         common = {key: item for key, item in value.items() if key in _RECIPE_KEYS}
         stages = value["stages"]
         if not isinstance(stages, list) or not stages or not all(isinstance(each, Mapping) for each in stages):
-            self.report("stages", "a list is missing of what each stage has: sources, until, packing_length, ...")
+            self.report("stages", "give a list of stages, each with sources, until, packing_length, ...")
             return self.recipe(common)
         if all("sources" in stage for stage in stages):
             for key in common:
-                self.report(str(key), "every stage has sources of its own: give it to these")
+                self.report(str(key), "every stage has its own sources: give it in the stages")
         parsed = [self.stage(stage, common, f"stages[{number}]") for number, stage in enumerate(stages)]
         self.check_ends(parsed)
         if len(stages) == 1:
@@ -332,7 +332,7 @@ class _RecipeParser:
         until, share = self.until(value.get("until"), f"{key}.until")
         size = value.get("sequence_parallel_size")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            self.report(f"{key}.sequence_parallel_size", f"{size!r} is no number of processes")
+            self.report(f"{key}.sequence_parallel_size", f"{size!r} is not a number of ranks")
         length = self.length(value, "packing_length", key)
         if recipe is None:
             return None
@@ -354,7 +354,7 @@ class _RecipeParser:
         match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is not None and 0 < float(match[1]) < 100:
             return None, float(match[1]) / 100
-        self.report(key, f"{value!r} is no number of steps (2000), and no share of the run between 0% and 100% (30%)")
+        self.report(key, f"{value!r} is not a number of steps (2000) or a share of the run between 0% and 100% (30%)")
         return None, None
 
     def check_ends(self, stages: Sequence[Recipe | None]) -> None:
@@ -374,7 +374,7 @@ class _RecipeParser:
         for number, (before, stage) in enumerate(pairwise(ending), start=1):
             for end, next_end in ((before.until, stage.until), (before.until_share, stage.until_share)):
                 if end is not None and next_end is not None and end >= next_end:
-                    problem = f"{stage.end} is not behind the {before.end} of the one before"
+                    problem = f"{stage.end} is not after the {before.end} of the previous stage"
                     self.report(f"stages[{number}].until", problem)
 
     def check_keys(self, value: Mapping[Any, Any], known: tuple[str, ...], prefix: str) -> None:
@@ -392,7 +392,7 @@ class _RecipeParser:
         """
         raw = value.get("sources")
         if not isinstance(raw, list) or not raw:
-            self.report(f"{prefix}sources", "a list of caches is missing, each with its path")
+            self.report(f"{prefix}sources", "give a list of caches, each with its path")
             return None
         parsed = [self.source(each, f"{prefix}sources[{number}]") for number, each in enumerate(raw)]
         temperature = self.number(value, "temperature", prefix)
@@ -400,7 +400,7 @@ class _RecipeParser:
         if unit not in UNITS:
             self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
         if "unit" in value and temperature is None:
-            self.report(f"{prefix}unit", "it says what --mix counts sizes in for temperature, which is not there")
+            self.report(f"{prefix}unit", "it requires temperature, whose sizes it is the unit of: leave it out")
         units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
         sources = tuple(source for source, _ in parsed if source is not None)
         if len(units) > 1:
@@ -409,10 +409,10 @@ class _RecipeParser:
         unweighted = [source.path for source in sources if source.weight is None]
         if len(unweighted) < len(sources):
             if temperature is not None:
-                problem = "it makes weights of sizes, and sources have weights: leave out one"
+                problem = "it computes weights from sizes, but sources have weights: leave out one"
                 self.report(f"{prefix}temperature", problem)
             if unweighted:
-                problem = f"some have weights, and {', '.join(unweighted)} none: give all of them one of "
+                problem = f"{', '.join(unweighted)} has no weight, but other sources have: give every source one of "
                 self.report(f"{prefix}sources", problem + ", ".join(UNITS))
         if self.problems:
             return None
@@ -467,7 +467,7 @@ class _RecipeParser:
     def text(self, value: Mapping[str, Any], name: str, key: str, what: str) -> str | None:
         raw = value.get(name)
         if raw is not None and not isinstance(raw, str):
-            self.report(key, f"{raw!r} is no {what}")
+            self.report(key, f"{raw!r} is not a {what}")
         return raw if isinstance(raw, str) else None
 
     def number(self, value: Mapping[str, Any], name: str, prefix: str) -> float | None:
@@ -476,7 +476,7 @@ class _RecipeParser:
             return None
         raw = value[name]
         if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not 0 < raw < math.inf:
-            self.report(f"{prefix}{name}", f"{raw!r} is no number above 0")
+            self.report(f"{prefix}{name}", f"{raw!r} is not a number above 0")
             return None
         return float(raw)
 

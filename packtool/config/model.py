@@ -157,7 +157,7 @@ class AdapterOptions(LearningOptions):
             try:
                 re.compile(getattr(self, name) or "")
             except re.error as error:
-                problems.append(f"{flag(name)} {getattr(self, name)}: no regular expression: {error}")
+                problems.append(f"{flag(name)} {getattr(self, name)}: not a regular expression: {error}")
         return problems
 
 

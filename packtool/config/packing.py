@@ -105,7 +105,7 @@ class SharingOptions(Settings):
         """Return the problems of options that exclude ``--share-prefix true``."""
         if self.share_prefix != "true":
             return []
-        why = {SEQUENCE_PARALLELISM: ", where a prefix would lie on several processes"}
+        why = {SEQUENCE_PARALLELISM: ", which would spread a prefix over several ranks"}
         return [
             f"--share-prefix true cannot be combined with {name}{why.get(name, '')}: leave out one of them"
             for name in self.not_shared_with
@@ -145,7 +145,7 @@ class ParallelOptions(Settings):
         shown = " and ".join(f"{name} {number}" for name, number in sizes.items())
         product = math.prod(sizes.values())
         if size % product or (len(sizes) == len(axes) and size != product):
-            problems.append(f"--sequence-parallel-size {size} is not what {shown} come to: leave one of them out")
+            problems.append(f"--sequence-parallel-size {size} does not match {shown}: leave one of them out")
         elif kind == "ulysses" and size > (self.ulysses_size or size // (self.ring_size or 1)):
             problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {shown}")
         elif kind in ("ring", "allgather") and size > 1 and self.ulysses_size == size:

@@ -66,19 +66,19 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         }
         fields = [field for field in dataclasses.fields(self) if field.name not in kept]
         others = [flag(field.name) for field in fields if getattr(self, field.name) != field.default]
-        return [f"{name}: --resume takes the options of the run that goes on; leave it out" for name in others]
+        return [f"{name}: --resume uses the options of the resumed run; leave it out" for name in others]
 
     def value_problems(self) -> list[str]:
         """Return the problems of numbers that are impossible."""
         problems = []
         if self.world_size % self.sequence_parallel_ranks:
             problems.append(
-                f"--world-size {self.world_size} is no multiple of the {self.sequence_parallel_ranks} processes that "
+                f"--world-size {self.world_size} is not a multiple of the {self.sequence_parallel_ranks} ranks that "
                 "share a pack"
             )
         if self.fit is not None and self.fit < 10**6:
             fit = written_bytes(self.fit)
-            problems.append(f"--fit {fit}: that many bytes hold no model; memory is given as in 80GB")
+            problems.append(f"--fit {fit}: too little memory for a model; give it as in 80GB")
         try:
             self.sweep_lengths()
         except ValueError:

@@ -38,7 +38,7 @@ def num_tokens(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)([km]?)", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
-        raise ValueError(f"{text!r} is no number of tokens; write it as in 8192 or 8K")
+        raise ValueError(f"{text!r} is not a number of tokens; give one such as 8192 or 8K")
     return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
 
 
@@ -50,7 +50,7 @@ def num_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b?)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"{text!r} is no size; write it as in 200GB")
+        raise ValueError(f"{text!r} is not a size; give one such as 200GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
 
@@ -459,9 +459,9 @@ def _to_mapping(raw: Any) -> dict[str, Any]:
         try:
             raw = load_json(raw)
         except ValueError as error:
-            raise ValueError(f"{raw!r} is no JSON object of names to values: {error}") from error
+            raise ValueError(f"{raw!r} is not a JSON object of names and values: {error}") from error
     if not isinstance(raw, Mapping):
-        raise ValueError(f"{raw!r} is not a mapping of names to values")
+        raise ValueError(f"{raw!r} is not a mapping from names to values")
     return dict(raw)
 
 
@@ -488,6 +488,6 @@ def _check_bounds(value: Any, field: dataclasses.Field[Any]) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if low is not None and value < low:
-        raise ValueError(f"{value} is below {low}, the least allowed")
+        raise ValueError(f"{value} is below the minimum of {low}")
     if high is not None and value > high:
-        raise ValueError(f"{value} is above {high}, the most allowed")
+        raise ValueError(f"{value} is above the maximum of {high}")

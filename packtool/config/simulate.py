@@ -80,12 +80,12 @@ class SimulateConfig(StrategyOptions):
             problems.append("give either caches, or --lengths FILE, or --distribution NAME")
         if self.world_size % self.sequence_parallel_size:
             problems.append(
-                f"--world-size {self.world_size} is no multiple of --sequence-parallel-size "
-                f"{self.sequence_parallel_size}: GPUs would be left over"
+                f"--world-size {self.world_size} is not a multiple of --sequence-parallel-size "
+                f"{self.sequence_parallel_size}: some GPUs would not be used"
             )
         try:
             if (self.packing_length or 0) > (self.bucket_tokens or float("inf")):
-                over = f"--packing-length {self.packing_length} is over --bucket-size {self.bucket_size}"
+                over = f"--packing-length {self.packing_length} exceeds --bucket-size {self.bucket_size}"
                 problems.append(f"{over}: no pack would fit")
         except ValueError:
             problems.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")

@@ -89,10 +89,12 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     """
     begin = time.perf_counter()
     folder = _fresh_folder(output_dir)
-    progress.note(f"making a small world in {output_dir}: a model, its processor, {NUM_ROWS:,} rows and their pictures")
+    progress.note(f"creating a model, its processor and {NUM_ROWS:,} rows with images in {output_dir}")
     num_parameters = make_model(str(folder / "model"), seed)
     dataset = make_rows(str(folder / "data"), NUM_ROWS, seed, NUM_UNUSABLE)
-    progress.note(f"a Qwen3-VL of {num_parameters / 1e6:.1f}M random parameters; {dataset.num_pictures:,} pictures")
+    progress.note(
+        f"created a Qwen3-VL of {num_parameters / 1e6:.1f}M random parameters and {dataset.num_pictures:,} images"
+    )
     exported = _export(dataset.train, folder, "cache", progress)
     _export(dataset.held_out, folder, "held-out", progress)
     _export(dataset.swapped, folder, "swapped", progress)
@@ -130,7 +132,7 @@ def _fresh_folder(output_dir: str) -> Path:
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / _MARKER).exists())):
         raise ConfigError(
-            f"--output-dir {output_dir} is there and was not made by the demo", "Give a folder that does not exist yet."
+            f"--output-dir {output_dir} exists but was not made by the demo", "Give a folder that does not exist yet."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("model", "data", "cache", "held-out", "swapped", "output", _MARKER):

@@ -50,8 +50,8 @@ def test_rewrite(given: str, expected: str) -> None:
         ("--packing maybe", "--packing: 'maybe' is neither true nor false"),
         ("--packing=maybe --json", "--packing: 'maybe' is neither true nor false"),
         ("--json 2", "--json: '2' is neither true nor false"),
-        ("a.jsonl --json", "'a.jsonl' stands alone"),
-        ("--max-length 9 10", "'10' stands alone"),
+        ("a.jsonl --json", "unexpected value 'a.jsonl'"),
+        ("--max-length 9 10", "unexpected value '10'"),
     ],
 )
 def test_words_that_no_option_takes_are_told_with_the_option_before(given: str, told: str) -> None:

@@ -119,7 +119,7 @@ def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "told"),
     [
         ((), "give either caches, or --lengths FILE, or --distribution NAME"),
-        (("--distribution", "wikipedia", "--world-size", "30"), "--world-size 30 is no multiple"),
+        (("--distribution", "wikipedia", "--world-size", "30"), "--world-size 30 is not a multiple"),
         (("--distribution", "wikipedia", "--bucket-size", "many"), "as in 8192 or 26K"),
         (("--distribution", "wikipedia", "--bucket-size", "1K", "--packing-length", "2000"), "no pack would fit"),
         (("--distribution", "wikipedia", "--strategies", "magic"), "known are padded, packed"),

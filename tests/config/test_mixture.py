@@ -51,14 +51,14 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
     told = str(raised.value)
     for expected in (
         "mix.yaml, sourcs: unknown key; did you mean 'sources'?",
-        "mix.yaml, stages: a list is missing of what each stage has",
-        "temperature: -1 is no number above 0",
+        "mix.yaml, stages: give a list of stages",
+        "temperature: -1 is not a number above 0",
         "sources[0].token: unknown key; did you mean 'tokens'?",
         "sources[0].max_pixels: 'much' is not an integer",
         "sources[0].loss_scale: 2 is no loss scale",
         "sources[1].path: the directory of a cache is missing",
         "sources[2]: samples and tokens are two weights",
-        "sources[2].samples: 'none' is no number above 0",
+        "sources[2].samples: 'none' is not a number above 0",
         "sources[2].min_length",
     ):
         assert expected in told, told
@@ -68,10 +68,10 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
     ("text", "message"),
     [
         ("3", "mapping with the key sources"),
-        ("sources: [", "is no YAML"),
+        ("sources: [", "is not valid YAML"),
         ("sources: []", "list of caches is missing"),
         ("sources: [{path: a, tokens: 1}, {path: b, samples: 1}]", "weights in samples and tokens cannot be compared"),
-        ("sources: [{path: a, tokens: 1}, {path: b}]", "some have weights, and b none"),
+        ("sources: [{path: a, tokens: 1}, {path: b}]", "b has no weight"),
         ("{sources: [{path: a, tokens: 1}], temperature: 2}", "leave out one"),
         ("{sources: [{path: a}], unit: tokens}", "unit"),
     ],
@@ -87,15 +87,15 @@ STAGES = "stages: [{%s sources: [{path: a, tokens: 1}]}, {%s sources: [{path: b}
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("until: 120%,", "", ""), r"stages\[0\].until: '120%' is no number of steps .* between 0% and 100%"),
-        (("until: 0,", "", ""), r"stages\[0\].until: 0 is no number of steps"),
+        (("until: 120%,", "", ""), r"stages\[0\].until: '120%' is not a number of steps .* between 0% and 100%"),
+        (("until: 0,", "", ""), r"stages\[0\].until: 0 is not a number of steps"),
         (("until: 1%,", "", ""), r"stages\[1\].until: it is missing: give it to every stage but the last"),
-        (("until: 9%,", "until: 9%,", ""), r"stages\[1\].until: 9% is not behind the 9% of the one before"),
+        (("until: 9%,", "until: 9%,", ""), r"stages\[1\].until: 9% is not after the 9% of the previous stage"),
         (("until: 9,", "until: 10,", "until: 11,"), r"stages\[2\].until: the last stage ends with the run"),
         (("untill: 9,", "", ""), r"stages\[0\].untill: unknown key; did you mean 'until'"),
         (("packing_length: 8Q,", "", ""), r"stages\[0\].packing_length: "),
-        (("", "sequence_parallel_size: 0,", ""), r"stages\[1\].sequence_parallel_size: 0 is no number of processes"),
-        (("temperature: 0,", "", ""), r"stages\[0\].temperature: 0 is no number above 0"),
+        (("", "sequence_parallel_size: 0,", ""), r"stages\[1\].sequence_parallel_size: 0 is not a number of ranks"),
+        (("temperature: 0,", "", ""), r"stages\[0\].temperature: 0 is not a number above 0"),
     ],
 )
 def test_wrong_stages_are_named(keys: tuple[str, str, str], message: str) -> None:
@@ -114,7 +114,7 @@ def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
     assert replace(alone, place="--mix m") == parse_recipe(f"{{{common}}}", "m", MixOptions())
     with pytest.raises(ConfigError, match=r"the only stage is the whole run: give --packing-length"):
         parse_recipe("stages: [{packing_length: 8, sources: [a]}]", "m", MixOptions())
-    with pytest.raises(ConfigError, match="temperature: every stage has sources of its own"):
+    with pytest.raises(ConfigError, match="temperature: every stage has its own sources"):
         parse_recipe("{temperature: 2, stages: [{sources: [a]}, {sources: [b]}]}", "m", MixOptions())
     joined = with_joined_sources(recipe)
     assert [source.path for source in joined.sources] == ["a", "b#9", "c"]

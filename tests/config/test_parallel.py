@@ -33,7 +33,7 @@ def test_what_goes_together(options: dict[str, Any], size: int) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"sequence_parallel_size": 4, "ulysses_size": 3}, "is not what --ulysses-size 3 come to"),
+        ({"sequence_parallel_size": 4, "ulysses_size": 3}, "does not match --ulysses-size 3"),
         ({"sequence_parallel_size": 8, "ulysses_size": 2, "ring_size": 2}, "--ulysses-size 2 and --ring-size 2 come"),
         ({"sequence_parallel_type": "ring"}, "requires --sequence-parallel-size"),
         ({"sequence_parallel_type": "ring", "ulysses_size": 2}, "there is no ring"),
@@ -63,7 +63,7 @@ def test_rows_with_padding_and_kernels_without_blocks() -> None:
         (["train", "--output-dir", "o", "--packing", "--on-bad-media", "skip"], "--on-bad-media skip"),
         (["eval", "--output", "e.parquet", "--attn-impl", "flex"], "--attn-impl flex"),
         (["verify", "--sequence-parallel-type", "ulysses", "--ring-size", "2"], "has no ring"),
-        (["plan", "--world-size", "3"], "no multiple of the 2 processes"),
+        (["plan", "--world-size", "3"], "not a multiple of the 2 ranks"),
     ],
 )
 def test_the_commands_tell_before_anything_is_read(

@@ -66,7 +66,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         file={"truncation_strategy": "middle"},
     )
     for part in (
-        "--max-length: 'ten' is no number of tokens; write it as in 8192 or 8K",
+        "--max-length: 'ten' is not a number of tokens; give one such as 8192 or 8K",
         "--split-dataset-ratio: 2.0 is above 0.999",
         "--set sed: unknown setting 'sed'; did you mean 'seed'?",
         "--set no-equals-sign",
@@ -210,8 +210,8 @@ def test_a_part_of_the_options_is_taken_by_name() -> None:
 def test_bounds_hold_for_objects_made_without_resolve() -> None:
     assert not bound_problems(PackOptions())
     assert bound_problems(PackOptions(packing_window=0, look_ahead=-1)) == [
-        "--packing-window: 0 is below 1, the least allowed",
-        "--look-ahead: -1 is below 0, the least allowed",
+        "--packing-window: 0 is below the minimum of 1",
+        "--look-ahead: -1 is below the minimum of 0",
     ]
 
 

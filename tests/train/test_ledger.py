@@ -232,7 +232,7 @@ def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: 
     for words in (["--trained"], ["--step", "4"], ["--step", "4", "--model", world.tiny.model]):
         assert run(["inspect", out, *words]) == 0
     assert "with changed data" in capsys.readouterr().out
-    assert "is the --output-dir of a run, and no cache" in shown(out, code=2)
+    assert "is the --output-dir of a run, not a cache" in shown(out, code=2)
     assert "is not the --output-dir of a run" in shown(str(world.root / "c"), "--trained", code=2)
 
 

@@ -260,7 +260,7 @@ def test_plan_prints_draws_and_saves_the_shares(
     words = ["plan", f"{caches[0]}#1.5x", f"{caches[1]}#10", "--packing-length", "256"]
     page = tmp_path / "plan.html"
     assert run([*words, "--html", str(page)]) == 0
-    assert "what an epoch has of each source" in capsys.readouterr().out
+    assert "samples of each source in an epoch" in capsys.readouterr().out
     assert "Sources of the epoch" in page.read_text()
     assert run([*words, "--json"]) == 0
     sources = json.loads(capsys.readouterr().out)["sources"]

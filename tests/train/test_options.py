@@ -197,7 +197,7 @@ def test_contradictions_are_told() -> None:
         ({"freeze_parameters": ("a",)}, "--freeze-parameters requires --train-type full"),
         ({"train_type": "full", "use_dora": True}, "--use-dora requires --train-type lora"),
         ({"adapters": ("a",), "init_weights": "pissa"}, "--init-weights pissa initializes new adapters"),
-        ({"target_regex": "("}, "no regular expression"),
+        ({"target_regex": "("}, "not a regular expression"),
         ({"bf16": True, "fp16": True}, "both set the precision"),
         ({"bf16": False, "torch_dtype": "bfloat16"}, "contradicts"),
         ({"bf16": True, "torch_dtype": "float16"}, "contradicts"),

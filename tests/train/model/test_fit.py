@@ -166,8 +166,8 @@ def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--fit", "80"], "--fit 80: that many bytes hold no model"),
-        (["--fit", "1KB"], "--fit 1KB: that many bytes hold no model"),
+        (["--fit", "80"], "--fit 80: too little memory for a model"),
+        (["--fit", "1KB"], "--fit 1KB: too little memory for a model"),
         (["--fit", "1GB", "--sweep", "200"], "--sweep cannot be combined with --fit"),
         (["--fit", "1GB", "--schedule", "skrull", "--bucket-size", "200"], "--fit requires packing"),
         (["--gradient-checkpointing", "true"], "--gradient-checkpointing requires --model or --fit"),

@@ -207,7 +207,8 @@ def test_messages_after_ctrl_c_are_correct(
             _train(tiny.config(folder), nothing, World())
         messages.append("".join(capsys.readouterr()).replace("\n", " "))
     assert "--resume" not in messages[0]
-    assert f"--resume-from-checkpoint true goes on from {tmp_path}/checkpoint-1" in messages[1]
+    assert f"to resume from {tmp_path}/checkpoint-1, repeat the command" in messages[1]
+    assert "--resume-from-checkpoint true" in messages[1]
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
