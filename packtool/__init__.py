@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # Modules of `packtool.library`, and the names that each defines.
-_HOMES = {
+_MODULES = {
     "batches": ("Batches",),
     "cache": ("Cache",),
     "commands": ("evaluate", "export", "verify"),
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
     """Import a name of the library on first access (PEP 562)."""
     if name == "errors":
         return importlib.import_module("packtool.errors")
-    module = next((module for module, names in _HOMES.items() if name in names), None)
+    module = next((module for module, names in _MODULES.items() if name in names), None)
     if module is None:
         raise AttributeError(f"module 'packtool' has no attribute {name!r}")
     member = getattr(importlib.import_module(f"packtool.library.{module}"), name)

@@ -15,7 +15,7 @@ from _api_docs import api_page, option_types
 from _draw_docs import pictures
 
 from packtool.cli.main import app
-from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
+from packtool.config.compat_names import EVERY_COMMAND, CompatName, Status, compat_names
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, Family
 from packtool.encode.families.processor import ProcessorFamily
 
@@ -84,10 +84,10 @@ def with_tables(page: str) -> str:
 def _table_of(tool: str) -> str:
     lines = ["| there | here | why |", "|---|---|---|"]
     for is_variable in (False, True):
-        groups: dict[tuple[str, str, str, str], list[PeerName]] = {}
-        for entry in peer_names():
+        groups: dict[tuple[str, str, str, str], list[CompatName]] = {}
+        for entry in compat_names():
             if entry.tool == tool and entry.is_variable == is_variable:
-                groups.setdefault((entry.status, entry.here, entry.why, entry.command), []).append(entry)
+                groups.setdefault((entry.status, entry.options, entry.reason, entry.command), []).append(entry)
         for (status, here, why, command), entries in groups.items():
             names = " ".join(f"`{entry.name}`" for entry in entries)
             where = "" if command == EVERY_COMMAND else f" ({command})"

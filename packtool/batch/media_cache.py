@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.data import MediaCacheOptions
-from packtool.config.settings import written_bytes
+from packtool.config.settings import format_bytes
 
 _MAGIC = b"packmed1"
 _HEADER = struct.Struct("<8sI4I4x")  # magic, checksum, shape
@@ -78,7 +78,7 @@ class MediaReads:
     def sentence(self, cache: MediaCache) -> str:
         """Summary of a run."""
         message = f"media cache: {self.share:.0%} of {self.hits + self.misses:,} pictures and videos were there; "
-        message += f"{cache.directory} holds {cache.used / 1e6:,.1f} MB of {written_bytes(cache.limit)}"
+        message += f"{cache.directory} holds {cache.used / 1e6:,.1f} MB of {format_bytes(cache.limit)}"
         return message if self.problem is None else f"{message}; not all were kept: {self.problem}"
 
 

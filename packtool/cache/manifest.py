@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, Union, cast, get_type
 
 from packtool import storage
 from packtool.config.data import EncodeSpec
-from packtool.config.mixture import amount_behind
+from packtool.config.mixture import amount_suffix
 from packtool.config.settings import load_json
 from packtool.constants import FORMAT_VERSION, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.families import MediaLimits
@@ -314,7 +314,7 @@ class Manifest(InputCounts):
         """
         path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
-            if amount := amount_behind(directory):
+            if amount := amount_suffix(directory):
                 raise MismatchError(
                     f"{directory} is not a cache: the suffix #{amount} selects samples for training, and this command "
                     "reads whole caches",

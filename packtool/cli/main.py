@@ -20,7 +20,7 @@ import typer
 from packtool import errors
 from packtool.cli.export import run_export, run_import
 from packtool.cli.inspect import run_inspect
-from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite
+from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite_arguments
 from packtool.cli.plan import run_pack, run_plan, run_simulate
 from packtool.cli.train import run_demo_command, run_eval, run_merge, run_train, run_verify
 from packtool.config.commands import DemoConfig, EvalConfig, InspectConfig, MergeConfig, VerifyConfig
@@ -39,7 +39,7 @@ _VARIABLE = "PACKTOOL_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO")
 
 
-def asks_for_debug(arguments: Sequence[str]) -> bool:
+def is_debug_requested(arguments: Sequence[str]) -> bool:
     """Check whether the command line or the environment enables debug output."""
     level = os.environ.get(_VARIABLE) or os.environ.get("SWIFT_LOG_LEVEL", "")
     if level.upper() == "DEBUG":
@@ -112,7 +112,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # The option that takes values without a name, and how the usage line shows these.
-_NAMELESS = {
+_POSITIONAL = {
     "import": ("--dataset", "PREPARED..."),
     "inspect": ("--directory", "CACHE|OUTPUT_DIR"),
     "pack": ("--cached-dataset", "CACHE..."),
@@ -130,7 +130,7 @@ def _warn(message: str) -> None:
 
 _OPTIONS_PAGE = _documentation("options.md")
 for _name, (_settings, _run, _help) in _COMMANDS.items():
-    _class = type("PanelCommand", (PanelCommand,), {"nameless": _NAMELESS.get(_name, (None, None))[1]})
+    _class = type("PanelCommand", (PanelCommand,), {"positional": _POSITIONAL.get(_name, (None, None))[1]})
     _command = command_of(_settings, _run, UnknownOptions(_name, _SETTINGS, _warn))
     app.command(cls=_class, name=_name, help=_help, epilog=_OPTIONS_PAGE)(_command)
 
@@ -181,15 +181,15 @@ def _exit_without_teardown(code: int) -> None:
 def run(arguments: list[str]) -> int:
     """Run a command line and return its exit code (see ``packtool.errors``)."""
     original = tuple(arguments)
-    debug = asks_for_debug(original)
+    debug = is_debug_requested(original)
     try:
         if arguments and arguments[0] in _COMMANDS:
             configure_logging(debug)
             command, *words = arguments
-            nameless, _ = _NAMELESS.get(command, (None, None))
+            positional, _ = _POSITIONAL.get(command, (None, None))
             unknown = UnknownOptions(command, _SETTINGS, _warn)
             kinds = option_kinds(_SETTINGS[command])
-            arguments = [command, *rewrite(words, kinds, nameless, unknown.on_command_line)]
+            arguments = [command, *rewrite_arguments(words, kinds, positional, unknown.on_command_line)]
         # Typer answers --help and wrong usage by itself, with SystemExit.
         app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)
     except SystemExit as end:

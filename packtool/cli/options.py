@@ -1,4 +1,4 @@
-"""The call of a command: typer options generated from the settings classes, and the rewriting of argument lists.
+"""Commands of the command line: typer options made from settings classes, and rewriting of their arguments.
 
 Accepted beyond what typer reads, as in ms-swift: underscores in names (``--max_length``), values after booleans
 (``--packing true``), and several values after a list option (``--dataset a b c``).
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 import typer.core
 
-from packtool.config.peers import find_peer, peer_names
+from packtool.config.compat_names import compat_names, find_compat_name
 from packtool.config.settings import (
     COMMON,
     FALSE_WORDS,
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Invocation:
-    """The call of a command.
+    """One call of a command.
 
     Args:
-        arguments: everything after ``packtool``, unchanged, so that torchrun can run it again in every process.
-        as_json: print one JSON document on stdout instead of text.
+        arguments: everything after ``packtool``, unchanged; torchrun starts every process with it.
+        as_json: whether to print one JSON document on stdout instead of text.
     """
 
     arguments: tuple[str, ...]
@@ -57,11 +57,11 @@ class Invocation:
 
     @property
     def command(self) -> str:
-        """The command line, to be shown and copied."""
+        """The command line, quoted for a shell."""
         return shlex.join(["packtool", *self.arguments])
 
     def show(self, figures: object, lines: Iterable[str]) -> None:
-        """Print the figures as JSON or, without ``--json``, the lines."""
+        """Print ``figures`` as JSON with ``--json``, else ``lines``."""
         if self.as_json:
             show_json(figures)
         else:
@@ -70,7 +70,7 @@ class Invocation:
 
 @contextmanager
 def interruptible_progress(message: str) -> Iterator[TerminalProgress]:
-    """Progress on stderr; Ctrl-C prints ``message`` and exits with code 130."""
+    """Yield a progress on stderr; Ctrl-C prints ``message`` and exits with code 130."""
     from packtool.report.tables import TerminalProgress
 
     with TerminalProgress() as progress:
@@ -81,25 +81,25 @@ def interruptible_progress(message: str) -> Iterator[TerminalProgress]:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-# A switch is off by default and has no negative form (--no-...).
+# flag: --x and --no-x; switch: --x only, off by default; single: one value; list: several values.
 ArgumentKind = Literal["flag", "switch", "single", "list"]
 T = TypeVar("T")
 
 
-def rewrite(
+def rewrite_arguments(
     arguments: Sequence[str],
     kinds: Mapping[str, ArgumentKind],
-    nameless: str | None = None,
+    positional: str | None = None,
     explain_unknown: Callable[[str, str | None], str | None] | None = None,
 ) -> list[str]:
     """Rewrite a command line into the form that typer reads.
 
     Args:
-        arguments: after the command's name.
+        arguments: those after the command's name.
         kinds: of each option, by its name with dashes.
-        nameless: the option that takes values without a name.
-        explain_unknown: returns an error message for an unknown option and its value, or None to drop them silently.
-            By default unknown options, and values without an option, are passed on for typer to refuse.
+        positional: the option that gets values without an option's name.
+        explain_unknown: returns the error message for an unknown option and its value, or None to ignore them. By
+            default, unknown options and values without an option are left for typer to refuse.
 
     Raises:
         ConfigError: naming unknown options, invalid booleans, and values without an option.
@@ -112,8 +112,8 @@ def rewrite(
         at += 1
         if not argument.startswith("--") or argument == "--":
             is_value = not argument.startswith("-")
-            result += [nameless, argument] if nameless and is_value else [argument]
-            if is_value and not nameless and explain_unknown:
+            result += [positional, argument] if positional and is_value else [argument]
+            if is_value and not positional and explain_unknown:
                 problems.append(_stray_value(argument, arguments[at - 2] if at > 1 else "", kinds))
             continue
         name, equals, value = argument.partition("=")
@@ -147,7 +147,7 @@ def rewrite(
 
 
 def _boolean(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
-    """The words for typer; None for a value that is neither true nor false."""
+    """Return a boolean option in the form that typer reads; None if the value is neither true nor false."""
     if value.lower() in TRUE_WORDS:
         return [name]
     if value.lower() in FALSE_WORDS:
@@ -156,7 +156,7 @@ def _boolean(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
 
 
 def _stray_value(value: str, before: str, kinds: Mapping[str, ArgumentKind]) -> str:
-    """The error message for a value that no option takes, from the argument before it."""
+    """Return the error message for a value that no option takes; ``before`` is the argument in front of it."""
     name = before.replace("_", "-")
     if kinds.get(name) in ("flag", "switch"):
         return f"{name}: {value!r} is neither true nor false"
@@ -168,12 +168,12 @@ _MIN_SIMILARITY = 0.75
 
 
 class UnknownOptions:
-    """Messages about names that a command does not know: another tool's, another command's, or mistyped.
+    """Error messages for option names that a command does not have: another tool's, another command's, or misspelled.
 
     Args:
-        command: its name.
-        settings: of all commands, by name.
-        warn: takes messages that are no errors.
+        command: name of the command.
+        settings: settings classes of all commands by name.
+        warn: prints a warning.
     """
 
     def __init__(self, command: str, settings: Mapping[str, type], warn: Callable[[str], None]) -> None:
@@ -182,21 +182,22 @@ class UnknownOptions:
         self.warn = warn
 
     def on_command_line(self, name: str, value: str | None) -> str | None:
-        """The error message for ``--name`` and its value; None if they can be ignored."""
+        """Return the error message for an unknown ``--name`` and its value; None if they can be ignored."""
         return self._message(name.removeprefix("--"), value, "No such option:", name)
 
     def in_settings(self, name: str, value: Any) -> str | None:
-        """The error message for a key of YAML or of ``--set`` and its value; None if they can be ignored."""
+        """Return the error message for an unknown key of YAML or ``--set``; None if it can be ignored."""
         return self._message(name, value, "unknown setting", repr(name))
 
     def warn_of_variables(self, environ: Mapping[str, str]) -> None:
-        """Warn of environment variables that another tool would read and packtool does not."""
-        for entry in peer_names():
+        """Warn about set environment variables of other tools that packtool does not read."""
+        for entry in compat_names():
             if entry.is_variable and entry.status in ("renamed", "unsupported") and environ.get(entry.name):
                 self.warn(entry.sentence(f"environment variable {entry.name}"))
 
     def _message(self, name: str, value: Any, error: str, shown: str) -> str | None:
-        compat_name = find_peer(name, self.command)
+        """Explain another tool's name, or return ``error`` with ``shown``, the name as given, and a suggestion."""
+        compat_name = find_compat_name(name, self.command)
         if compat_name is None:
             return f"{error} {shown}{self._suggestion(flag(name))}"
         if compat_name.status == "unneeded":
@@ -207,7 +208,7 @@ class UnknownOptions:
         return compat_name.sentence(shown, value)
 
     def _suggestion(self, name: str) -> str:
-        """Another command's option of this name, the most similar one, or the most similar one of another command."""
+        """Return the end of an error message: which command has this option, or the most similar option."""
         options = {
             command: [name for field in _flags(settings) for name in option_names(field)]
             for command, settings in self._settings.items()
@@ -225,7 +226,7 @@ class UnknownOptions:
         return f"; did you mean {similar}? It is an option of packtool {owners(similar)}" if similar else ""
 
 
-# Of every command, by name: how the value is given, its type, and how --help shows it.
+# Options of every command by name: kind, type, and arguments of typer.Option.
 _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
     "config": ("single", str | None, {"metavar": "FILE", "help": "YAML file of settings."}),
     "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Override one setting; may be repeated."}),
@@ -239,7 +240,7 @@ _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
 
 
 def option_kinds(cls: type) -> dict[str, ArgumentKind]:
-    """The kind of each option of a command, by its names."""
+    """Return the kind of each option of a command by all its names."""
     kinds = {f"--{name}": kind for name, (kind, _, _) in _COMMON_OPTIONS.items()}
     return kinds | {name: _kind(field, cls) for field in _flags(cls) for name in option_names(field)}
 
@@ -248,17 +249,17 @@ class PanelCommand(typer.core.TyperCommand):
     """A command whose ``--help`` groups options under the headings of their declarations.
 
     Attributes:
-        nameless: how the usage line shows values without an option's name; None if the command takes none.
+        positional: values without an option's name in the usage line, such as ``CACHE...``; None if there are none.
     """
 
-    nameless: str | None = None
+    positional: str | None = None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Add ``nameless`` to click's usage line."""
-        return [*super().collect_usage_pieces(ctx), *([self.nameless] if self.nameless else [])]
+        """Add ``positional`` to click's usage line."""
+        return [*super().collect_usage_pieces(ctx), *([self.positional] if self.positional else [])]
 
     def panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-        """(names and value, help) of every option by heading, in the order of ``--help``."""
+        """Return (names and value, help) of every option by heading, in the order of ``--help``."""
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -267,19 +268,22 @@ class PanelCommand(typer.core.TyperCommand):
         return {name: records for name, records in panels.items() if records}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the panels without rich, which takes a tenth of a second to import."""
+        """Write the options by heading, without rich, whose import takes 0.1 s."""
         for name, records in self.panels(ctx).items():
             with formatter.section(name):
                 formatter.write_dl(records)
 
 
 def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: UnknownOptions) -> Callable[..., None]:
-    """Make a function that typer reads as a command with all options of ``cls``.
+    """Make a typer command with all options of a settings class.
 
     Args:
-        cls: the settings.
+        cls: the settings class.
         run: called with the merged settings and the invocation.
         unknown: explains unknown settings.
+
+    Returns:
+        a function whose signature typer reads.
     """
 
     def command(ctx: typer.Context, **values: Any) -> None:
@@ -318,7 +322,7 @@ def _parameter(name: str, hint: Any, option: Any, default: object = None) -> ins
 
 
 def _flags(cls: type) -> list[dataclasses.Field[Any]]:
-    """Settings in the order of ``--help``: first those in the class's ``COMMON_OPTIONS``, else the required ones."""
+    """Return the fields with a flag in the order of ``--help``: first ``COMMON_OPTIONS``, or else the required ones."""
     fields = [field for field in dataclasses.fields(cls) if field.metadata["flag"]]
     order = getattr(cls, "COMMON_OPTIONS", ()) or tuple(field.name for field in fields if is_required(field))
     return sorted(fields, key=lambda field: order.index(field.name) if field.name in order else len(order))
@@ -332,7 +336,7 @@ def _kind(field: dataclasses.Field[Any], cls: type) -> ArgumentKind:
 
 
 def _option(field: dataclasses.Field[Any], cls: type) -> inspect.Parameter:
-    """The typer option of a setting; ``resolve`` converts its text, so that all errors are reported at once."""
+    """Return the typer option of a setting; its value stays text, because ``resolve`` reports all errors at once."""
     kind = _kind(field, cls)
     names = list(option_names(field))
     panel = COMMON if field.name in getattr(cls, "COMMON_OPTIONS", ()) else field.metadata["panel"]
@@ -347,6 +351,7 @@ def _option(field: dataclasses.Field[Any], cls: type) -> inspect.Parameter:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
+    """Return a setting's help with its environment variable, and its default if the help does not state it."""
     text = str(field.metadata["help"])
     if field.metadata["env"]:
         text += f" (environment: {field.metadata['env']})"
@@ -360,6 +365,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def _metavar(hint: Any) -> str:
+    """Return what ``--help`` shows for the value of a type, such as ``N`` or ``a|b``."""
     if typing.get_origin(hint) is Literal:
         return "|".join(typing.get_args(hint))
     if typing.get_origin(hint) is tuple:

@@ -60,7 +60,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     html: str | None = option(None, "Write the report as a web page to this file.")
 
     @property
-    def not_shared_with(self) -> list[str]:
+    def sharing_conflicts(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
         trained = ["--trajectory"] if self.trajectory is not None else []
         return trained + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
@@ -99,7 +99,7 @@ class EvalConfig(
     dataloader_num_workers: int = speed_option(1, "Number of processes per rank that load media ahead.", minimum=0)
 
     @property
-    def not_shared_with(self) -> list[str]:
+    def sharing_conflicts(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
         bounds = ["--max-samples-per-micro-batch"] if self.max_samples_per_micro_batch is not None else []
         return bounds + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])

@@ -1,4 +1,4 @@
-"""Conflicts of options: ``conflicts.tsv`` declares them in the form that its head describes."""
+"""Conflicts between options, as declared in ``conflicts.tsv``; its first lines describe the format."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any
 from packtool.config.settings import flag
 
 Alternative = tuple[str, str, str, str]
-"""``!`` or nothing, an option's name, an operator such as ``=`` or nothing, and the value to compare with."""
+"""Condition on an option: (``!`` or empty, its name, an operator such as ``=`` or empty, the value to compare with)."""
 
 _ALTERNATIVE = re.compile(r"(!?)(\w+)(?:(!=|>=|=|>)(.*))?")
 
 
 class Settings:
-    """Base class of all sections of options, and of the settings of a command, which inherit from their sections.
+    """Base class of all sections of options, and of a command's settings, which inherit from their sections.
 
-    A section's method ``value_problems`` returns the problems that the table cannot express.
+    A section's method ``value_problems`` returns messages about conflicts that the table cannot express.
     """
 
     def problems(self, *sections: type) -> list[str]:
-        """Return the problems of combined options.
+        """Return the messages about conflicting options.
 
         Args:
-            sections: classes whose rules are checked; by default all that this one inherits from.
+            sections: classes whose rules are checked; by default all base classes.
         """
         checks: dict[str, Callable[[Any], list[str]]] = {
             cls.__name__: vars(cls).get("value_problems", lambda _: []) for cls in sections or type(self).__mro__
         }
         names, problems = set(checks), list[str]()
         for section, terms, message in conflict_table():
-            if section in checks:  # before the section's first rule
+            if section in checks:  # reported before the messages of the section's rules
                 problems += checks.pop(section)(self)
             if section in names:
                 problems += _messages(self, terms, message)
@@ -44,7 +44,10 @@ class Settings:
 
 @functools.cache
 def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], str], ...]:
-    """Return the rules of ``conflicts.tsv``: section, terms with their alternatives, message."""
+    """Return the rules of ``conflicts.tsv``: (section, terms, message).
+
+    A rule applies if all terms hold; a term holds if one of its alternatives does.
+    """
     rules = []
     section = ""
     for line in resources.files("packtool.config").joinpath("conflicts.tsv").read_text(encoding="utf-8").splitlines():
@@ -64,7 +67,7 @@ def _alternative(text: str) -> Alternative:
 
 
 def _messages(settings: Settings, terms: tuple[tuple[Alternative, ...], ...], message: str) -> Iterator[str]:
-    """Yield the messages of a rule; nothing if its condition does not hold."""
+    """Yield the messages of a rule for ``settings``; none if a term does not hold."""
     names: list[str] = []
     for alternatives in terms:
         names = [each[1] for each in alternatives if hasattr(settings, each[1]) and _holds(settings, *each)]
@@ -77,6 +80,7 @@ def _messages(settings: Settings, terms: tuple[tuple[Alternative, ...], ...], me
 
 
 def _holds(settings: Settings, negation: str, name: str, operator: str, wanted: str) -> bool:
+    """Return whether an ``Alternative`` holds; without an operator, whether the option differs from its default."""
     value = getattr(settings, name)
     if operator.startswith(">"):
         limit = getattr(settings, wanted) if wanted.isidentifier() else float(wanted)
@@ -93,7 +97,7 @@ def _holds(settings: Settings, negation: str, name: str, operator: str, wanted: 
 
 
 def _text(value: Any) -> str:
-    """Return a value as it is written on the command line; nothing for None."""
+    """Return a value as on the command line; an empty text for None."""
     if isinstance(value, float):
         return f"{value:g}"
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Options of rows, media and caches: export and import, and what other commands share with them."""
+"""Options of rows, media and caches, and the settings of export and import."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MediaOverflow = Literal["drop", "trim", "raise"]
 MediaAccess = Literal["root", "local", "any"]
 ExpandTurns = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
 BboxType = Literal["real", "norm1", "norm1000"]
-"""Units of coordinates: pixels, shares of the picture's sides, thousandths of its sides."""
+"""Units of coordinates: pixels, fractions of the image's sides, thousandths of its sides."""
 
 MAX_ROW_BYTES = 64_000_000
 
@@ -50,7 +50,7 @@ EXPAND_HELP = "Make a sample of every assistant turn, so that its thinking is tr
 
 @dataclass(frozen=True, kw_only=True)
 class AccessOptions(Settings):
-    """Access policy for media of rows and caches, which somebody else may have written."""
+    """Access policy for media referenced by rows and caches, which may come from untrusted authors."""
 
     media_access: MediaAccess = access_option(
         "root", "Restrict which files, buckets and addresses rows may reference as media."
@@ -60,8 +60,8 @@ class AccessOptions(Settings):
     )
 
     @property
-    def named_places(self) -> tuple[str, ...]:
-        """Caches, rows and the media root that the command line names, which may be accessed."""
+    def named_sources(self) -> tuple[str, ...]:
+        """Caches, rows and the media root given on the command line; their stores may be accessed."""
         named = [getattr(self, name, None) or () for name in ("directory", "cached_dataset", "dataset", "media_root")]
         return tuple(chain.from_iterable([value] if isinstance(value, str) else value for value in named))
 
@@ -99,9 +99,9 @@ class RowOptions(AccessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions(Settings):
-    """Limits on media; those not given come from the model's processor settings.
+    """Limits on media; the model's processor settings provide those that are not given.
 
-    Names and meanings are those of the environment variables of the Qwen processors and ms-swift. N tokens of a picture
+    Names and meanings are those of the environment variables of the Qwen processors and ms-swift. N tokens of an image
     are N x (patch x merge)^2 pixels.
     """
 
@@ -129,7 +129,7 @@ class MediaOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class BoxOptions(Settings):
-    """Format of boxes, points and polygons; by default that of the row and of the model's family."""
+    """Format of boxes, points and polygons; by default, that of the row and the model's family."""
 
     bbox_type: BboxType | None = picture_option(
         None, "Unit of box coordinates in JSON texts: pixels, fractions or thousandths."
@@ -146,19 +146,19 @@ BOX_SETTINGS = tuple(field.name for field in fields(BoxOptions))
 
 
 def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) -> list[str]:
-    """Return the problem of a loss scale that contradicts ``--expand-turns``."""
+    """Return the message about a loss scale that contradicts ``--expand-turns``, if it does."""
     bases = (loss_scale or "").split("+")
     if expand_turns in (None, "false"):
         return []
     if "all" in bases:
         return [
-            f"--expand-turns {expand_turns} and --loss-scale {loss_scale}: each sample would train all that it begins "
-            "with once more; leave out one of them"
+            f"--expand-turns {expand_turns} and --loss-scale {loss_scale}: each sample would train its earlier turns "
+            "again; leave out one of them"
         ]
     if expand_turns == "true" and bases[0].startswith("last_round"):
         return [
-            f"--expand-turns true and --loss-scale {loss_scale}: only the last turn is trained, and that is whole "
-            "anyway; leave out one of them"
+            f"--expand-turns true and --loss-scale {loss_scale}: only the last turn is trained, which needs no "
+            "expansion; leave out one of them"
         ]
     return []
 
@@ -168,7 +168,7 @@ Executor = Literal["local", "ray"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeSpec(BoxOptions, MediaOptions):
-    """Everything that determines how a row is encoded: two exports with the same spec write the same tokens."""
+    """All options that determine the encoding of a row: exports with equal specs write the same tokens."""
 
     model: str = option(REQUIRED, "Model directory or hub id; only tokenizer, processor and config are read.")
     max_length: Tokens = option(0, "Maximum tokens of a sample; by default the model's limit, at most 8192.", minimum=2)
@@ -182,9 +182,9 @@ class EncodeSpec(BoxOptions, MediaOptions):
     )
 
     def recorded(self) -> dict[str, Any]:
-        """Return the values for the manifest of a cache.
+        """Return the values that a cache's manifest records.
 
-        Newer options appear only where they are given, so that older caches keep their fingerprints.
+        Newer options are recorded only if they are given, so that older caches keep their fingerprints.
         """
         values = dataclasses.asdict(self)
         if self.chat_template is not None:
@@ -198,7 +198,7 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     """Settings of ``packtool export``."""
 
     TAKES_TOKENS: ClassVar[bool] = False
-    """Whether a row with both tokens and their source is read as tokens."""
+    """Whether rows that contain both tokens and messages are read as tokens."""
     COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
         *("model", "dataset", "output_dir", "max_length", "truncation_strategy", "split_dataset_ratio", "max_pixels"),
         *("fps", "loss_scale", "dataset_num_proc", "overwrite", "repair", "dry_run"),
@@ -229,17 +229,17 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
 
     @property
     def is_part(self) -> bool:
-        """True if other commands, perhaps on other machines, export into the same directory."""
+        """True for a part of a job array: other commands may export into the same directory."""
         return self.task_index is not None or self.finalize
 
     def value_problems(self) -> list[str]:
-        """Return the problem of a loss scale that contradicts ``--expand-turns``."""
+        """Return the message about a loss scale that contradicts ``--expand-turns``, if it does."""
         return expand_problems(self.expand_turns, self.loss_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig(ExportConfig):
-    """Settings of ``packtool import``: those of export, except for the options below."""
+    """Settings of ``packtool import``: those of export with another ``dataset`` and ``max_length``."""
 
     TAKES_TOKENS: ClassVar[bool] = True
 
@@ -279,7 +279,7 @@ class CacheOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class MediaCacheOptions(Settings):
-    """The cache of resized pictures and frames."""
+    """Cache of resized images and video frames."""
 
     media_cache: str | None = cache_option(
         None, "Local directory for resized images and video frames, reused in later epochs."
@@ -287,12 +287,12 @@ class MediaCacheOptions(Settings):
     media_cache_size: Bytes | None = cache_option(None, "Maximum size of --media-cache, such as 500GB.", minimum=None)
 
     def value_problems(self) -> list[str]:
-        """Return the problems of a media cache without a size or on a remote store."""
+        """Return the message about a media cache that is remote or has no size."""
         directory, size = self.media_cache, self.media_cache_size
         if directory is None:
             return []
         if storage.is_remote(directory):
             return [f"--media-cache {storage.masked(directory)}: give a directory on a disk of this machine"]
         if size is None:
-            return ["--media-cache-size is missing: say how much --media-cache may hold, as in 500GB"]
-        return [] if size else ["--media-cache-size 0 keeps nothing: leave out --media-cache"]
+            return ["--media-cache-size is missing: give the maximum size of --media-cache, as in 500GB"]
+        return [] if size else ["--media-cache-size 0 stores nothing: leave out --media-cache"]

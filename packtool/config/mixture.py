@@ -32,7 +32,7 @@ MixStrategy = Literal["concat", "interleave_under", "interleave_over", "interlea
 
 UNITS: tuple[str, ...] = get_args(MixUnit)
 MIXTURES = "mixtures (--mix, --interleave-probs, or a # behind a cache)"
-"""Name of mixtures in ``not_shared_with``, because they share no prefixes."""
+"""Mixtures in the texts of ``sharing_conflicts``; their samples cannot share prefixes."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%|x)?")
 MAX_DRAWN, MAX_AMOUNT = 10_000_000, 10**15
 _NUMBER = re.compile(r"\d[\d.]*[%xX]?")
@@ -71,8 +71,8 @@ class MixOptions(Settings):
 
     @property
     def mixing(self) -> list[str]:
-        """``MIXTURES`` if an epoch may not have every sample exactly once; else nothing."""
-        is_mixed = self.mix is not None or self.interleaves or any(map(amount_behind, self.cached_dataset))
+        """A list with ``MIXTURES`` if an epoch may not contain every sample exactly once, else empty."""
+        is_mixed = self.mix is not None or self.interleaves or any(map(amount_suffix, self.cached_dataset))
         return [MIXTURES] if is_mixed else []
 
     @property
@@ -102,13 +102,13 @@ class MixOptions(Settings):
 
 @dataclass(frozen=True)
 class Amount:
-    """The amount behind the # of a name: a number of samples, or of epochs (0.2 for 20%)."""
+    """Amount of a source, written behind a #: a number of samples, or of epochs (0.2 for 20%)."""
 
     number: float
     kind: Literal["samples", "epochs"]
 
     def of(self, num: int) -> int:
-        """Return the number of samples to take of ``num``, at least one."""
+        """Return the number of samples that an epoch takes from a source of ``num`` samples, at least 1."""
         return max(1, round(self.number if self.kind == "samples" else self.number * num))
 
     def __str__(self) -> str:
@@ -118,9 +118,12 @@ class Amount:
 
 
 def check_drawn(count: float, num: int, what: str) -> None:
-    """Refuse to draw ``count`` of ``num`` samples if their positions would fill the memory.
+    """Raise a ConfigError if an epoch draws so many samples that their positions would fill the memory.
 
-    The limit is 10 million, or 100 times ``num``. ``what`` names the option in the message.
+    Args:
+        count: samples that the epoch draws, at most 10 million or 100 times ``num``.
+        num: samples of the source.
+        what: name of the option for the message.
     """
     if count > (limit := max(MAX_DRAWN, 100 * num)):
         raise ConfigError(
@@ -129,8 +132,8 @@ def check_drawn(count: float, num: int, what: str) -> None:
         )
 
 
-def amount_behind(name: str) -> str:
-    """Return the text behind the last # of a name if it looks like an amount; else an empty text."""
+def amount_suffix(name: str) -> str:
+    """Return the text behind the last # of a name if it looks like an amount, else an empty text."""
     _, mark, text = name.rpartition("#")
     return text if mark and _NUMBER.fullmatch(text) else ""
 
@@ -153,7 +156,7 @@ def parse_amount(text: str) -> Amount:
 _MEDIA_OPTIONS = tuple(field.name for field in dataclasses.fields(MediaOptions))
 _RECIPE_KEYS = ("sources", "temperature", "unit")
 _STAGE_KEYS = ("until", "packing_length", "sequence_parallel_size")
-# Settings of a source that are the same in all stages.
+# Settings of a source that must be the same in all stages.
 _RUN_SETTINGS = ("channel", "loss_weight", "loss_scale", "media_limits")
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
@@ -163,15 +166,15 @@ class SourceRecipe:
     """One source of a mixture.
 
     Args:
-        path: of the cache.
-        amount: samples that an epoch takes; None to follow the weight, or to take all.
+        path: the cache.
+        amount: samples of an epoch; None to follow the weight, or without weights to take all.
         weight: relative to the other sources.
         loss_weight: factor of its losses.
-        loss_scale: which of its tokens are trained; None for the setting of the run or the export.
+        loss_scale: rule that selects its trained tokens; None for that of the run or the export.
         min_length, max_length: inclusive bounds of the samples' tokens.
         media_limits: required limits of its cache, by option name.
-        channel: name that its losses are logged by; None for the cache's name.
-        is_taken: False for a source that only other stages have.
+        channel: name of its losses in logs; None for the cache's name.
+        is_taken: False if only other stages train this source.
     """
 
     path: str
@@ -233,11 +236,13 @@ class Recipe:
         return "" if self.until_share is None else f"{100 * self.until_share:g}%"
 
 
-def with_joined_sources(recipe: Recipe) -> Recipe:
-    """Give all stages the sources of all stages, in one order; a path that a stage has twice is two sources.
+def unify_sources(recipe: Recipe) -> Recipe:
+    """Give every stage the sources of all stages in the same order; other stages' sources have ``is_taken=False``.
+
+    A path that a stage has twice is two sources.
 
     Raises:
-        ConfigError: if a source has two names, two loss scales, ...
+        ConfigError: if stages give a source different channels, loss weights, loss scales or media limits.
     """
     # Of each stage, its sources by path and the number of earlier sources with that path.
     keyed: list[dict[tuple[str, int], SourceRecipe]] = []
@@ -281,14 +286,18 @@ def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
     except yaml.YAMLError as error:
         raise ConfigError(f"--mix {file} is not valid YAML: {error}") from error
     parser = _RecipeParser(file, options)
-    recipe = parser.curriculum(value)
+    recipe = parser.parse_curriculum(value)
     if parser.problems or recipe is None:
         raise ConfigError.from_problems(list(dict.fromkeys(parser.problems)))
     return recipe
 
 
 class _RecipeParser:
-    """Parses a recipe and collects its problems; ``key`` names the place of a value in the file."""
+    """Parses a recipe file and collects all its problems.
+
+    ``key`` is the position of a value in the file, such as ``stages[1].sources[0]``. Methods that parse a value return
+    None after reporting a problem.
+    """
 
     def __init__(self, file: str, options: MixOptions) -> None:
         self.place, self.options = f"--mix {file}", options
@@ -297,23 +306,23 @@ class _RecipeParser:
     def report(self, key: str, problem: str) -> None:
         self.problems.append(f"{self.place}, {key}: {problem}")
 
-    def curriculum(self, value: Any) -> Recipe | None:
-        """Parse a file, with or without stages; None if it is too wrong to build a recipe."""
+    def parse_curriculum(self, value: Any) -> Recipe | None:
+        """Parse the content of a file with or without stages; None if no recipe can be built."""
         if not isinstance(value, Mapping):
             self.report("sources", "a recipe is a mapping with the key sources")
             return None
         self.check_keys(value, (*_RECIPE_KEYS, "stages"), "")
         if "stages" not in value:
-            return self.recipe(value)
+            return self.parse_recipe(value)
         common = {key: item for key, item in value.items() if key in _RECIPE_KEYS}
         stages = value["stages"]
         if not isinstance(stages, list) or not stages or not all(isinstance(each, Mapping) for each in stages):
             self.report("stages", "give a list of stages, each with sources, until, packing_length, ...")
-            return self.recipe(common)
+            return self.parse_recipe(common)
         if all("sources" in stage for stage in stages):
             for key in common:
                 self.report(str(key), "every stage has its own sources: give it in the stages")
-        parsed = [self.stage(stage, common, f"stages[{number}]") for number, stage in enumerate(stages)]
+        parsed = [self.parse_stage(stage, common, f"stages[{number}]") for number, stage in enumerate(stages)]
         self.check_ends(parsed)
         if len(stages) == 1:
             for key in _STAGE_KEYS:
@@ -324,16 +333,16 @@ class _RecipeParser:
         complete = tuple(stage for stage in parsed if stage is not None)
         return Recipe(sources=(), stages=complete, place=self.place) if len(complete) == len(stages) else None
 
-    def stage(self, value: Mapping[str, Any], common: Mapping[str, Any], key: str) -> Recipe | None:
-        """Parse one stage; ``common`` has the keys of the file, which those of the stage replace."""
+    def parse_stage(self, value: Mapping[str, Any], common: Mapping[str, Any], key: str) -> Recipe | None:
+        """Parse one stage; its keys replace those of ``common``, which the file has for all stages."""
         self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
         own = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
-        recipe = self.recipe({**common, **own}, f"{key}." if "sources" in value else "")
-        until, share = self.until(value.get("until"), f"{key}.until")
+        recipe = self.parse_recipe({**common, **own}, f"{key}." if "sources" in value else "")
+        until, share = self.parse_until(value.get("until"), f"{key}.until")
         size = value.get("sequence_parallel_size")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             self.report(f"{key}.sequence_parallel_size", f"{size!r} is not a number of ranks")
-        length = self.length(value, "packing_length", key)
+        length = self.parse_length(value, "packing_length", key)
         if recipe is None:
             return None
         return replace(
@@ -345,8 +354,8 @@ class _RecipeParser:
             sequence_parallel_size=size,
         )
 
-    def until(self, value: Any, key: str) -> tuple[int | None, float | None]:
-        """Parse the end of a stage: a number of steps, or a share of the run, 0 to 1."""
+    def parse_until(self, value: Any, key: str) -> tuple[int | None, float | None]:
+        """Return the end of a stage: (optimizer step, None), or (None, share of the run from 0 to 1)."""
         if value is None:
             return None, None
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -358,7 +367,7 @@ class _RecipeParser:
         return None, None
 
     def check_ends(self, stages: Sequence[Recipe | None]) -> None:
-        """Report ends that do not rise, and a last stage that does not end with the run."""
+        """Report ends of stages that are missing or not increasing, and an end of the last stage."""
         ends = [None if stage is None else stage.until or stage.until_share for stage in stages]
         if len(stages) > 1 and ends[-1] is not None:
             self.report(f"stages[{len(stages) - 1}].until", "the last stage ends with the run: leave it out")
@@ -378,13 +387,13 @@ class _RecipeParser:
                     self.report(f"stages[{number}].until", problem)
 
     def check_keys(self, value: Mapping[Any, Any], known: tuple[str, ...], prefix: str) -> None:
-        """Report unknown keys."""
+        """Report unknown keys; ``prefix`` is that of their position, with a dot at the end."""
         for key in value:
             if key not in known:
                 hint = did_you_mean(str(key), known)
                 self.report(f"{prefix}{key}", f"unknown key{hint}; known are {', '.join(known)}")
 
-    def recipe(self, value: Mapping[str, Any], prefix: str = "") -> Recipe | None:
+    def parse_recipe(self, value: Mapping[str, Any], prefix: str = "") -> Recipe | None:
         """Parse the recipe of one stage or of the whole run; None if there are problems.
 
         Args:
@@ -394,13 +403,13 @@ class _RecipeParser:
         if not isinstance(raw, list) or not raw:
             self.report(f"{prefix}sources", "give a list of caches, each with its path")
             return None
-        parsed = [self.source(each, f"{prefix}sources[{number}]") for number, each in enumerate(raw)]
-        temperature = self.number(value, "temperature", prefix)
+        parsed = [self.parse_source(each, f"{prefix}sources[{number}]") for number, each in enumerate(raw)]
+        temperature = self.parse_number(value, "temperature", prefix)
         unit = value.get("unit", "samples")
         if unit not in UNITS:
             self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
         if "unit" in value and temperature is None:
-            self.report(f"{prefix}unit", "it requires temperature, whose sizes it is the unit of: leave it out")
+            self.report(f"{prefix}unit", "it applies only to temperature, which is missing: leave it out")
         units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
         sources = tuple(source for source, _ in parsed if source is not None)
         if len(units) > 1:
@@ -425,7 +434,7 @@ class _RecipeParser:
             place=self.place,
         )
 
-    def source(self, value: Any, key: str) -> tuple[SourceRecipe | None, str | None]:
+    def parse_source(self, value: Any, key: str) -> tuple[SourceRecipe | None, str | None]:
         """Parse one source; also return the unit of its weight."""
         if isinstance(value, str):
             value = {"path": value}
@@ -441,21 +450,21 @@ class _RecipeParser:
         units = [unit for unit in UNITS if unit in value]
         if len(units) > 1:
             self.report(key, f"{' and '.join(units)} are two weights: give one of them")
-        weight = self.number(value, units[0], f"{key}.") if units else None
+        weight = self.parse_number(value, units[0], f"{key}.") if units else None
         source = SourceRecipe(
             path=path,
             weight=weight,
-            loss_weight=self.number(value, "loss_weight", f"{key}.") or 1.0,
-            min_length=self.length(value, "min_length", key),
-            max_length=self.length(value, "max_length", key),
-            media_limits=self.media_limits(value, key),
-            channel=self.text(value, "channel", f"{key}.channel", "name"),
-            loss_scale=self.text(value, "loss_scale", f"{key}.loss_scale", "loss scale"),
+            loss_weight=self.parse_number(value, "loss_weight", f"{key}.") or 1.0,
+            min_length=self.parse_length(value, "min_length", key),
+            max_length=self.parse_length(value, "max_length", key),
+            media_limits=self.parse_media_limits(value, key),
+            channel=self.parse_text(value, "channel", f"{key}.channel", "name"),
+            loss_scale=self.parse_text(value, "loss_scale", f"{key}.loss_scale", "loss scale"),
         )
         return source, (units[0] if units else None)
 
-    def media_limits(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """Return the limits of a source's media, by option name."""
+    def parse_media_limits(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """Return the valid media limits of a source by option name."""
         limits = {}
         for name in (each for each in _MEDIA_OPTIONS if value.get(each) is not None):
             try:
@@ -464,14 +473,14 @@ class _RecipeParser:
                 self.report(f"{key}.{name}", error.message.removeprefix(f"{flag(name)}: "))
         return limits
 
-    def text(self, value: Mapping[str, Any], name: str, key: str, what: str) -> str | None:
+    def parse_text(self, value: Mapping[str, Any], name: str, key: str, what: str) -> str | None:
         raw = value.get(name)
         if raw is not None and not isinstance(raw, str):
             self.report(key, f"{raw!r} is not a {what}")
         return raw if isinstance(raw, str) else None
 
-    def number(self, value: Mapping[str, Any], name: str, prefix: str) -> float | None:
-        """Return a number above 0; None if the key is missing or its value is something else."""
+    def parse_number(self, value: Mapping[str, Any], name: str, prefix: str) -> float | None:
+        """Return a number above 0; None if the key is missing or its value is invalid."""
         if name not in value:
             return None
         raw = value[name]
@@ -480,8 +489,8 @@ class _RecipeParser:
             return None
         return float(raw)
 
-    def length(self, value: Mapping[str, Any], name: str, key: str) -> int | None:
-        """Return a number of tokens, such as 8192 or 8K."""
+    def parse_length(self, value: Mapping[str, Any], name: str, key: str) -> int | None:
+        """Return a number of tokens, given as 8192 or 8K; None if the key is missing or its value is invalid."""
         try:
             return None if value.get(name) is None else num_tokens(str(value[name]))
         except ValueError as error:

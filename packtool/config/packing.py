@@ -24,7 +24,7 @@ ScheduleName = Literal["packs", "skrull"]
 PackingAlgorithm = Literal["best_fit", "binpacking", "sequential"]
 SharePrefix = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
 SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
-"""Name of sequence parallelism in ``not_shared_with``."""
+"""Sequence parallelism in the texts of ``sharing_conflicts``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,36 +92,36 @@ class StepOptions(PackOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions(Settings):
-    """Sharing of common prefixes of samples: an option of plan, train, eval and verify."""
+    """Sharing of common prefixes between samples, in plan, train, eval and verify."""
 
     share_prefix: SharePrefix = packing_option("auto", "Compute the common prefix of several samples only once.")
 
     @property
-    def not_shared_with(self) -> list[str]:
+    def sharing_conflicts(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
         raise NotImplementedError
 
     def value_problems(self) -> list[str]:
-        """Return the problems of options that exclude ``--share-prefix true``."""
+        """Return messages about given options that exclude ``--share-prefix true``."""
         if self.share_prefix != "true":
             return []
         why = {SEQUENCE_PARALLELISM: ", which would spread a prefix over several ranks"}
         return [
             f"--share-prefix true cannot be combined with {name}{why.get(name, '')}: leave out one of them"
-            for name in self.not_shared_with
+            for name in self.sharing_conflicts
         ]
 
 
 SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
 
-# Other kernels cannot merge results by their log-sum-exp.
-WITH_BLOCKS = ("auto", "sdpa", "varlen", "reference")
+# Other kernels cannot merge partial results by their log-sum-exp.
+SEQUENCE_PARALLEL_KERNELS = ("auto", "sdpa", "varlen", "reference")
 """Values of ``--attn-impl`` that sequence parallelism can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions(Settings):
-    """Sequence parallelism: how a packed sequence is split over processes."""
+    """Sequence parallelism: how a packed sequence is split over ranks."""
 
     sequence_parallel_size: int | None = parallel_option(
         None, "Number of ranks that share each packed sequence.", aliases=("model_parallel_size",)
@@ -134,11 +134,11 @@ class ParallelOptions(Settings):
 
     @property
     def sequence_parallel_ranks(self) -> int:
-        """Processes that share each packed sequence, P."""
+        """Number of ranks that share each packed sequence, P."""
         return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
 
     def value_problems(self) -> list[str]:
-        """Return the problems of sizes that contradict each other, and of kernels without sequence parallelism."""
+        """Return messages about contradictory sizes, and about a kernel without sequence parallelism."""
         problems, size, kind = [], self.sequence_parallel_ranks, self.sequence_parallel_type
         axes = {"--ulysses-size": self.ulysses_size, "--ring-size": self.ring_size}
         sizes = {name: number for name, number in axes.items() if number is not None}
@@ -150,7 +150,7 @@ class ParallelOptions(Settings):
             problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {shown}")
         elif kind in ("ring", "allgather") and size > 1 and self.ulysses_size == size:
             problems.append(f"--sequence-parallel-type {kind}: with {shown} there is no ring; leave one of them out")
-        if size > 1 and (attn_impl := getattr(self, "attn_impl", "auto")) not in WITH_BLOCKS:
+        if size > 1 and (attn_impl := getattr(self, "attn_impl", "auto")) not in SEQUENCE_PARALLEL_KERNELS:
             problems.append(
                 f"--attn-impl {attn_impl} cannot be combined with --sequence-parallel-size: use auto, which on CUDA is "
                 "torch's own flash attention"
@@ -178,18 +178,21 @@ class PackingOptions(SharingOptions, StepOptions):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Apply ``--use-dynamic-bsz``, MindSpeed-RL's switch, to settings."""
+        """Return the given values with MindSpeed-RL's switch ``use_dynamic_bsz`` applied to the options it controls."""
         if values.get("use_dynamic_bsz") is False:
             return {name: value for name, value in values.items() if not name.startswith("dynamic_")}
         return {"packing": False, **values} if values.get("use_dynamic_bsz") else values
 
     @property
-    def has_no_rows(self) -> bool:
-        """True if micro-batches are concatenated samples, whatever ``--packing`` says."""
+    def has_unpadded_batches(self) -> bool:
+        """True if micro-batches are concatenated samples without packs: dynamic batches, or Skrull's."""
         return self.dynamic_batch_tokens is not None or self.schedule == "skrull"
 
-    def unshared_packing(self, packing: bool, num_ranks: int) -> list[str]:
-        """Return the given options of packing that exclude shared prefixes; ``num_ranks`` processes share a pack."""
+    def packing_sharing_conflicts(self, packing: bool, num_ranks: int) -> list[str]:
+        """Return the given packing options that exclude shared prefixes, as on the command line.
+
+        ``packing`` is the value of ``--packing``, ``num_ranks`` the number of ranks that share a pack.
+        """
         is_given = {
             "--packing false": not packing and self.dynamic_batch_tokens is None,
             "--dynamic-batch-tokens": self.dynamic_batch_tokens is not None,
@@ -202,8 +205,8 @@ class PackingOptions(SharingOptions, StepOptions):
 
     @property
     def has_equal_epochs(self) -> bool:
-        """True if all epochs have the same number of micro-batches, which tokens do not determine."""
-        return not self.has_no_rows and self.samples_per_step is None
+        """True if all epochs have the same number of micro-batches, because it does not depend on tokens."""
+        return not self.has_unpadded_batches and self.samples_per_step is None
 
     @property
     def bucket_tokens(self) -> int | None:
@@ -211,7 +214,7 @@ class PackingOptions(SharingOptions, StepOptions):
         return None if self.bucket_size in (None, "auto") else num_tokens(str(self.bucket_size))
 
     def value_problems(self) -> list[str]:
-        """Return the problem of a ``--bucket-size`` that is no number."""
+        """Return the message about a ``--bucket-size`` that is not a number."""
         try:
             _ = self.schedule == "skrull" and self.bucket_tokens
         except ValueError:
@@ -221,7 +224,7 @@ class PackingOptions(SharingOptions, StepOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Settings):
-    """The process group of several processes or machines, besides ``NNODES`` and the like."""
+    """Options of the process group; the environment (``NNODES``, ...) sets its processes and machines."""
 
     ddp_timeout: int | None = parallel_option(
         None, "Seconds that ranks wait for each other; by default 1800.", minimum=1

@@ -16,13 +16,13 @@ from packtool.config.settings import (
     Bytes,
     Tokens,
     flag,
+    format_bytes,
     model_option,
     num_tokens,
     option,
     packing_option,
     shard_option,
     training_option,
-    written_bytes,
 )
 from packtool.constants import TRAIN_SPLIT
 
@@ -77,7 +77,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
                 "share a pack"
             )
         if self.fit is not None and self.fit < 10**6:
-            fit = written_bytes(self.fit)
+            fit = format_bytes(self.fit)
             problems.append(f"--fit {fit}: too little memory for a model; give it as in 80GB")
         try:
             self.sweep_lengths()
@@ -88,12 +88,12 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     @property
     def removes_padding(self) -> bool:
         """True if samples are concatenated instead of padded."""
-        return self.packing or self.has_no_rows
+        return self.packing or self.has_unpadded_batches
 
     @property
-    def not_shared_with(self) -> list[str]:
+    def sharing_conflicts(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
-        return [*self.unshared_packing(self.packing, self.sequence_parallel_ranks), *self.mixing]
+        return [*self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks), *self.mixing]
 
     def sweep_lengths(self) -> list[int]:
         """Return the packing lengths to compare; ValueError if one is no number."""

@@ -1,8 +1,8 @@
-"""Settings: declaration, conversion of values, and merging of flags, environment variables and YAML.
+"""Declaration of settings, conversion of their values, and merging of flags, environment variables and YAML.
 
 A setting is declared once, as a field of a frozen dataclass (``packtool.config``); the command line builds its options
-from the same declarations. A value is taken from the first of: a flag, ``--set key=value``, an environment variable,
-the file given with ``--config``, the default. All mistakes are reported in one ``ConfigError``.
+from the same declarations. A value comes from the first of: a flag, ``--set key=value``, an environment variable,
+the file of ``--config``, the default. All mistakes are reported in one ``ConfigError``.
 
 The declared type determines how a value may be written: ``Tokens`` and ``Bytes`` take suffixes, booleans take yes and
 no, and ``Annotated[..., Synonyms(...)]`` takes further words.
@@ -27,14 +27,14 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args
 
 from packtool.errors import ConfigError, did_you_mean
 
-_DEEP = "lists and objects nest too deeply"
+_TOO_DEEP = "lists and objects nest too deeply"
 
 
 def num_tokens(text: str) -> int:
     """Parse a number of tokens: ``8192``, ``8k``, ``26K``, ``1M``; K is 1024, M is 1024 K.
 
     Raises:
-        ValueError: if it is no positive number.
+        ValueError: if it is not a positive number.
     """
     match = re.fullmatch(r"(\d+)([km]?)", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
@@ -46,7 +46,7 @@ def num_bytes(text: str) -> int:
     """Parse a number of bytes: ``200GB``, ``1.5 TiB``, ``1000000``.
 
     Raises:
-        ValueError: if it is no number.
+        ValueError: if it is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b?)", text.strip(), re.IGNORECASE)
     if match is None:
@@ -55,7 +55,7 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
 
 
-def written_bytes(num: int) -> str:
+def format_bytes(num: int) -> str:
     """Format a number of bytes in the largest unit that divides it: ``1KB`` for 1000, ``4KiB`` for 4096, ``80``."""
     bases = ((1000, ""), (1024, "i"))
     units = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in bases]
@@ -83,26 +83,26 @@ def parse_yaml(text: str) -> Any:
     """Parse a YAML text.
 
     Raises:
-        yaml.YAMLError: if it is no YAML, or nests too deeply.
+        yaml.YAMLError: if it is not YAML, or is nested too deeply.
     """
     import yaml  # here, because most runs need none of it
 
     try:
         return yaml.load(text, Loader=_loader())  # a SafeLoader with other resolvers
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-        raise yaml.YAMLError(_DEEP if isinstance(error, RecursionError) else str(error)) from error
+        raise yaml.YAMLError(_TOO_DEEP if isinstance(error, RecursionError) else str(error)) from error
 
 
 def load_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Raises:
-        ValueError: if it is no JSON, or nests too deeply.
+        ValueError: if it is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(_DEEP) from error
+        raise ValueError(_TOO_DEEP) from error
 
 
 @functools.cache
@@ -110,9 +110,9 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """PyYAML's loader with the plain scalars of YAML 1.2."""
+        """PyYAML's loader with the scalars of YAML 1.2."""
 
-    # A new table, because all loaders share PyYAML's.
+    # A new table: the inherited one is shared by all loaders.
     Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _INT, _FLOAT, _TIME)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -160,11 +160,11 @@ FALSE_WORDS = ("false", "no", "off", "0")
 
 @dataclass(frozen=True, eq=False)
 class Synonyms:
-    """Further words for the values of a setting, such as those of other tools.
+    """Accepted synonyms for the values of a setting, such as those of other tools.
 
     Args:
-        words: the value that each word stands for.
-        refused: words without an equal value here, with the reason and what to give instead.
+        words: value by synonym.
+        refused: words that have no equivalent value, with the reason and what to give instead.
     """
 
     words: Mapping[str, str]
@@ -172,9 +172,9 @@ class Synonyms:
 
 
 YES_OR_NO = Synonyms(dict.fromkeys(TRUE_WORDS, "true") | dict.fromkeys(FALSE_WORDS, "false"))
-"""Words for true and false, for a setting that has these two among other values."""
+"""Synonyms of ``true`` and ``false`` for a setting that also has other values."""
 NOT_AT_ALL = Synonyms(dict.fromkeys(FALSE_WORDS, "no"))
-"""Words for no, for a setting that has it among other values."""
+"""Synonyms of ``no`` for a setting that also has other values."""
 
 
 def option(
@@ -192,14 +192,14 @@ def option(
     """Declare a setting.
 
     Args:
-        default: its value when none is given, or ``REQUIRED``.
+        default: default value, or ``REQUIRED``.
         help: at most 15 words for ``--help``; ``scripts/option_details.tsv`` has the rest for ``docs/options.md``.
         panel: heading under which ``--help`` shows it.
-        env: environment variable that sets it too.
-        aliases: other option names (``--tuner-type`` for ``--train-type``).
+        env: environment variable that can also set it.
+        aliases: other names of the option, such as ``tuner_type`` for ``train_type``.
         minimum, maximum: inclusive bounds of a number, which is at least 1 by default; None for no bound.
-        flag: False for settings that only YAML and ``--set`` can give.
-        needs: another setting and its value, without which this one has no effect.
+        flag: whether it is an option of the command line; if not, only YAML and ``--set`` can set it.
+        needs: (another setting, value that it must have), without which this setting has no effect.
     """
     metadata = {
         "help": help,
@@ -216,7 +216,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# ``option`` for each heading that several options have.
+# ``option`` with the heading of a group of options.
 access_option = functools.partial(option, panel="Media access")
 cache_option = functools.partial(option, panel="Caches")
 checkpoint_option = functools.partial(option, panel="Checkpoints and logs")
@@ -239,12 +239,12 @@ video_option = functools.partial(option, panel="Video and audio")
 
 
 def flag(name: str) -> str:
-    """Return a setting's name on the command line: ``--max-length`` for ``max_length``."""
+    """Return the option of a setting: ``--max-length`` for ``max_length``."""
     return "--" + name.replace("_", "-")
 
 
 def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """Return the names of a field on the command line, the main one first: ``("--train-type", "--tuner-type")``."""
+    """Return a field's option and its aliases, such as ``("--train-type", "--tuner-type")``."""
     return tuple(flag(name) for name in (field.name, *field.metadata["aliases"]))
 
 
@@ -290,22 +290,22 @@ def resolve(
     describe_unknown: Callable[[str, Any], str | None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> T:
-    """Merge all sources into one checked ``cls``.
+    """Merge the given values of all sources into checked settings of class ``cls``.
 
-    A class method ``complete`` of ``cls``, if there is one, turns the given values into those of the fields.
+    If ``cls`` has a class method ``complete``, it turns the given values into those of the fields.
 
     Args:
-        cls: ``ExportConfig`` or ``TrainConfig``.
+        cls: settings class of a command, such as ``TrainConfig``.
         flags: values from the command line by field name; None means not given.
-        sets: ``key=value`` strings, values in YAML's notation, dots for nested keys.
-        environ: the environment.
-        file: the parsed YAML file.
-        describe_unknown: returns the message about an unknown name and its value; None for no message. By default the
-            most similar name is suggested.
-        warn: takes a warning for each given setting that has no effect.
+        sets: ``key=value`` texts of ``--set``, with values in YAML and dots for nested keys.
+        environ: environment variables.
+        file: content of the YAML file.
+        describe_unknown: returns the error message for an unknown name and its value, or None to ignore it. By default,
+            the message suggests the most similar name.
+        warn: called with a message for each given setting that has no effect.
 
     Raises:
-        ConfigError: naming every setting that is wrong, and its source.
+        ConfigError: with all invalid settings and their sources.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
@@ -358,7 +358,10 @@ def _given_values(
     file: Mapping[str, Any],
     problems: list[str],
 ) -> list[tuple[str, str, Any]]:
-    """Return (source, key, value) of all given values, the weakest source first; unreadable ones go to ``problems``."""
+    """Return (source, key, value) of all given values, later ones overriding earlier ones.
+
+    Messages about values that cannot be parsed are added to ``problems``.
+    """
     values = [(f"--config, {key}", key, value) for key, value in file.items() if value is not None]
     for name, field in fields.items():
         env = field.metadata["env"]
@@ -390,13 +393,12 @@ def _given_values(
 
 
 def part_of(cls: type[T], config: object, **overrides: Any) -> T:
-    """Copy the options that a dataclass has fields for from a larger set of options.
+    """Make options of class ``cls`` from the fields of the same names of larger options.
 
     Args:
-        cls: a dataclass, whose fields are taken from ``config`` where it has fields of these names. A None there leaves
-            the field's own default.
-        config: all options of a command.
-        overrides: values that replace those of ``config``, or of fields that it lacks.
+        cls: a dataclass.
+        config: options of a command; where a value is missing or None, the default of ``cls`` remains.
+        overrides: values that replace those of ``config``.
     """
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     values = {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -404,7 +406,7 @@ def part_of(cls: type[T], config: object, **overrides: Any) -> T:
 
 
 def bound_problems(options: object) -> list[str]:
-    """Return the problems of options outside their declared bounds, for an object that ``resolve`` did not make."""
+    """Return messages about options outside their declared bounds, for settings that ``resolve`` did not make."""
     problems = []
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         try:
@@ -415,10 +417,10 @@ def bound_problems(options: object) -> list[str]:
 
 
 def _convert(raw: Any, hint: Any) -> Any:
-    """Turn a YAML value or a string from the environment into the declared type.
+    """Convert a YAML value, or a text from the command line or environment, to the declared type ``hint``.
 
     Raises:
-        ValueError: with the value and what was expected.
+        ValueError: with the value and the expected type.
     """
     annotations = annotations_of(hint)
     kind = hint.__origin__ if annotations else hint
@@ -447,14 +449,14 @@ def _convert(raw: Any, hint: Any) -> Any:
 
 
 def _as_text(raw: Any) -> str:
-    """Return a single value as it is written on the command line: YAML's true is the word."""
+    """Return a single value as text, as on the command line: ``true`` for YAML's true."""
     if isinstance(raw, (Mapping, list, tuple)):
         raise ValueError(f"{raw!r} is not a single value")
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
 def _to_mapping(raw: Any) -> dict[str, Any]:
-    """Return a mapping of names to values; text is parsed as JSON, as on the command line of other tools."""
+    """Return a mapping from names to values; a text is parsed as JSON."""
     if isinstance(raw, str):
         try:
             raw = load_json(raw)
@@ -466,7 +468,7 @@ def _to_mapping(raw: Any) -> dict[str, Any]:
 
 
 def _to_number(raw: Any, kind: type[int] | type[float], parse: Callable[[str], int] | None) -> int | float:
-    """Return a number; ``parse`` reads texts with a suffix."""
+    """Return a number of type ``kind``; ``parse`` reads texts with a suffix such as K."""
     try:
         number = float(raw) if not isinstance(raw, bool) else math.nan
     except (TypeError, ValueError):

@@ -245,15 +245,15 @@ class TrainConfig(
         return problems
 
     @property
-    def not_shared_with(self) -> list[str]:
+    def sharing_conflicts(self) -> list[str]:
         """Given options that exclude shared prefixes, as on the command line."""
         others = [flag(name) for name in ("neftune_noise_alpha", "router_aux_loss_coef") if getattr(self, name)]
-        return [*self.unshared_packing(self.packing, self.sequence_parallel_ranks), *self.mixing, *others]
+        return [*self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks), *self.mixing, *others]
 
     @property
     def removes_padding(self) -> bool:
         """True if samples are concatenated: packed, in dynamic batches, or assigned by Skrull."""
-        return self.packing or self.has_no_rows
+        return self.packing or self.has_unpadded_batches
 
     @property
     def computation_dtype(self) -> DType:

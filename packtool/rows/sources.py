@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from packtool import storage
 from packtool.config.data import ExportConfig
-from packtool.config.mixture import amount_behind, parse_amount
+from packtool.config.mixture import amount_suffix, parse_amount
 from packtool.config.settings import load_json, parse_yaml
 from packtool.config.train import TrainConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
@@ -364,7 +364,7 @@ def splits_left_out(config: ExportConfig) -> list[str]:
 def _paths(argument: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
     """Return the files that one argument names, and the values of their specs that differ from ``plain``."""
     name, values = argument, dict[str, Any]()
-    if (text := amount_behind(name)) and not (info and name in info.entries) and not _exists(name):
+    if (text := amount_suffix(name)) and not (info and name in info.entries) and not _exists(name):
         try:
             amount = parse_amount(text)
         except ValueError as error:
@@ -387,7 +387,7 @@ def _paths(argument: str, option: str, info: DatasetInfo | None, plain: SourceSp
 
 
 def _without_amount(name: str) -> str:
-    text = amount_behind(name)
+    text = amount_suffix(name)
     return name[: -len(text) - 1] if text else name
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from packtool.cli.main import asks_for_debug
-from packtool.cli.options import ArgumentKind, rewrite
+from packtool.cli.main import is_debug_requested
+from packtool.cli.options import ArgumentKind, rewrite_arguments
 from packtool.errors import ConfigError
 
 KINDS: dict[str, ArgumentKind] = {
@@ -41,7 +41,7 @@ KINDS: dict[str, ArgumentKind] = {
     ],
 )
 def test_rewrite(given: str, expected: str) -> None:
-    assert rewrite(given.split(), KINDS) == expected.split()
+    assert rewrite_arguments(given.split(), KINDS) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_rewrite(given: str, expected: str) -> None:
 )
 def test_words_that_no_option_takes_are_told_with_the_option_before(given: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
-        rewrite(given.split(), KINDS, explain_unknown=lambda name, value: None)
+        rewrite_arguments(given.split(), KINDS, explain_unknown=lambda name, value: None)
 
 
 def test_values_keep_their_underscores_and_spaces() -> None:
     given = ["--dataset", "my file_1.json", "--set", "training.max_steps=3"]
-    assert rewrite(given, KINDS) == given
+    assert rewrite_arguments(given, KINDS) == given
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_values_keep_their_underscores_and_spaces() -> None:
     ],
 )
 def test_debug_takes_the_words_of_people(given: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asks_for_debug(given.split()) is asked
+    assert is_debug_requested(given.split()) is asked
     monkeypatch.setenv("PACKTOOL_LOG_LEVEL", "debug")
-    assert asks_for_debug(given.split())
+    assert is_debug_requested(given.split())

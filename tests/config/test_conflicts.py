@@ -26,7 +26,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "!names_caches": {"cached_dataset": (), "mix": None},
     "removes_padding": {},
     "!removes_padding": {"packing": False},
-    "has_no_rows": {"dynamic_batch_tokens": 64},
+    "has_unpadded_batches": {"dynamic_batch_tokens": 64},
     "sequence_parallel_ranks>1": {"sequence_parallel_size": 2},
     "sequence_parallel_ranks=1": {},
     "computation_dtype=float16": {"torch_dtype": "float16"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from packtool.config.mixture import MixOptions, parse_recipe, with_joined_sources
+from packtool.config.mixture import MixOptions, parse_recipe, unify_sources
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import resolve
 from packtool.errors import ConfigError
@@ -116,7 +116,7 @@ def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
         parse_recipe("stages: [{packing_length: 8, sources: [a]}]", "m", MixOptions())
     with pytest.raises(ConfigError, match="temperature: every stage has its own sources"):
         parse_recipe("{temperature: 2, stages: [{sources: [a]}, {sources: [b]}]}", "m", MixOptions())
-    joined = with_joined_sources(recipe)
+    joined = unify_sources(recipe)
     assert [source.path for source in joined.sources] == ["a", "b#9", "c"]
     assert [[source.is_taken for source in stage.sources] for stage in joined.stages] == [
         [True, True, False],
@@ -135,8 +135,8 @@ def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
 def test_what_a_source_has_in_all_stages(told: str, message: str) -> None:
     text = "stages: [{until: 1, sources: [{path: a, %s}, b]}, {sources: [%s]}]"
     with pytest.raises(ConfigError, match=message):
-        with_joined_sources(parse_recipe(text % (told, "a"), "m", MixOptions()))
-    joined = with_joined_sources(parse_recipe(text % (told, f"c, {{path: a, {told}}}"), "m", MixOptions()))
+        unify_sources(parse_recipe(text % (told, "a"), "m", MixOptions()))
+    joined = unify_sources(parse_recipe(text % (told, f"c, {{path: a, {told}}}"), "m", MixOptions()))
     (first, *others) = (next(each for each in part.sources if each.path == "a") for part in (joined, *joined.stages))
     assert [replace(each, is_taken=False) for each in others] == [first, first]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packtool.cli.main import _SETTINGS
-from packtool.cli.options import rewrite
+from packtool.cli.options import rewrite_arguments
 from packtool.config import settings
 from packtool.config.data import ExportConfig
 from packtool.config.packing import PackOptions
@@ -138,7 +138,7 @@ def test_every_boolean_takes_the_words_of_people(word: str, value: bool) -> None
     assert resolve(TrainConfig, TRAIN, sets=[f"packing={word}"]).packing is value
     environ = {"USE_AUDIO_IN_VIDEO": word}
     assert resolve(ExportConfig, EXPORT, environ=environ).use_audio_in_video is value
-    assert rewrite(["--packing", word], {"--packing": "flag"}) == ["--packing" if value else "--no-packing"]
+    assert rewrite_arguments(["--packing", word], {"--packing": "flag"}) == ["--packing" if value else "--no-packing"]
 
 
 def test_no_number_is_infinite() -> None:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packtool.attention.kernel import Varlen, needs_fast_gpu, pad_heads
-from packtool.config.packing import WITH_BLOCKS
+from packtool.config.packing import SEQUENCE_PARALLEL_KERNELS
 from packtool.errors import ConfigError
 
 _MATH_QUERIES = 256
@@ -269,7 +269,7 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
     Raises:
         ConfigError: for a kernel that cannot compute blocks, or is not available.
     """
-    if impl not in WITH_BLOCKS:
+    if impl not in SEQUENCE_PARALLEL_KERNELS:
         raise ConfigError(
             f"--attn-impl {impl}: sequences that several processes share are attended to in blocks, by torch's kernels "
             "only",

@@ -1,7 +1,7 @@
 """The Trainer's arguments, and checks of options, model and ranks before any weights are loaded.
 
 Every field of ``--set training.NAME=VALUE`` either works as transformers documents it, or is refused with the option
-that replaces it (``config.peers``): a field without effect would be a setting that a run silently lacks.
+that replaces it (``config.compat_names``): a field without effect would be a setting that a run silently lacks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from packtool.attention.choose import check_dtype, choose
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec
+from packtool.config.compat_names import training_argument_problem
 from packtool.config.packages import TRACKERS
-from packtool.config.peers import reason_against
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import absolute_model
@@ -64,7 +64,7 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in fields.items():
         origin = f"--set training.{name}"
-        reason = reason_against(name)
+        reason = training_argument_problem(name)
         if reason is not None:
             problems.append(f"{origin}: {reason}")
         elif name not in known:

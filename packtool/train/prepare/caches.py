@@ -24,10 +24,10 @@ from packtool.config.mixture import (
     MixOptions,
     Recipe,
     SourceRecipe,
-    amount_behind,
+    amount_suffix,
     parse_amount,
     parse_recipe,
-    with_joined_sources,
+    unify_sources,
 )
 from packtool.config.settings import flag, load_json, parse_yaml
 from packtool.config.train import TrainConfig
@@ -55,7 +55,7 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
         recipe = parse_recipe(storage.read_bytes(options.mix).decode(errors="replace"), options.mix, options)
         stages = tuple(_with_amounts(stage, problems) for stage in recipe.stages)
         recipe = dataclasses.replace(_with_amounts(recipe, problems), stages=stages)
-        recipe = with_joined_sources(recipe) if stages and not problems else recipe
+        recipe = unify_sources(recipe) if stages and not problems else recipe
         sources = recipe.sources
     else:
         sources = tuple(
@@ -128,7 +128,7 @@ def _with_amounts(recipe: Recipe, problems: list[str]) -> Recipe:
 
 def _with_amount(source: SourceRecipe, place: str, problems: list[str]) -> SourceRecipe:
     """A source with the amount after # in its path parsed, unless a directory has that name; as ``_with_amounts``."""
-    text = amount_behind(source.path)
+    text = amount_suffix(source.path)
     if not text or storage.exists(source.path):
         return source
     try:
@@ -304,9 +304,9 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
             f"--plan {path} does not fit this run:\n{lines}",
             f"Leave --plan out, or make another plan:\n  {shlex.join([*command, '--save', _unused(str(path))])}",
         )
-    if saved.shared is not None and config.not_shared_with:
+    if saved.shared is not None and config.sharing_conflicts:
         raise MismatchError(
-            f"--plan {path} shares prefixes, which cannot be combined with {config.not_shared_with[0]}",
+            f"--plan {path} shares prefixes, which cannot be combined with {config.sharing_conflicts[0]}",
             "Leave that option out, or make the plan again with --share-prefix false.",
         )
 

@@ -207,7 +207,7 @@ def _reasons_against(config: SharingOptions, model: Mapping[str, Any]) -> list[s
     problem = _problem_of_model(model)
     if problem and config.share_prefix == "true":
         raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
-    return [*config.not_shared_with, *([problem] if problem else [])]
+    return [*config.sharing_conflicts, *([problem] if problem else [])]
 
 
 def first_pair(packs: PackPlan) -> Int64Array | None:

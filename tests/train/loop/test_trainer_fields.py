@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from packtool.cli.options import option_kinds
-from packtool.config.peers import reason_against
+from packtool.config.compat_names import training_argument_problem
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
@@ -61,7 +61,7 @@ MADE_ONLY: dict[str, Any] = {"full_determinism": False, "tf32": None, "optim_tar
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_works_or_is_refused_with_what_does_it(name: str, tiny: TinyWorld) -> None:
-    reason = reason_against(name)
+    reason = training_argument_problem(name)
     if reason is None:
         value = {**WORKING, **MADE_ONLY}[name]
         config = tiny.config("out", training={name: value})

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config.mixture import MixOptions, Recipe, parse_recipe, with_joined_sources
+from packtool.config.mixture import MixOptions, Recipe, parse_recipe, unify_sources
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.planning.ledger import Ledger, joined_counts
@@ -30,7 +30,7 @@ SHORT, LONG = 256, 1024
 
 def recipe(*stages: dict[str, Any], **common: Any) -> Recipe:
     found = parse_recipe(json.dumps({**common, "stages": stages}), "mix.yaml", MixOptions())
-    return with_joined_sources(found)
+    return unify_sources(found)
 
 
 def reader(*sizes: int, seed: int = 0) -> Any:
@@ -139,7 +139,7 @@ def named(stages: list[dict[str, Any]]) -> Recipe:
     parts = [_with_amounts(stage, problems) for stage in found.stages]
     assert not problems
     # All caches have a place, whether a stage takes them or not.
-    return with_joined_sources(replace(found, stages=tuple(parts)))
+    return unify_sources(replace(found, stages=tuple(parts)))
 
 
 def mixture_of(stage: TrainedStage, epoch: int) -> np.ndarray[Any, Any]:

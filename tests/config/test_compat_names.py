@@ -11,7 +11,14 @@ import torch
 from transformers import TrainingArguments
 
 from packtool.cli.main import _SETTINGS
-from packtool.config.peers import EVERY_COMMAND, SET_TOO, Status, find_peer, peer_names, reason_against
+from packtool.config.compat_names import (
+    EVERY_COMMAND,
+    SET_TOO,
+    Status,
+    compat_names,
+    find_compat_name,
+    training_argument_problem,
+)
 from packtool.config.settings import option_names, resolve
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
@@ -25,15 +32,15 @@ NAMES = {
 VARIABLES = {field.metadata["env"] for cls in _SETTINGS.values() for field in dataclasses.fields(cls)} - {None}
 READ_ELSEWHERE = {"NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PACKTOOL_LOG_LEVEL"}
 READ_ELSEWHERE |= {"CUDA_VISIBLE_DEVICES", "SWIFT_LOG_LEVEL"}
-ENTRIES = peer_names()
+ENTRIES = compat_names()
 
 
 def test_every_line_has_a_known_status_and_says_why() -> None:
     for entry in ENTRIES:
         assert entry.status in get_args(Status), entry
-        assert entry.why or entry.status in ("same", "set", "renamed"), entry
-        assert (entry.here in ("-", SET_TOO)) == (entry.status != "renamed"), entry
-        assert entry.here != SET_TOO or entry.tool == "transformers", entry
+        assert entry.reason or entry.status in ("same", "set", "renamed"), entry
+        assert (entry.options in ("-", SET_TOO)) == (entry.status != "renamed"), entry
+        assert entry.options != SET_TOO or entry.tool == "transformers", entry
         assert entry.command in (EVERY_COMMAND, *NAMES), entry
         assert entry.is_variable == entry.name.isupper(), entry
 
@@ -53,16 +60,16 @@ def test_what_has_another_name_has_that_name() -> None:
     for entry in ENTRIES:
         if entry.status != "renamed":
             continue
-        named = re.findall(r"--[a-z0-9-]+|[A-Z][A-Z_]{2,}", entry.here)
+        named = re.findall(r"--[a-z0-9-]+|[A-Z][A-Z_]{2,}", entry.options)
         for name in named:
             is_known = name in known if name.startswith("--") else name in VARIABLES | READ_ELSEWHERE | {"FILE", "NAME"}
-            assert is_known or entry.here == "packtool export", entry
+            assert is_known or entry.options == "packtool export", entry
 
 
 def test_options_that_a_sentence_names_exist() -> None:
     known = set().union(*NAMES.values()) | {"--set", "--config", "--json"}
     for entry in ENTRIES:
-        for name in re.findall(r"--[a-z][a-z0-9-]+", entry.why):
+        for name in re.findall(r"--[a-z][a-z0-9-]+", entry.reason):
             assert name in known, entry
 
 
@@ -83,14 +90,14 @@ def test_every_field_of_training_arguments_is_there() -> None:
 def test_fields_that_set_can_give_are_those_that_are_let_through() -> None:
     for entry in ENTRIES:
         if entry.tool == "transformers":
-            can_be_set = entry.status == "set" or entry.here == SET_TOO
-            assert (reason_against(entry.name) is None) == can_be_set, entry
-    assert reason_against("seed") == "--seed decides it"
-    assert reason_against("data_seed") == "--seed decides it: one seed decides packs and order"
-    assert reason_against("label_smoothing_factor") == (
+            can_be_set = entry.status == "set" or entry.options == SET_TOO
+            assert (training_argument_problem(entry.name) is None) == can_be_set, entry
+    assert training_argument_problem("seed") == "use --seed instead"
+    assert training_argument_problem("data_seed") == "use --seed instead: one seed decides packs and order"
+    assert training_argument_problem("label_smoothing_factor") == (
         "the only loss is the cross-entropy of the target tokens; --loss-scale weights them"
     )
-    assert reason_against("a field of tomorrow") is None
+    assert training_argument_problem("a field of tomorrow") is None
 
 
 @pytest.mark.parametrize("field", ["save_strategy", "load_best_model_at_end", "bf16"])
@@ -101,9 +108,9 @@ def test_fields_with_an_option_are_not_set(field: str, tmp_path: object) -> None
 
 
 def test_what_is_said_of_one_command_comes_first() -> None:
-    of_export, of_plan = find_peer("padding_free", "export"), find_peer("padding_free", "plan")
+    of_export, of_plan = find_compat_name("padding_free", "export"), find_compat_name("padding_free", "plan")
     assert of_export is not None
-    assert "training" in of_export.why or "packtool train" in of_export.why
+    assert "training" in of_export.reason or "packtool train" in of_export.reason
     assert of_plan is None
 
 
@@ -125,13 +132,13 @@ def test_what_is_said_of_one_command_comes_first() -> None:
     ],
 )
 def test_values_are_given_in_this_tools_unit(name: str, value: object, explanation: str) -> None:
-    entry = find_peer(name, "train")
+    entry = find_compat_name(name, "train")
     assert entry is not None
     assert explanation in entry.sentence(name, value)
 
 
 def test_a_name_of_several_tools_is_explained_for_each() -> None:
-    entry = find_peer("optimizer", "train")
+    entry = find_compat_name("optimizer", "train")
     assert entry is not None
     assert entry.status == "renamed"
     for part in ("optimizer (axolotl) is --optim here", "optimizer (ms-swift) is not supported"):
@@ -144,9 +151,9 @@ def test_every_name_of_every_tool_is_explained() -> None:
         if entry.status == "same" or entry.is_variable:
             continue
         command = "train" if entry.command == EVERY_COMMAND else entry.command
-        found = find_peer(entry.name, command)
+        found = find_compat_name(entry.name, command)
         assert found is not None
-        tools = {tool for each in (found, *found.others) for tool in each.tool.split(", ")}
+        tools = {tool for each in (found, *found.other_meanings) for tool in each.tool.split(", ")}
         assert entry.tool in tools, entry
 
 

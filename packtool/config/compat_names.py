@@ -1,0 +1,155 @@
+"""Names of other tools: options, YAML keys and environment variables, with their equivalents in packtool.
+
+``compat_names.tsv`` has a line for each group of names with the same explanation. Its columns, separated by tabs:
+
+    tool       ms-swift, LLaMA-Factory, axolotl, TRL, transformers, MindSpeed; env:TOOL for environment variables
+    status     same         packtool has the same name
+               renamed      here under another name, given in ``options``
+               set          a field of transformers' TrainingArguments: ``--set training.NAME=VALUE``
+               unneeded     accepted without effect; a run prints ``reason``
+               unsupported  not supported, for ``reason``; ignored if its value is false or empty
+    command    the only command the line applies to, or *
+    options    options of packtool, or -; ``--set training.`` if it can also be set as a field of TrainingArguments;
+               {area}, {not} and {per_epoch} stand for the other tool's value in the unit of the option
+    names      names, separated by spaces
+    reason     a sentence, or empty
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Literal, cast
+
+from packtool.config.settings import FALSE_WORDS, flag
+
+Status = Literal["same", "renamed", "set", "unneeded", "unsupported"]
+ENVIRONMENT = "env:"
+EVERY_COMMAND = "*"
+SET_TOO = "--set training."
+# Statuses from the most to the least helpful one.
+_STRENGTH: tuple[Status, ...] = ("renamed", "set", "unsupported", "unneeded")
+
+
+@dataclass(frozen=True)
+class CompatName:
+    """Option, YAML key or environment variable of another tool.
+
+    Args:
+        name: with underscores.
+        tool: one or several tools, separated by commas.
+        command: the only command the entry applies to, or ``*``.
+        options: equivalent options of packtool as on the command line, or -.
+        reason: explanation in a sentence, or empty.
+        is_variable: whether it is an environment variable.
+        other_meanings: entries of tools in which the name means something else.
+    """
+
+    name: str
+    tool: str
+    status: Status
+    command: str
+    options: str
+    reason: str
+    is_variable: bool = False
+    other_meanings: tuple[CompatName, ...] = ()
+
+    def sentence(self, shown: str, value: object = None) -> str:
+        """Return the explanations of this name for each tool.
+
+        Args:
+            shown: the name as the user gave it.
+            value: its value; None if unknown.
+        """
+        return "; ".join(entry._explanation(shown, value) for entry in (self, *self.other_meanings))
+
+    def _explanation(self, shown: str, value: object) -> str:
+        reason = f": {self.reason}" if self.reason else ""
+        if self.status == "renamed":
+            return f"{shown} ({self.tool}) is {_in_our_unit(self.options, value)} here{reason}"
+        if self.status == "set":
+            field = self.options.removeprefix("--set training.") if self.options != "-" else self.name
+            return (
+                f"{shown} is not an option but a field of transformers' TrainingArguments: give it as "
+                f"--set training.{field}={'VALUE' if value is None else value}"
+            )
+        if self.status == "unneeded":
+            return f"{shown} ({self.tool}) has no effect here{reason}"
+        return f"{shown} ({self.tool}) is not supported{reason}"
+
+
+def training_argument_problem(name: str) -> str | None:
+    """Return why ``--set training.NAME`` cannot set this field of transformers' TrainingArguments; None if it can."""
+    entry = next((entry for entry in _by_name().get(name, ()) if entry.tool == "transformers"), None)
+    if entry is None or entry.status == "set" or entry.options == SET_TOO:
+        return None
+    option = flag(name) if entry.status == "same" else entry.options
+    return entry.reason if option == "-" else f"use {option} instead" + (f": {entry.reason}" if entry.reason else "")
+
+
+def find_compat_name(name: str, command: str, *, variable: bool = False) -> CompatName | None:
+    """Return the entry of another tool's name that packtool does not have; None if there is none.
+
+    If the name has several meanings, the entry has the others in ``other_meanings``, in the order of ``_STRENGTH``.
+
+    Args:
+        name: with dashes or underscores.
+        command: command that was given the name.
+        variable: whether the name is an environment variable, not an option or key.
+    """
+    by_tool: dict[str, CompatName] = {}
+    for entry in _by_name().get(name.replace("-", "_"), ()):
+        if entry.is_variable == variable and entry.command in (EVERY_COMMAND, command) and entry.status != "same":
+            by_tool.setdefault(entry.tool, entry)
+    by_answer: dict[tuple[str, str, str], CompatName] = {}
+    for entry in by_tool.values():
+        key = (entry.status, entry.options, entry.reason)
+        known = by_answer.get(key)
+        by_answer[key] = entry if known is None else replace(known, tool=f"{known.tool}, {entry.tool}")
+    if not by_answer:
+        return None
+    first, *others = sorted(by_answer.values(), key=lambda entry: _STRENGTH.index(entry.status))
+    return replace(first, other_meanings=tuple(others)) if others else first
+
+
+def _in_our_unit(options: str, value: object) -> str:
+    """Return ``options`` with another tool's value in packtool's unit, or with a formula if it is unknown."""
+    if "{" not in options:
+        return options
+    sides = [int(side) for side in re.findall(r"\d+", str(value))]
+    opposite = None if value is None else "true" if str(value).lower() in FALSE_WORDS else "false"
+    return options.format_map(
+        {
+            "area": math.prod(sides * 2 if len(sides) == 1 else sides) if sides else "WIDTH*HEIGHT",
+            "not": opposite or "(the opposite)",
+            "per_epoch": f"STEPS_PER_EPOCH/{'N' if value is None else value}",
+        }
+    )
+
+
+@functools.cache
+def compat_names() -> tuple[CompatName, ...]:
+    """Return the entries of ``compat_names.tsv``, one for each name."""
+    text = resources.files("packtool.config").joinpath("compat_names.tsv").read_text(encoding="utf-8")
+    entries = []
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            tool, status, command, options, names, reason = line.split("\t")
+            owner, is_variable = tool.removeprefix(ENVIRONMENT), tool.startswith(ENVIRONMENT)
+            entries += [
+                CompatName(name, owner, cast(Status, status), command, options, reason, is_variable)
+                for name in names.split()
+            ]
+    return tuple(entries)
+
+
+@functools.cache
+def _by_name() -> dict[str, tuple[CompatName, ...]]:
+    grouped: dict[str, tuple[CompatName, ...]] = {}
+    # Entries of a single command take precedence over those of all commands.
+    for entry in sorted(compat_names(), key=lambda entry: entry.command == EVERY_COMMAND):
+        grouped[entry.name] = (*grouped.get(entry.name, ()), entry)
+    return grouped
