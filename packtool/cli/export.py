@@ -13,7 +13,7 @@ from packtool.errors import ConfigError
 
 
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
-    """Export and print the summary."""
+    """Export rows and print the summary; Ctrl-C and SIGTERM leave an export that can be resumed."""
     from packtool.cache.export import export
     from packtool.report.tables import TerminalProgress, export_figures, export_lines, table
     from packtool.rows.sample import drop_notes
@@ -23,7 +23,7 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
     received = int(signal.SIGINT)
 
     def terminate(number: int, _: object) -> None:
-        """End the export as Ctrl-C does: workers end, and the directory's lock is released."""
+        """Raise KeyboardInterrupt, so that workers end and the directory's lock is released as after Ctrl-C."""
         nonlocal received
         received = number
         raise KeyboardInterrupt
@@ -60,7 +60,7 @@ def _title(config: ExportConfig, already_finished: bool) -> str:
 
 
 def run_import(config: ImportConfig, invocation: Invocation) -> None:
-    """Make a cache of rows that another tool has tokenized; without ``--max-length`` the model's limit applies."""
+    """Make a cache of rows that another tool has tokenized; the default of ``--max-length`` is the model's limit."""
     if not config.max_length:
         from packtool.encode.families import text_config_of
         from packtool.encode.model_files import ModelFiles

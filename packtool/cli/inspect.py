@@ -20,9 +20,9 @@ _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "r
 
 
 def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
-    """Print figures of a cache, a sample or a pack, or what a run has trained; or write or serve pages of samples.
+    """Print figures of a cache, sample, pack or run; or verify a cache; or write or serve pages of samples.
 
-    A damaged cache exits with code 4 after the report of ``--verify``.
+    Exits with code 4 if ``--verify`` finds damaged files.
     """
     from packtool.report.trained import is_run
 
@@ -63,7 +63,7 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
 
 def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
-    """Print what a run has trained; ConfigError for options that only a cache has."""
+    """Print what a run has trained; raise a ConfigError for options that apply only to caches."""
     from packtool.report import trained
 
     if config.run is not None:

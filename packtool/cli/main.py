@@ -1,4 +1,4 @@
-"""``packtool``: the commands, the conversion of errors to exit codes, and ``--debug``."""
+"""The command ``packtool``: its subcommands, exit codes of errors, and ``--debug``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LEVELS = ("DEBUG", "INFO")
 
 
 def is_debug_requested(arguments: Sequence[str]) -> bool:
-    """Check whether the command line or the environment enables debug output."""
+    """Return whether the command line or the environment enables debug output."""
     level = os.environ.get(_VARIABLE) or os.environ.get("SWIFT_LOG_LEVEL", "")
     if level.upper() == "DEBUG":
         return True
@@ -52,7 +52,7 @@ def is_debug_requested(arguments: Sequence[str]) -> bool:
 
 
 def configure_logging(debug: bool) -> None:
-    """Write the messages of packtool's loggers to stderr from now on, or stop doing so.
+    """Print debug messages of packtool's loggers on stderr if ``debug``, else only pass warnings to root handlers.
 
     Raises:
         ConfigError: if ``PACKTOOL_LOG_LEVEL`` is not a level.
@@ -76,7 +76,7 @@ class _StderrHandler(logging.Handler):
 
 
 def _documentation(page: str) -> str:
-    """The last line of ``--help`` with the path of a page of the documentation; empty if it is not installed."""
+    """Return the line of ``--help`` with the path of a documentation page; empty if it is not installed."""
     root = Path(__file__).parents[2]
     # Beside the package after pip install --target, below the home directory after --user.
     bases = (sysconfig.get_path("data"), root, site.getuserbase())
@@ -111,7 +111,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "verify": (VerifyConfig, run_verify, "Check that packing does not change a model's outputs."),
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
-# The option that takes values without a name, and how the usage line shows these.
+# Option of a command's positional values, and how the usage line shows them.
 _POSITIONAL = {
     "import": ("--dataset", "PREPARED..."),
     "inspect": ("--directory", "CACHE|OUTPUT_DIR"),
@@ -123,7 +123,7 @@ _POSITIONAL = {
 
 
 def _warn(message: str) -> None:
-    """Print a warning, except in torchrun's processes: the launcher has printed it."""
+    """Print a warning, except in processes of torchrun, whose launcher has printed it."""
     if not is_launched():
         _print(message)
 
@@ -149,7 +149,7 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line and exit with its code; a process of torchrun ends at the latest with torchrun."""
+    """Run a command line and exit with its code; a process of torchrun exits when torchrun does."""
     end_with_launcher()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if code == errors.EXIT_INTERRUPTED:
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _exit_without_teardown(code: int) -> None:
-    """Exit without Python's own teardown, which an interrupted run may not survive.
+    """Exit without Python's own teardown, which can crash after an interrupt.
 
     Ctrl-C leaves work half done: torch's threads and C++ objects may crash while the interpreter is torn down (exit by
     SIGSEGV), and after an interrupt in code that was compiled from a string, as dataclasses are, Python ends itself
@@ -216,6 +216,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _print(message: str) -> None:
-    """Print a message on stderr, unless another process of the run prints the same."""
+    """Print a message on stderr, unless another process of the run prints it."""
     if not is_printed_elsewhere(message):
         show(f"packtool: {message}", error=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_plan(config: PlanConfig, invocation: Invocation) -> None:
-    """Plan an epoch, print it, and write the requested files; or resume, sweep or fit."""
+    """Print the plan of an epoch and write the requested files; or show a resumed run, a sweep or a fit."""
     if config.resume is not None:
         from packtool.report.plan import resumed_lines
         from packtool.train.prepare.preview import resumed_figures
@@ -97,7 +97,7 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
 
 
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:
-    """Plan with each packing length."""
+    """Print, or write as a page, the figures of one plan for each packing length of ``--sweep``."""
     from packtool import storage
     from packtool.report.plan import sweep_cells, sweep_page
     from packtool.report.tables import aligned
@@ -119,7 +119,7 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
 
 
 def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:
-    """The memory that a rank needs, or why it is unknown."""
+    """Return the estimated memory of a rank, or a sentence about why it is unknown."""
     from packtool.errors import ConfigError, UnsupportedModelError
     from packtool.report.tables import TerminalProgress
 
@@ -160,7 +160,7 @@ def run_simulate(config: SimulateConfig, invocation: Invocation) -> None:
 
 
 def run_pack(config: PackConfig, invocation: Invocation) -> None:
-    """Write packs and print how many."""
+    """Write packs and print the summary."""
     from packtool.packs.write import write_packs
     from packtool.report.drawing import plural
     from packtool.report.tables import table

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
-    """Wrap ``progress`` so that it raises an interrupt again that a library caught and dropped.
+    """Yield ``progress`` wrapped so that a Ctrl-C that a library swallowed is raised again at its next call.
 
     Libraries have bare ``except:`` clauses, and Python discards exceptions in callbacks from C and in finalizers. A
     Ctrl-C at that moment would be lost; here the next call of the progress raises it again.
@@ -59,9 +59,9 @@ def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
 
 
 def run_train(config: TrainConfig, invocation: Invocation) -> None:
-    """Start under torchrun if the environment asks for it, else train and print the summary.
+    """Train and print the summary; start torchrun first if the environment asks for several processes.
 
-    Invalid settings are reported here, once, before any process is started; a dry run starts none at all.
+    Invalid settings are reported once, before other processes start. A dry run starts none.
     """
     from packtool.rows.sources import with_local_copies
     from packtool.train.prepare.output_dir import refuse_other_run, with_defaults
@@ -109,7 +109,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
 
 def _prepare_train(config: TrainConfig, world: World) -> None:
-    """Report mistakes, and make the cache of rows, before processes are started."""
+    """Check the settings and export the rows of ``--dataset`` before other processes start."""
     from packtool.report.tables import TerminalProgress
     from packtool.train.run import prepare
 
@@ -118,7 +118,7 @@ def _prepare_train(config: TrainConfig, world: World) -> None:
 
 
 def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainResult:
-    """Train; if that ends early, say which checkpoint can be resumed."""
+    """Train; after Ctrl-C or the loss of another process, name the checkpoint to resume from."""
     from packtool.report.tables import TerminalProgress
     from packtool.train.prepare.output_dir import newest_checkpoint
     from packtool.train.run import train
@@ -149,7 +149,7 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
 
 
 def _draw_curves(output_dir: str) -> str | None:
-    """Draw ``curves.png``; a failure is a warning, because the run itself has succeeded."""
+    """Draw ``curves.png`` and return its path; None without metrics. A failure only prints a warning."""
     from packtool.report.curves import write_curves
     from packtool.train.prepare.output_dir import METRICS_NAME
 
@@ -164,9 +164,9 @@ def _draw_curves(output_dir: str) -> str | None:
 
 
 def run_eval(config: EvalConfig, invocation: Invocation) -> None:
-    """Start under torchrun if the environment asks for it, else evaluate and print the totals.
+    """Evaluate and print the totals; start torchrun first if the environment asks for several processes.
 
-    Invalid settings are reported here, once, before any process is started.
+    Invalid settings are reported once, before other processes start.
     """
 
     def prepare(world: World) -> None:
@@ -186,9 +186,9 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
 
 def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
-    """Compare and print; a leak exits with code 4 after the report.
+    """Compare packed and single samples and print the report; exit with code 4 if they differ.
 
-    Several processes are started only if they share sequences: otherwise one computes everything.
+    Several processes start only for sequence parallelism; otherwise one process computes everything.
     """
 
     def prepare(world: World) -> None:

@@ -1,18 +1,17 @@
-"""The demo's synthetic dataset: drawn pictures and questions about them, as rows of messages and images.
+"""The demo's synthetic dataset: images of shapes and questions about their colours, as rows of messages and images.
 
-Every fact that a question asks for is drawn independently and uniformly, so nothing but the picture gives the answer,
-not even the earlier turns of the same row:
+Every answer is drawn independently and uniformly, so only the image reveals it, not even earlier turns of the row:
 
-    kind      asks for                                       answers
+    kind      question about                           equally likely answers
     shape     the colour of the shapes                             4
     backdrop  the colour behind them                               4
     whole     both                                                16
 
-Number, position and kind of the shapes are drawn but not asked for: a model of a few million random parameters learns
-colours, wherever they are, within a minute on two cores; counting would take it much longer.
+Number, position and kind of the shapes vary but are not asked about: a model of a few million random parameters learns
+colours within a minute on two cores; counting would take much longer.
 
-A picture has one to three shapes of one colour on a coloured backdrop. They are painted without smoothing, so every
-pixel has exactly one of the eight named colours and a test can read every answer back from the file.
+An image has one to three shapes of one colour on a coloured backdrop. They are painted without smoothing, so every
+pixel has one of the eight named colours, and tests can read every answer from the file.
 """
 
 from __future__ import annotations
@@ -51,17 +50,17 @@ MAX_SHAPES = 3
 
 LONG_SIDES = tuple(range(96, 133, 6))
 SHORT_SIDES = tuple(range(60, 91, 6))
-"""Pixels of a picture's sides: 2 to 4 cells of the model's 32-pixel grid, rarely whole cells."""
+"""Lengths of an image's sides in pixels: 2 to 4 cells of the model's grid of 32 pixels, rarely whole cells."""
 
 HELD_OUT_SHARE = 5
-"""Training rows per held-out row."""
+"""Number of training rows per held-out row."""
 
 SYSTEM_PROMPT = "You look at pictures and answer briefly."
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
 class Scene(NamedTuple):
-    """A picture's shapes, of one kind and colour.
+    """Content of an image: shapes of one kind and colour on a backdrop.
 
     Args:
         width, height: pixels.
@@ -77,7 +76,7 @@ class Scene(NamedTuple):
 
 
 def _draw_scene(rng: random.Random, is_single: bool) -> Scene:
-    """Draw one shape at an end of the longer side, or one to three in a row along it, the more the smaller."""
+    """Draw a random scene: one shape at an end of the longer side, or 1 to ``MAX_SHAPES`` in a row along it."""
     long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
     if is_single:
         position = rng.choice(list(POSITIONS))
@@ -104,7 +103,7 @@ def _draw_scene(rng: random.Random, is_single: bool) -> Scene:
 
 
 def paint(scene: Scene) -> Image.Image:
-    """Return the scene as an RGB picture."""
+    """Return the RGB image of a scene."""
     picture = Image.new("RGB", (scene.width, scene.height), BACKDROP_COLOURS[scene.backdrop])
     brush = ImageDraw.Draw(picture)
     colour = SHAPE_COLOURS[scene.colour]
@@ -136,9 +135,9 @@ class SyntheticDataset:
 
     Args:
         train: rows to train on.
-        held_out: other rows, all of them with pictures.
-        swapped: the rows of ``held_out``, each with the pictures of another one.
-        held_out_questions: for each held-out row its questions, turn by turn.
+        held_out: other rows, all with images.
+        swapped: the rows of ``held_out``, each with the images of another row.
+        held_out_questions: questions of each held-out row in the order of its turns.
     """
 
     train: Path
@@ -149,19 +148,19 @@ class SyntheticDataset:
 
     @property
     def chance(self) -> float:
-        """Share of the held-out questions that the best guesser answers without the pictures."""
+        """Expected accuracy on the held-out questions without images, 0 to 1."""
         shares = [1 / question.num_answers for questions in self.held_out_questions for question in questions]
         return sum(shares) / len(shares)
 
 
 def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -> SyntheticDataset:
-    """Draw pictures and write ``train.json``, ``held_out.json`` and ``swapped.json`` beside them.
+    """Write a random dataset: ``train.json``, ``held_out.json``, ``swapped.json`` and their images.
 
     Args:
-        directory: created if it does not exist; the pictures go to its ``pictures``.
-        num_rows: rows of ``train.json``; a fifth of that is held out.
+        directory: created if it does not exist; images are in its folder ``pictures``.
+        num_rows: rows of ``train.json``; ``held_out.json`` gets a fifth of that number in addition.
         seed: the same seed writes the same bytes.
-        num_unusable: training rows that export must drop, by turns far too long or with a missing picture.
+        num_unusable: how many of the training rows export must drop: too long, or with a missing image.
     """
     root = Path(directory)
     rng = random.Random(seed)
@@ -189,7 +188,7 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
 
 
 class _RowMaker:
-    """Draws rows one after the other and saves their pictures."""
+    """Draws random rows and saves their images."""
 
     def __init__(self, root: Path, rng: random.Random) -> None:
         self.root = root
@@ -198,7 +197,7 @@ class _RowMaker:
         (root / "pictures").mkdir(parents=True, exist_ok=True)
 
     def picture_row(self) -> tuple[Row, tuple[Question, ...]]:
-        """Return a row with one picture, or one in six times with a second one in a later turn, and its questions."""
+        """Return a row and its questions; one in six rows has a second image in a later turn."""
         num_scenes = 2 if self.rng.random() < 1 / 6 else 1
         scenes = [_draw_scene(self.rng, self.rng.random() < 0.5) for _ in range(num_scenes)]
         turns: list[dict[str, str]] = []
@@ -218,7 +217,7 @@ class _RowMaker:
         return {"messages": turns, "images": pictures}, tuple(questions)
 
     def unusable_row(self, index: int) -> Row:
-        """Return a row that export must drop: its text is far too long, or its picture is missing."""
+        """Return a row that export must drop: too long for even ``index``, else with a missing image."""
         if index % 2 == 0:
             numbers = " ".join(str(number) for number in range(1, 2001))
             return {"messages": _turns("Count from 1 to 2000.", numbers), "images": []}
@@ -228,7 +227,7 @@ class _RowMaker:
 
 
 def ask_about(rng: random.Random, scene: Scene) -> list[Question]:
-    """Draw one or two questions about one picture, each about another fact."""
+    """Draw one or two questions about an image, each about a different fact."""
     num_colours, num_backdrops = len(SHAPE_COLOURS), len(BACKDROP_COLOURS)
     if rng.random() < 1 / 5:
         answer = f"The colour is {scene.colour} on a {scene.backdrop} background."
@@ -247,7 +246,7 @@ def ask_about(rng: random.Random, scene: Scene) -> list[Question]:
 
 
 def sentences(rng: random.Random, count: int) -> Iterator[str]:
-    """Yield sentences of the dataset, questions and answers as in ``make_rows``, for training a tokenizer."""
+    """Yield texts like those of the dataset, to train a tokenizer; ``count`` images give several texts each."""
     for _ in range(count):
         questions = [question for single in (True, False) for question in ask_about(rng, _draw_scene(rng, single))]
         turns = [turn for question in questions for turn in _turns(question.text, question.answer)]
@@ -256,7 +255,7 @@ def sentences(rng: random.Random, count: int) -> Iterator[str]:
 
 
 def text_turns(rng: random.Random) -> list[dict[str, str]]:
-    """Draw a conversation without pictures: counting, or the days of the week."""
+    """Draw a conversation without images, about counting or the days of the week."""
     if rng.random() < 0.5:
         first = rng.randrange(1, 60)
         last = first + rng.randrange(2, 12)

@@ -1,4 +1,4 @@
-"""A loadable Qwen3-VL with a few million random parameters and a real processor.
+"""A small Qwen3-VL with random weights and a real processor.
 
 Nothing is downloaded: the tokenizer is a byte-level BPE trained on the synthetic dataset's sentences, with the special
 tokens and the splitting rule of the Qwen tokenizers; the processor settings have the form of Qwen3-VL's, with limits
@@ -20,7 +20,7 @@ from packtool.demo.dataset import sentences
 from packtool.train.model.load import quiet_transformers
 
 VOCAB_SIZE = 512
-"""Rows of the embedding. As in real models, some stay unused: the dataset's words give too few merges."""
+"""Rows of the embedding; as in real models, some are unused, because the texts give too few merges."""
 
 NUM_SENTENCES = 4000
 
@@ -66,11 +66,10 @@ CHAT_TEMPLATE = """\
 
 MIN_PIXELS = 64 * 64
 MAX_PIXELS = 112 * 112
-"""4 to 12 tokens of 32 x 32 pixels per picture: larger pictures are shrunk."""
+"""Limits of an image, 4 to 12 tokens of 32 x 32 pixels; larger images are shrunk."""
 
 INITIALIZER_RANGE = 0.05
-"""Standard deviation of the weights. The usual 0.02 is meant for models ten times as wide; here it would delay the
-first progress by some forty steps."""
+"""Standard deviation of the weights; the usual 0.02, for wider models, would delay the first progress by 40 steps."""
 
 
 def make_model(directory: str, seed: int) -> int:
@@ -170,7 +169,7 @@ def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
 
 
 def _write_settings(root: Path) -> None:
-    """Write the chat template and the settings of the tokenizer and of the processors of pictures and videos."""
+    """Write the chat template, and the settings of the tokenizer, image processor and video processor."""
     settings: dict[str, dict[str, Any]] = {
         "tokenizer_config.json": {
             "tokenizer_class": "Qwen2Tokenizer",

@@ -32,10 +32,10 @@ LEARNING_RATE = "1e-3"
 
 MIN_ACCURACY = 0.9
 CHANCE_MARGIN = 0.08
-"""Tolerance of the accuracy with swapped pictures above chance; with some 400 questions its deviation is 0.02."""
+"""Maximum accuracy above chance with swapped images; with some 400 questions, the standard deviation is 0.02."""
 
 _MARKER = ".packtool-demo"
-_OF_TRAINING = (
+_TRAINING_FIGURES = (
     *("num_packs", "fill", "steps", "steps_without_packing", "target_tokens_per_second"),
     *("first_loss", "last_loss", "checkpoint"),
 )
@@ -46,15 +46,15 @@ class DemoResult:
     """Results of the demo.
 
     Args:
-        num_rows, dropped: training rows, and how many of them export dropped.
+        num_rows, dropped: training rows, and the number of them that export dropped.
         num_packs, fill, steps, steps_without_packing: of the training.
         first_loss, last_loss: mean over target tokens of the first and last log line.
-        num_questions: held-out questions about pictures.
-        accuracy: share of them answered exactly.
-        swapped_accuracy: the same with each picture exchanged for another row's.
-        chance: accuracy of the best guesser without pictures.
-        accuracy_by_kind: by kind of question.
-        seconds: of the whole demo.
+        num_questions: held-out questions about images.
+        accuracy: fraction of them answered exactly.
+        swapped_accuracy: the same with the images of other rows.
+        chance: expected accuracy without images.
+        accuracy_by_kind: accuracy by kind of question.
+        seconds: duration of the demo.
     """
 
     num_rows: int
@@ -76,7 +76,7 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        """True if the model answers from its pictures, and from the right ones."""
+        """True if the model answers correctly from its own images, and only by chance from swapped ones."""
         return self.accuracy >= MIN_ACCURACY and self.swapped_accuracy <= self.chance + CHANCE_MARGIN
 
 
@@ -88,7 +88,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
         PacktoolError: if a command fails.
     """
     begin = time.perf_counter()
-    folder = _fresh_folder(output_dir)
+    folder = _prepare_folder(output_dir)
     progress.note(f"creating a model, its processor and {NUM_ROWS:,} rows with images in {output_dir}")
     num_parameters = make_model(str(folder / "model"), seed)
     dataset = make_rows(str(folder / "data"), NUM_ROWS, seed, NUM_UNUSABLE)
@@ -117,7 +117,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     return DemoResult(
         num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
-        **{name: trained[name] for name in _OF_TRAINING},
+        **{name: trained[name] for name in _TRAINING_FIGURES},
         num_questions=len(answers),
         accuracy=float(answers.mean()),
         swapped_accuracy=float(is_right["swapped"].mean()),
@@ -127,8 +127,8 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     )
 
 
-def _fresh_folder(output_dir: str) -> Path:
-    """Create the demo's folder, or remove what an earlier demo made there; nothing else is ever removed."""
+def _prepare_folder(output_dir: str) -> Path:
+    """Create the demo's folder, or remove the files of an earlier demo, and nothing else, from it."""
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / _MARKER).exists())):
         raise ConfigError(
@@ -152,7 +152,7 @@ def _export(dataset: Path, folder: Path, cache: str, progress: Progress) -> dict
 
 
 def _run(arguments: list[str], progress: Progress) -> dict[str, Any]:
-    """Run a public command in a process of its own and read the JSON that it prints."""
+    """Run a packtool command in its own process and return the JSON that it prints."""
     progress.note(f"\n$ packtool {shlex.join(arguments)}")
     command, environ = [sys.executable, "-m", "packtool", *arguments], environment_of_one_process()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environ, check=False)

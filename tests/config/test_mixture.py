@@ -55,7 +55,7 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
         "temperature: -1 is not a number above 0",
         "sources[0].token: unknown key; did you mean 'tokens'?",
         "sources[0].max_pixels: 'much' is not an integer",
-        "sources[0].loss_scale: 2 is no loss scale",
+        "sources[0].loss_scale: 2 is not a loss scale",
         "sources[1].path: the directory of a cache is missing",
         "sources[2]: samples and tokens are two weights",
         "sources[2].samples: 'none' is not a number above 0",
