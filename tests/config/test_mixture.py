@@ -69,7 +69,7 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
     [
         ("3", "mapping with the key sources"),
         ("sources: [", "is not valid YAML"),
-        ("sources: []", "list of caches is missing"),
+        ("sources: []", "give a list of caches"),
         ("sources: [{path: a, tokens: 1}, {path: b, samples: 1}]", "weights in samples and tokens cannot be compared"),
         ("sources: [{path: a, tokens: 1}, {path: b}]", "b has no weight"),
         ("{sources: [{path: a, tokens: 1}], temperature: 2}", "leave out one"),

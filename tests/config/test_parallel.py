@@ -34,7 +34,7 @@ def test_what_goes_together(options: dict[str, Any], size: int) -> None:
     ("options", "told"),
     [
         ({"sequence_parallel_size": 4, "ulysses_size": 3}, "does not match --ulysses-size 3"),
-        ({"sequence_parallel_size": 8, "ulysses_size": 2, "ring_size": 2}, "--ulysses-size 2 and --ring-size 2 come"),
+        ({"sequence_parallel_size": 8, "ulysses_size": 2, "ring_size": 2}, "does not match --ulysses-size 2 and --ring-size 2"),
         ({"sequence_parallel_type": "ring"}, "requires --sequence-parallel-size"),
         ({"sequence_parallel_type": "ring", "ulysses_size": 2}, "there is no ring"),
         ({"sequence_parallel_type": "allgather", "sequence_parallel_size": 2, "ulysses_size": 2}, "there is no ring"),

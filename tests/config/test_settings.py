@@ -67,7 +67,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     )
     for part in (
         "--max-length: 'ten' is not a number of tokens; give one such as 8192 or 8K",
-        "--split-dataset-ratio: 2.0 is above 0.999",
+        "--split-dataset-ratio: 2.0 is above the maximum of 0.999",
         "--set sed: unknown setting 'sed'; did you mean 'seed'?",
         "--set no-equals-sign",
         "environment variable MIN_PIXELS: 'few' is not an integer",
@@ -178,7 +178,7 @@ def test_every_number_of_tokens_may_be_a_size() -> None:
 def test_sizes_in_bytes() -> None:
     assert resolve(TrainConfig, {**TRAIN, "cache_dir_size": "200GB"}).cache_dir_size == 200 * 10**9
     assert resolve(TrainConfig, TRAIN, file={"cache_dir_size": 1000}).cache_dir_size == 1000
-    assert "write it as in 200GB" in problems_of(TrainConfig, {**TRAIN, "cache_dir_size": "big"})
+    assert "give one such as 200GB" in problems_of(TrainConfig, {**TRAIN, "cache_dir_size": "big"})
 
 
 def test_the_size_of_a_batch_of_binpacking_comes_from_the_environment() -> None:
@@ -192,7 +192,7 @@ def test_values_of_other_tools_mean_what_they_mean_there() -> None:
     assert resolve(TrainConfig, {**TRAIN, "fsdp": ("fsdp2",)}).fsdp == ("fsdp2",)
     asked = resolve(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": '{"min_lr": 1e-6}'}).lr_scheduler_kwargs
     assert asked == {"min_lr": 1e-6}
-    assert "no JSON object" in problems_of(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": "min_lr=1"})
+    assert "not a JSON object" in problems_of(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": "min_lr=1"})
     assert "sdpa computes the same" in problems_of(TrainConfig, {**TRAIN, "attn_impl": "eager"})
 
 
