@@ -45,7 +45,7 @@ def test_rewrite(given: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("--packing maybe", "--packing: 'maybe' is neither true nor false"),
         ("--packing=maybe --json", "--packing: 'maybe' is neither true nor false"),
@@ -54,8 +54,8 @@ def test_rewrite(given: str, expected: str) -> None:
         ("--max-length 9 10", "unexpected value '10'"),
     ],
 )
-def test_words_that_no_option_takes_are_told_with_the_option_before(given: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_unexpected_values_are_reported(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         rewrite_arguments(given.split(), KINDS, explain_unknown=lambda name, value: None)
 
 
@@ -76,7 +76,7 @@ def test_values_keep_their_underscores_and_spaces() -> None:
         ("train --model debug", False),
     ],
 )
-def test_debug_takes_the_words_of_people(given: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_accepts_yes_no_on_off(given: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_debug_requested(given.split()) is asked
     monkeypatch.setenv("PACKTOOL_LOG_LEVEL", "debug")
     assert is_debug_requested(given.split())

@@ -51,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
 
 
 @pytest.fixture
-def told(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def messages(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command with further words; (exit code, stdout, stderr, output file)."""
 
     def evaluated(*words: str, model: str = tiny.model, cache: str = tiny.cache) -> tuple[int, str, str, Path]:
@@ -65,8 +65,8 @@ def told(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     return evaluated
 
 
-def test_a_line_a_sample_and_totals(told: Any, tiny: TinyWorld) -> None:
-    code, out, err, output = told("--json", "--max_tokens_per_micro_batch", "200")
+def test_evaluation_writes_a_line_per_sample_and_totals(messages: Any, tiny: TinyWorld) -> None:
+    code, out, err, output = messages("--json", "--max_tokens_per_micro_batch", "200")
     assert code == 0, err
     found = json.loads(out)
     reader = CacheReader.open([tiny.cache], "val")
@@ -97,15 +97,15 @@ def test_a_line_a_sample_and_totals(told: Any, tiny: TinyWorld) -> None:
     assert "of at most 200 tokens, 1 process" in err
 
 
-def test_what_a_terminal_shows(told: Any) -> None:
-    code, out, _, output = told("--split", "train", "--limit", "9")
+def test_terminal_output(messages: Any) -> None:
+    code, out, _, output = messages("--split", "train", "--limit", "9")
     assert code == 0
     for words in ("train split", "all", "colours", "shapes", "(no channel)", "perplexity", f"written: {output}"):
         assert words in out
     assert pq.read_metadata(output).num_rows == 9
 
 
-def test_an_adapter_is_evaluated_with_its_base(told: Any, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_an_adapter_is_evaluated_with_its_base(messages: Any, tiny: TinyWorld, tmp_path: Path) -> None:
     base = AutoModelForImageTextToText.from_pretrained(tiny.model)
     adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.9))
     for name, parameter in adapted.named_parameters():
@@ -117,26 +117,26 @@ def test_an_adapter_is_evaluated_with_its_base(told: Any, tiny: TinyWorld, tmp_p
         if model.endswith("merged"):
             shutil.copytree(tiny.model, model)
             adapted.merge_and_unload().save_pretrained(model)
-        code, out, err, _ = told("--json", model=model)
+        code, out, err, _ = messages("--json", model=model)
         assert code == 0, err
         losses.append(json.loads(out)["loss"])
     assert abs(losses[0] - losses[1]) > 1e-3
     assert losses[1] == pytest.approx(losses[2], abs=1e-5)
 
 
-def test_a_sample_over_the_limit_is_named(told: Any, tiny: TinyWorld) -> None:
+def test_a_sample_over_the_limit_is_named(messages: Any, tiny: TinyWorld) -> None:
     lengths = CacheReader.open([tiny.cache], "val").index.length
-    code, _, err, output = told("--max-tokens-per-micro-batch", str(lengths.max() - 1))
+    code, _, err, output = messages("--max-tokens-per-micro-batch", str(lengths.max() - 1))
     assert code == EXIT_USAGE
     assert f"--max-tokens-per-micro-batch {lengths.max() - 1} is a hard limit" in err
     assert f"sample {lengths.argmax()} ({tiny.rows}, row " in err
     assert f"Raise it to {lengths.max()}" in err
     assert not output.exists()
-    assert told("--max-tokens-per-micro-batch", str(lengths.max()))[0] == 0
+    assert messages("--max-tokens-per-micro-batch", str(lengths.max()))[0] == 0
 
 
-def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
-    told: Any, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_mismatches_are_refused_before_the_model_is_loaded(
+    messages: Any, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("packtool.train.evaluate.run._evaluate", None)
     other = shutil.copytree(tiny.model, tmp_path / "other")
@@ -160,29 +160,29 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
         (("--output", str(tmp_path / "file" / "a.parquet")), {}, EXIT_STORAGE, "file"),
         (("--cache-dir-size", "big"), {}, EXIT_USAGE, "--cache-dir-size"),
     ):
-        found, _, err, _ = told(*words, **given)
+        found, _, err, _ = messages(*words, **given)
         assert (found, message in err) == (code, True), (words, given, err)
 
 
-def test_a_kernel_that_is_not_there_is_refused(told: Any) -> None:
-    code, _, err, output = told("--attn-impl", "varlen", "--torch-dtype", "float32")
+def test_an_unavailable_kernel_is_refused(messages: Any) -> None:
+    code, _, err, output = messages("--attn-impl", "varlen", "--torch-dtype", "float32")
     assert code == EXIT_USAGE
     assert "--attn-impl varlen" in err
     assert not output.exists()
 
 
-def test_a_picture_that_is_gone_leaves_no_file(told: Any, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_a_missing_image_leaves_no_output_file(messages: Any, tiny: TinyWorld, tmp_path: Path) -> None:
     rows = shutil.copytree(Path(tiny.rows).parent, tmp_path / "rows")
     moved = dataclasses.replace(tiny, rows=str(rows / "train.json"), cache=str(tmp_path / "cache"))
     export_rows(moved, moved.cache)
     (rows / "pictures" / "0000.png").unlink()
-    code, _, err, output = told(cache=moved.cache)
+    code, _, err, output = messages(cache=moved.cache)
     assert code == EXIT_DATA
     assert "0000.png" in err
     assert os.listdir(output.parent) == []
 
 
-def test_several_processes_are_started_once_all_fits(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_start_only_after_the_checks(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Started(Exception):
         pass
 
@@ -191,8 +191,8 @@ def test_several_processes_are_started_once_all_fits(told: Any, monkeypatch: pyt
 
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setattr(os, "execvpe", start)
-    code, _, err, _ = told("--debug")
+    code, _, err, _ = messages("--debug")
     assert code == 1
     assert "'--nproc-per-node', '2'" in err
     assert "'packtool', 'eval', '--model'" in err
-    assert told("--max-tokens-per-micro-batch", "3")[0] == EXIT_USAGE
+    assert messages("--max-tokens-per-micro-batch", "3")[0] == EXIT_USAGE

@@ -32,7 +32,7 @@ def cache(run_export: Callable[..., Any], tmp_path: Path) -> str:
 
 def test_figures(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", cache]) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for words in (
         "qwen3_vl",
         "input rows",
@@ -44,7 +44,7 @@ def test_figures(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
         "gone.png",
         "█",
     ):
-        assert words in told
+        assert words in message
     assert run(["inspect", "--json", "true", cache]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["num_rows"] == 600
@@ -54,17 +54,17 @@ def test_figures(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(1 <= len(examples) <= 2 for examples in figures["dropped_examples"].values())
 
 
-def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_is_shown_as_text(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     reader = CacheReader.open([cache])
     with_picture = next(i for i in range(len(reader)) if reader.sample(i).images)
     image = reader.sample(with_picture).images[0]
     assert run(["inspect", cache, "--row", str(with_picture)]) == 0
-    told = capsys.readouterr().out
-    assert f"[image {image.width}x{image.height} -> {image.num_tokens} tokens]" in told
-    assert "<|image_pad|>" not in told
+    message = capsys.readouterr().out
+    assert f"[image {image.width}x{image.height} -> {image.num_tokens} tokens]" in message
+    assert "<|image_pad|>" not in message
     number = reader.sample(with_picture).row
-    assert f"question {number}<|im_end|>" in told
-    assert re.search(r"assistant\n«(word )*<\|im_end\|>»", told)
+    assert f"question {number}<|im_end|>" in message
+    assert re.search(r"assistant\n«(word )*<\|im_end\|>»", message)
     assert run(["inspect", cache, "--row", "3", "--split", "val", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert {part["look"] for part in parts} <= {"plain", "trained", "media"}
@@ -89,7 +89,7 @@ def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) ->
         assert words in part.text
 
 
-def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pack_is_shown(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = CacheReader.open([cache])
     plan = pack(reader.index.length, 400, seed=0)
     path = str(tmp_path / "a.plan")
@@ -121,16 +121,18 @@ def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["--row", "100000"], 2, "has samples 0 to"),
         (["--split", "test", "--row", "1"], 4, "no test split"),
         (["--plan", "x"], 2, "--p"),
     ],
 )
-def test_wrong_options(cache: str, words: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(
+    cache: str, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["inspect", cache, *words]) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,13 +174,13 @@ def test_hostile_rows_are_harmless(
     ]
     for words in commands:
         run(words)
-        told = capsys.readouterr()
-        assert acting(told.out + told.err) == [], words
+        message = capsys.readouterr()
+        assert acting(message.out + message.err) == [], words
         if words == commands[1]:
-            assert r"\x1b]52;c;cm0=\x07" in told.out
-            assert "channel  \\x1b]52" in told.out
+            assert r"\x1b]52;c;cm0=\x07" in message.out
+            assert "channel  \\x1b]52" in message.out
         if words == commands[0]:
-            assert r"a\x1b[2J\u202eb.jsonl" in told.out
+            assert r"a\x1b[2J\u202eb.jsonl" in message.out
     assert acting(html.read_text()) == []
     assert "<script" not in html.read_text()
     for words in commands[:4]:

@@ -41,10 +41,10 @@ def test_help_names_every_option(command: str, settings: type, capsys: pytest.Ca
     import dataclasses
 
     assert run([command, "--help"]) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for field in dataclasses.fields(settings):
         for name in option_names(field) if field.metadata["flag"] else ():
-            assert name in told
+            assert name in message
 
 
 def test_help_says_where_the_documentation_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["exprot"], "No such command"),
         ([*EXPORT, "--dataset", "a", "--max_lenght", "3"], "No such option"),
@@ -79,10 +79,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["export", "--model", "./m", "--output-dir", "o", "--max-length", "9", "--dataset", "a"], "no such directory"),
     ],
 )
-def test_wrong_usage_is_exit_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == EXIT_USAGE
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
 
@@ -125,7 +125,7 @@ def test_settings_from_a_file_and_one_json_document(
     }
 
 
-def test_ctrl_c_while_training_says_how_to_go_on(model: str, tmp_path: Path) -> None:
+def test_ctrl_c_while_training_says_how_to_resume(model: str, tmp_path: Path) -> None:
     from packtool.demo.dataset import make_rows
 
     make_rows(str(tmp_path / "data"), 40, 0)
@@ -139,14 +139,14 @@ def test_ctrl_c_while_training_says_how_to_go_on(model: str, tmp_path: Path) -> 
         wait_for(state.exists, lambda: not process.is_alive())
         os.killpg(process.pid or 0, signal.SIGINT)
         process.join(PATIENCE_S)
-    told = (tmp_path / "told.txt").read_text()
-    assert process.exitcode == EXIT_INTERRUPTED, told
-    assert "--resume-from-checkpoint true" in told
-    assert "Traceback" not in told
+    message = (tmp_path / "told.txt").read_text()
+    assert process.exitcode == EXIT_INTERRUPTED, message
+    assert "--resume-from-checkpoint true" in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-def test_an_interrupt_ends_with_130_whatever_the_teardown_does(crashes: bool, tmp_path: Path) -> None:
+def test_an_interrupt_exits_with_130_despite_teardown_crashes(crashes: bool, tmp_path: Path) -> None:
     """An interrupt in code made from a text, and C++ objects that crash when Python is taken apart."""
     (tmp_path / "interrupted.py").write_text(
         "import atexit, ctypes, packtool.cli.main as main\n"

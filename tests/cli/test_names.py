@@ -26,7 +26,7 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         ("train --sequence_len 4096", "--sequence-len (axolotl) is --max-length here"),
         ("train --lr 1e-4", "--lr (Megatron) is --learning-rate here"),
@@ -47,19 +47,19 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
         ("plan --set packin_length=3", "did you mean --packing-length?"),
     ],
 )
-def test_a_name_that_is_none_here_is_answered(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_get_a_suggestion(words: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words.split()) == EXIT_USAGE
     said = capsys.readouterr().err
-    assert told in said
+    assert output in said
     assert "Traceback" not in said
 
 
-def test_all_of_them_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_unknown_options_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--lr", "1", "--cutoff_len", "2", "--packin_length", "3"]) == EXIT_USAGE
     assert "3 settings are wrong" in capsys.readouterr().err
 
 
-def test_keys_of_yaml_are_answered_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_yaml_keys_get_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "llama_factory.yaml"
     file.write_text("model_name_or_path: m\ncutoff_len: 4096\nstage: sft\nuse_unsloth: false\nflash_attn: fa2\n")
     assert run(["train", "--config", str(file)]) == EXIT_USAGE
@@ -73,31 +73,31 @@ def test_keys_of_yaml_are_answered_too(tmp_path: Path, capsys: pytest.CaptureFix
     assert "use_unsloth" not in said
 
 
-def test_names_without_effect_are_taken_and_told() -> None:
-    told: list[str] = []
-    unknown = UnknownOptions("train", {"train": TrainConfig, "export": ExportConfig}, told.append)
+def test_names_without_effect_are_accepted_with_a_warning() -> None:
+    output: list[str] = []
+    unknown = UnknownOptions("train", {"train": TrainConfig, "export": ExportConfig}, output.append)
     given = ("model_type", "template", "lazy_tokenize", "per_device_eval_batch_size")
     for name in given:
         assert unknown.on_command_line("--" + name.replace("_", "-"), "x") is None
         assert unknown.in_settings(name, "x") is None
-    assert len(told) == 2 * len(given)
-    assert all("no effect here: " in line for line in told)
+    assert len(output) == 2 * len(given)
+    assert all("no effect here: " in line for line in output)
 
 
-def test_declining_what_is_not_done_says_nothing() -> None:
-    told: list[str] = []
-    unknown = UnknownOptions("train", {"train": TrainConfig}, told.append)
+def test_disabling_an_unsupported_option_is_ignored() -> None:
+    output: list[str] = []
+    unknown = UnknownOptions("train", {"train": TrainConfig}, output.append)
     assert unknown.on_command_line("--use-galore", "false") is None
     assert unknown.on_command_line("--quant-bits", None) is not None
-    assert told == []
+    assert output == []
 
 
-def test_variables_of_others_that_nobody_reads_are_told() -> None:
-    told: list[str] = []
-    UnknownOptions("train", {"train": TrainConfig}, told.append).warn_of_variables(
+def test_unread_environment_variables_of_other_tools_are_warned_about() -> None:
+    output: list[str] = []
+    UnknownOptions("train", {"train": TrainConfig}, output.append).warn_of_variables(
         {"SWIFT_LOG_LEVEL": "DEBUG", "PACKING_CACHE": "c", "MODELSCOPE_CACHE": "x", "MAX_PIXELS": "9", "NFRAMES": ""}
     )
-    assert told == ["environment variable PACKING_CACHE (ms-swift) is PACKTOOL_CACHE_DIR here"]
+    assert output == ["environment variable PACKING_CACHE (ms-swift) is PACKTOOL_CACHE_DIR here"]
 
 
 def test_ids_of_modelscope_need_its_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,21 +134,17 @@ def test_ids_of_modelscope_become_local_copies(tmp_path: Path, monkeypatch: pyte
         ("train", "train [OPTIONS]\n"),
     ],
 )
-def test_words_without_a_name_are_in_the_usage_line(
-    command: str, usage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_positional_values_are_in_the_usage_line(command: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == EXIT_OK
     assert usage in capsys.readouterr().out
 
 
-def test_a_shell_can_be_taught_the_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_completion_is_available(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(["--help"]) == EXIT_OK
     assert "--install-completion" in capsys.readouterr().out
 
 
-def test_a_level_of_the_log_that_means_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_log_level_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PACKTOOL_LOG_LEVEL", "LOUD")
     assert run(["plan", "x"]) == EXIT_USAGE
     assert "PACKTOOL_LOG_LEVEL=LOUD" in capsys.readouterr().err

@@ -67,17 +67,17 @@ def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Pa
     train = ["train", "--model", str(model), "--cached-dataset", cache, "--packing", "true", "--dry-run"]
     train += ["--output-dir", str(tmp_path / "out")]
     assert run([*train, *options]) == 0
-    told = capsys.readouterr()
-    assert f"packs: {found['num_packs']}" in told.err + told.out
+    message = capsys.readouterr()
+    assert f"packs: {found['num_packs']}" in message.err + message.out
     assert run([*train, "--plan", path]) == 0
-    told = capsys.readouterr()
-    assert f"packs: {found['num_packs']}" in told.err + told.out
+    message = capsys.readouterr()
+    assert f"packs: {found['num_packs']}" in message.err + message.out
     assert run([*train, "--plan", path, "--packing-length", "500"]) == 4
     assert "--packing-length: 400 in the plan, 500 in this run" in capsys.readouterr().err
     assert run([*train, "--plan", cache + "/packtool.json"]) == 4
 
 
-def test_steps_of_so_many_samples(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_samples_per_step(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     """Planned and trained alike, and sparing the advice that packs call for."""
     options = ["--packing-length", "400", "--world-size", "2"]
     plain, kept = planned(capsys, cache, *options), planned(capsys, cache, *options, "--samples-per-step", "2")
@@ -86,14 +86,14 @@ def test_steps_of_so_many_samples(cache: str, model: Path, tmp_path: Path, capsy
     assert kept["steps_per_epoch"] == kept["steps_without_packing"] == plain["steps_without_packing"]
     capsys.readouterr()
     assert run(["plan", cache, *options]) == 0
-    told = capsys.readouterr().out
-    assert "--samples-per-step 2 keeps that batch" in told
-    assert "Malladi" in told
-    assert "Goyal" in told
+    message = capsys.readouterr().out
+    assert "--samples-per-step 2 keeps that batch" in message
+    assert "Malladi" in message
+    assert "Goyal" in message
     assert run(["plan", cache, *options, "--samples-per-step", "2", "--html", str(tmp_path / "plan.html")]) == 0
-    told = capsys.readouterr().out
-    assert "as without packing: each has the 2 samples that it has unpacked" in told
-    assert "Malladi" not in told
+    message = capsys.readouterr().out
+    assert "as without packing: each has the 2 samples that it has unpacked" in message
+    assert "Malladi" not in message
     assert run(["plan", cache, *options, "--samples-per-step", "2", "--save", str(tmp_path / "p")]) == 2
     assert "--save writes packs" in capsys.readouterr().err
 
@@ -153,9 +153,9 @@ def test_a_sweep_has_a_row_for_each_length(cache: str, capsys: pytest.CaptureFix
     assert "--save writes one plan" in capsys.readouterr().err
 
 
-def test_what_a_terminal_shows(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_output(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", cache]) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for words in (
         "above the lower bound",
         "slowest rank ÷ mean rank",
@@ -163,7 +163,7 @@ def test_what_a_terminal_shows(cache: str, capsys: pytest.CaptureFixture[str]) -
         "packs by fill in percent",
         "█",
     ):
-        assert words in told
+        assert words in message
 
 
 def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,20 +198,20 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f'{figures["bucket_fill"]:.2%}</p><p class="what">fill of the micro-batches' in html.read_text()
     assert "A rank here is 4 processes" in html.read_text()
     assert run(["plan", *skrull]) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for line in (
         "micro-batches by Skrull",
         "fill of the micro-batches",
         "computed on one process",
         "split over 4 processes",
     ):
-        assert line in told
+        assert line in message
     assert run(["plan", *words, "--schedule", "skrull", "--bucket-size", "10"]) == 2
     assert "--bucket-size 10: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--schedule", "skrull", "--bucket-size", "auto"], "--bucket-size auto measures a GPU"),
         ([], "give either caches"),
@@ -220,12 +220,12 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--lengths", "x.npy", "--sweep", "a,b"], "--sweep a,b"),
     ],
 )
-def test_wrong_options(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_lengths_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text("[1, 2.5]")
     (tmp_path / "a.csv").write_text("1")
     assert run(["plan", "--lengths", str(tmp_path / "a.json"), "--packing-length", "9"]) == 3
@@ -233,7 +233,9 @@ def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(["plan", "--lengths", str(tmp_path / "gone.npy"), "--packing-length", "9"]) == 5
 
 
-def test_ctrl_c_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ctrl_c_prints_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def pressed(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
@@ -256,15 +258,15 @@ def test_media_of_this_machine(cache: str, tmp_path: Path, capsys: pytest.Captur
     assert found["media"]["waited"][str(found["media"]["workers"])] == 0
     assert 0 < found["media"]["waited"]["0"] < 1
     assert run(["plan", *words]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"pictures +32 ", told)
-    assert re.search(r"--dataloader-num-workers \d+ keeps up, and reads \S+ MB/s a rank", told)
+    message = capsys.readouterr().out
+    assert re.search(r"pictures +32 ", message)
+    assert re.search(r"--dataloader-num-workers \d+ keeps up, and reads \S+ MB/s a rank", message)
     (tmp_path / "3.png").unlink()
     assert run(["plan", *words]) == 3
     assert "3.png: there is no such file" in capsys.readouterr().err
 
 
-def test_what_media_are_not_measured_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_media_cannot_be_combined_with_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lengths.txt").write_text("5\n6\n")
     assert run(["plan", "--lengths", str(tmp_path / "lengths.txt"), "--packing-length", "9", "--media"]) == 2
     assert "--media requires caches" in capsys.readouterr().err

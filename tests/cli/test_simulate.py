@@ -33,8 +33,8 @@ def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--distribution", "wikipedia", *SMALL]) == 0
     out = capsys.readouterr().out
-    for told in ("Skrull", "context parallel for all", "1.00x", "2 steps were simulated", "n / (n + 300)", "GB/s"):
-        assert told in out
+    for message in ("Skrull", "context parallel for all", "1.00x", "2 steps were simulated", "n / (n + 300)", "GB/s"):
+        assert message in out
     widths = {len(line) for line in out.splitlines()[1 : 2 + len(STRATEGIES)]}
     assert len(widths) == 1
 
@@ -51,11 +51,17 @@ def test_figures_and_their_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulated(capsys, *words, "--seed", "7")["strategies"] != found["strategies"]
 
 
-def test_what_is_left_out_and_local_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropped_and_local_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--distribution", "wikipedia", *SMALL]) == 0
     out = capsys.readouterr().out
-    for told in ("not simulated", "vision and audio towers", "local tokens", "(ZeRO-2)", "4 of 8 GPUs, by allgather"):
-        assert told in out
+    for message in (
+        "not simulated",
+        "vision and audio towers",
+        "local tokens",
+        "(ZeRO-2)",
+        "4 of 8 GPUs, by allgather",
+    ):
+        assert message in out
 
 
 def test_sharded_weights_and_ways_to_share(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +122,7 @@ def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ((), "give either caches, or --lengths FILE, or --distribution NAME"),
         (("--distribution", "wikipedia", "--world-size", "30"), "--world-size 30 is not a multiple"),
@@ -134,12 +140,14 @@ def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("--distribution", "books"), "books"),
     ],
 )
-def test_mistakes(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_reported(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["simulate", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--lengths", str(tmp_path / "gone.npy")]) == 5
     assert run(["simulate", "--distribution", "wikipedia", "--hardware", str(tmp_path / "gone.yaml")]) == 5
     assert run(["simulate", "--distribution", "wikipedia", "--bucket-size", "1", "--world-size", "8"]) == 3
@@ -158,8 +166,8 @@ def test_the_page(world_size: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "http" not in text
     assert text.count('class="timeline"') == len(STRATEGIES)
     assert ("slowest" in text) == (world_size == "1024")
-    for told in ("Skrull", "Time for the same tokens", "exposed communication", "Assumptions"):
-        assert told in text
+    for message in ("Skrull", "Time for the same tokens", "exposed communication", "Assumptions"):
+        assert message in text
     assert len(text) < 3e6
 
 

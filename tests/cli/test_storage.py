@@ -79,9 +79,9 @@ def test_a_bucket_out_of_reach_is_exit_5(
 ) -> None:
     through_proxy(retries=1, timeout=0.2, share=1.0, faults=("stall", "drop answer"))
     assert _export(world, f"{bucket}/cache") == EXIT_STORAGE
-    told = capsys.readouterr().err
-    assert f"{bucket}/cache" in told
-    assert "given up after 2 tries" in told
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert f"{bucket}/cache" in message
+    assert "given up after 2 tries" in message
+    assert "Traceback" not in message
     train = ["train", "--model", f"{world}/model", "--cached-dataset", f"{bucket}/cache", "--output-dir", "out"]
     assert run([*train, "--dry-run"]) == EXIT_STORAGE

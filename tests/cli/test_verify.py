@@ -27,10 +27,10 @@ def words(tiny: TinyWorld, *more: str) -> list[str]:
 
 def test_the_report(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words(tiny)) == EXIT_OK
-    told = capsys.readouterr().out
-    assert "packed samples give the same outputs as unpacked ones" in told
+    message = capsys.readouterr().out
+    assert "packed samples give the same outputs as unpacked ones" in message
     for word in ("affects no other", "logits", "loss", "gradients", "allowed", "float32", "sdpa", "ok"):
-        assert word in told
+        assert word in message
 
 
 def test_a_page_of_the_report(
@@ -78,21 +78,21 @@ def test_a_leak_is_exit_4_and_is_named(
 
     monkeypatch.setattr(KERNELS["sdpa"], "attend", leak)
     assert run(words(tiny, *(["--json"] if as_json else []))) == EXIT_MISMATCH
-    told = capsys.readouterr()
-    assert "packed samples leak: changing sample 0 (" in told.err
-    assert "changes the logits of sample" in told.err
-    assert "--packing false" in told.err
+    message = capsys.readouterr()
+    assert "packed samples leak: changing sample 0 (" in message.err
+    assert "changes the logits of sample" in message.err
+    assert "--packing false" in message.err
     if as_json:
-        document = json.loads(told.out)
+        document = json.loads(message.out)
         assert document["passed"] is False
         assert document["checks"][0]["where"].startswith("changing sample 0")
     else:
-        assert "NOT" in told.out
-        assert told.out.count("FAILED") == 4
+        assert "NOT" in message.out
+        assert message.out.count("FAILED") == 4
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "told"),
+    ("more", "code", "message"),
     [
         (["--attn-impl", "varlen"], EXIT_USAGE, "CUDA"),
         (["--attn-impl", "fastest"], EXIT_USAGE, "none of auto, sdpa"),
@@ -103,10 +103,10 @@ def test_a_leak_is_exit_4_and_is_named(
     ],
 )
 def test_wrong_options(
-    more: list[str], code: int, told: str, tiny: TinyWorld, capsys: pytest.CaptureFixture[str]
+    more: list[str], code: int, message: str, tiny: TinyWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words(tiny, *more)) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_hybrid_is_isolated(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,9 +130,9 @@ def test_a_trajectory(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> No
     given = ["verify", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing-length", "128"]
     given += ["--trajectory", "1", "--samples-per-step", "6"]
     assert run(given) == EXIT_OK
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for word in ("loss packed", "loss unpacked", "packed steps train the same as unpacked steps", "final weights"):
-        assert word in told
+        assert word in message
     assert run([*given, "--json"]) == EXIT_OK
     document = json.loads(capsys.readouterr().out)
     (step,) = document["trajectory"]

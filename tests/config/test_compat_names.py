@@ -35,7 +35,7 @@ READ_ELSEWHERE |= {"CUDA_VISIBLE_DEVICES", "SWIFT_LOG_LEVEL"}
 ENTRIES = compat_names()
 
 
-def test_every_line_has_a_known_status_and_says_why() -> None:
+def test_every_line_has_a_known_status_and_a_reason() -> None:
     for entry in ENTRIES:
         assert entry.status in get_args(Status), entry
         assert entry.reason or entry.status in ("same", "set", "renamed"), entry
@@ -45,7 +45,7 @@ def test_every_line_has_a_known_status_and_says_why() -> None:
         assert entry.is_variable == entry.name.isupper(), entry
 
 
-def test_what_is_the_same_is_an_option_of_export_or_train() -> None:
+def test_names_with_status_same_are_options() -> None:
     for entry in ENTRIES:
         if entry.status != "same":
             continue
@@ -55,7 +55,7 @@ def test_what_is_the_same_is_an_option_of_export_or_train() -> None:
             assert "--" + entry.name.replace("_", "-") in NAMES["export"] | NAMES["train"], entry
 
 
-def test_what_has_another_name_has_that_name() -> None:
+def test_renamed_options_exist() -> None:
     known = set().union(*NAMES.values())
     for entry in ENTRIES:
         if entry.status != "renamed":
@@ -66,14 +66,14 @@ def test_what_has_another_name_has_that_name() -> None:
             assert is_known or entry.options == "packtool export", entry
 
 
-def test_options_that_a_sentence_names_exist() -> None:
+def test_options_named_in_reasons_exist() -> None:
     known = set().union(*NAMES.values()) | {"--set", "--config", "--json"}
     for entry in ENTRIES:
         for name in re.findall(r"--[a-z][a-z0-9-]+", entry.reason):
             assert name in known, entry
 
 
-def test_what_is_not_an_option_is_none() -> None:
+def test_names_without_an_equivalent_are_not_options() -> None:
     for entry in ENTRIES:
         if entry.status in ("same", "renamed") or entry.is_variable:
             continue
@@ -82,12 +82,12 @@ def test_what_is_not_an_option_is_none() -> None:
             assert "--" + entry.name.replace("_", "-") not in NAMES[command], entry
 
 
-def test_every_field_of_training_arguments_is_there() -> None:
-    told = {entry.name for entry in ENTRIES if entry.tool == "transformers"}
-    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= told
+def test_every_field_of_training_arguments_has_an_entry() -> None:
+    messages = {entry.name for entry in ENTRIES if entry.tool == "transformers"}
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= messages
 
 
-def test_fields_that_set_can_give_are_those_that_are_let_through() -> None:
+def test_settable_fields_are_accepted_by_training() -> None:
     for entry in ENTRIES:
         if entry.tool == "transformers":
             can_be_set = entry.status == "set" or entry.options == SET_TOO
@@ -101,13 +101,13 @@ def test_fields_that_set_can_give_are_those_that_are_let_through() -> None:
 
 
 @pytest.mark.parametrize("field", ["save_strategy", "load_best_model_at_end", "bf16"])
-def test_fields_with_an_option_are_not_set(field: str, tmp_path: object) -> None:
+def test_fields_with_an_option_cannot_be_set(field: str, tmp_path: object) -> None:
     run = TrainConfig(model="m", cached_dataset=("c",), output_dir=str(tmp_path), training={field: True})
     with pytest.raises(ConfigError, match=field):
         training_arguments(run, num_steps=1, dtype=torch.float32, on_gpu=False)
 
 
-def test_what_is_said_of_one_command_comes_first() -> None:
+def test_entries_of_one_command_take_precedence() -> None:
     of_export, of_plan = find_compat_name("padding_free", "export"), find_compat_name("padding_free", "plan")
     assert of_export is not None
     assert "training" in of_export.reason or "packtool train" in of_export.reason
@@ -131,13 +131,13 @@ def test_what_is_said_of_one_command_comes_first() -> None:
         ("plugins", "x", "CutCrossEntropy"),
     ],
 )
-def test_values_are_given_in_this_tools_unit(name: str, value: object, explanation: str) -> None:
+def test_values_are_converted_to_packtools_unit(name: str, value: object, explanation: str) -> None:
     entry = find_compat_name(name, "train")
     assert entry is not None
     assert explanation in entry.sentence(name, value)
 
 
-def test_a_name_of_several_tools_is_explained_for_each() -> None:
+def test_a_name_of_several_tools_is_explained_for_each_tool() -> None:
     entry = find_compat_name("optimizer", "train")
     assert entry is not None
     assert entry.status == "renamed"
@@ -158,7 +158,7 @@ def test_every_name_of_every_tool_is_explained() -> None:
 
 
 @pytest.mark.parametrize("other", ["lora_llm", "qlora", "adalora", "freeze", "oft"])
-def test_other_train_types_are_answered_with_the_nearest_one(other: str) -> None:
+def test_unsupported_train_types_suggest_the_nearest_one(other: str) -> None:
     with pytest.raises(ConfigError, match=f"--train-type: {other}: .*(lora|full)") as error:
         resolve(TrainConfig, {"train_type": other, "cached_dataset": "c"})
     assert "did you mean" not in error.value.message

@@ -72,7 +72,7 @@ def example(cls: type, name: str, operator: str, wanted: str, negation: str) -> 
 
 
 @pytest.mark.parametrize("number", range(len(RULES)))
-def test_a_rule_tells_of_its_options(number: int) -> None:
+def test_every_rule_reports_its_message(number: int) -> None:
     """In some command that has the section, for each alternative of the last term."""
     section, terms, message = RULES[number]
     applying = [cls for cls in commands_of(section) if all(any(has(cls, each[1]) for each in term) for term in terms)]
@@ -92,7 +92,7 @@ def test_a_rule_tells_of_its_options(number: int) -> None:
         assert any(beginning in problem for problem in config.problems()), (values, config.problems())
 
 
-def test_every_option_of_memory_alone_needs_a_model() -> None:
+def test_options_that_only_affect_memory_need_a_model() -> None:
     """A new one is added to the rule about ``--model`` and ``--fit``."""
     rule = next(terms for _, terms, message in RULES if "which estimate memory" in message)
     own = [field.name for part in (AdapterOptions, MemoryOptions) for field in dataclasses.fields(part)]
@@ -100,7 +100,7 @@ def test_every_option_of_memory_alone_needs_a_model() -> None:
     assert [each[1] for each in rule[-1]] == [name for name in own if name not in learning]
 
 
-def test_names_and_values_are_those_of_options() -> None:
+def test_rules_name_existing_options_and_values() -> None:
     for section, terms, _ in RULES:
         owners = commands_of(section)
         for _, name, operator, wanted in (each for term in terms for each in term):

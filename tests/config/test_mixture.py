@@ -16,7 +16,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 @pytest.mark.smoke
-def test_the_recipes_of_the_documentation() -> None:
+def test_recipes_in_the_documentation_are_valid() -> None:
     (text,), (stages,) = (
         re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
         for page in ("mixtures.md", "curriculum.md")
@@ -30,7 +30,7 @@ def test_the_recipes_of_the_documentation() -> None:
     assert (second.until_share, second.packing_length, second.sequence_parallel_size) == (None, 131072, None)
 
 
-def test_every_mistake_is_told_at_once_with_its_key() -> None:
+def test_all_mistakes_are_reported_at_once_with_their_keys() -> None:
     text = """
     sourcs: []
     stages: []
@@ -48,7 +48,7 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
     """
     with pytest.raises(ConfigError) as raised:
         parse_recipe(text, "mix.yaml", MixOptions())
-    told = str(raised.value)
+    messages = str(raised.value)
     for expected in (
         "mix.yaml, sourcs: unknown key; did you mean 'sources'?",
         "mix.yaml, stages: give a list of stages",
@@ -61,7 +61,7 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
         "sources[2].samples: 'none' is not a number above 0",
         "sources[2].min_length",
     ):
-        assert expected in told, told
+        assert expected in messages, messages
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
         ("{sources: [{path: a}], unit: tokens}", "unit"),
     ],
 )
-def test_recipes_that_say_too_little_or_too_much(text: str, message: str) -> None:
+def test_incomplete_and_contradictory_recipes_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_recipe(text, "mix.yaml", MixOptions())
 
@@ -98,12 +98,12 @@ STAGES = "stages: [{%s sources: [{path: a, tokens: 1}]}, {%s sources: [{path: b}
         (("temperature: 0,", "", ""), r"stages\[0\].temperature: 0 is not a number above 0"),
     ],
 )
-def test_wrong_stages_are_named(keys: tuple[str, str, str], message: str) -> None:
+def test_invalid_stages_are_reported_with_their_keys(keys: tuple[str, str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_recipe(STAGES % keys, "mix.yaml", MixOptions())
 
 
-def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
+def test_stages_inherit_common_keys_and_a_single_stage_is_the_run() -> None:
     common = "temperature: 2, sources: [a, b#9]"
     recipe = parse_recipe(f"{{{common}, stages: [{{until: 4}}, {{sources: [c], temperature: 1}}]}}", "m", MixOptions())
     first, second = recipe.stages
@@ -125,18 +125,18 @@ def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("messages", "message"),
     [
         ("loss_weight: 2", r"a has the loss_weight 2\.0 in one stage and 1\.0 in another"),
         ("loss_scale: all", "a has the loss_scale all in one stage and None in another"),
         ("max_pixels: 9", r"a has the media_limits {'max_pixels': 9} in one stage and {} in another"),
     ],
 )
-def test_what_a_source_has_in_all_stages(told: str, message: str) -> None:
+def test_a_source_has_the_same_settings_in_all_stages(messages: str, message: str) -> None:
     text = "stages: [{until: 1, sources: [{path: a, %s}, b]}, {sources: [%s]}]"
     with pytest.raises(ConfigError, match=message):
-        unify_sources(parse_recipe(text % (told, "a"), "m", MixOptions()))
-    joined = unify_sources(parse_recipe(text % (told, f"c, {{path: a, {told}}}"), "m", MixOptions()))
+        unify_sources(parse_recipe(text % (messages, "a"), "m", MixOptions()))
+    joined = unify_sources(parse_recipe(text % (messages, f"c, {{path: a, {messages}}}"), "m", MixOptions()))
     (first, *others) = (next(each for each in part.sources if each.path == "a") for part in (joined, *joined.stages))
     assert [replace(each, is_taken=False) for each in others] == [first, first]
 
@@ -145,7 +145,7 @@ def resolved(*caches: str, **given: Any) -> PlanConfig:
     return resolve(PlanConfig, {"cached_dataset": caches, **given})
 
 
-def test_words_of_other_tools() -> None:
+def test_mixing_options_of_other_tools() -> None:
     config = resolved("a", "b", interleave_prob=("0.7,0.3",), stopping_strategy="all_exhausted")
     assert config.interleaving == (0.7, 0.3)
     assert config.mix_stop == "all"
@@ -168,6 +168,6 @@ def test_words_of_other_tools() -> None:
         ({"share_prefix": "true", "mix_strategy": "interleave_once"}, "cannot be combined with mixtures"),
     ],
 )
-def test_options_that_contradict_each_other(given: dict[str, Any], message: str) -> None:
+def test_contradictory_mixing_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved("a", "b", **given)

@@ -26,17 +26,17 @@ WRONG = {
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(options=st.sets(st.sampled_from(sorted(WRONG)), min_size=1))
-def test_all_is_refused_at_once_and_no_row_is_read(
+def test_missing_packages_are_reported_at_once_before_rows_are_read(
     options: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(packages, "_is_installed", lambda module: False)
     words = [word for option in sorted(options) for word in option.split()]
     # Reading would find that there are no such files.
     assert run(["train", "--model", "no-model", "--dataset", "no-rows.jsonl", "--output-dir", "o", *words]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for option in options:
         name = option.removesuffix(" true") if option.startswith("--load") else option
-        assert any(line.lstrip(" -").startswith(name.lstrip("-")) and WRONG[option] in line for line in _lines(told))
+        assert any(line.lstrip(" -").startswith(name.lstrip("-")) and WRONG[option] in line for line in _lines(message))
 
 
 def _lines(text: str) -> list[str]:
@@ -44,20 +44,20 @@ def _lines(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
         ("export --model m --dataset r --max-length 8 --output-dir o --executor ray", "--executor ray: Ray is not"),
         ("eval --model m --cached-dataset c --output o.parquet --quant-bits 8", "--quant-bits 8: bitsandbytes is not"),
     ],
 )
-def test_other_commands(
-    command: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_missing_packages_of_export_and_eval(
+    command: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(packages, "_is_installed", lambda module: False)
     assert run(command.split()) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_package_that_is_there_is_not_asked_for() -> None:
+def test_installed_packages_are_found() -> None:
     assert packages._is_installed("pytest")
     assert not packages._is_installed("no_such_package_anywhere")

@@ -20,7 +20,7 @@ SKRULL = {"schedule": "skrull", "bucket_size": "8K"}
 STEPS = {"samples_per_step": "64"}
 
 
-def test_all_reach_the_packer() -> None:
+def test_packing_options_reach_the_packer() -> None:
     config = resolve(
         TrainConfig,
         {
@@ -92,14 +92,14 @@ def test_all_reach_the_packer() -> None:
         ),
     ],
 )
-def test_mistakes(given: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_invalid_settings_are_reported(given: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(TrainConfig, {**TRAIN, **given})
     for word in words:
         assert word in str(caught.value)
 
 
-def test_skrull_reaches_the_planner() -> None:
+def test_skrull_options_reach_the_planner() -> None:
     config = resolve(TrainConfig, {**TRAIN, **SKRULL, "packing": "false", "sequence_parallel_size": "4"})
     assert config.removes_padding
     options = plan_options(config, max_length=1024, world_size=1)

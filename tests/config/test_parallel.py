@@ -24,17 +24,20 @@ from packtool.config.train import TrainConfig
         ({"ulysses_size": 2, "ring_size": 2, "sequence_parallel_type": "allgather"}, 4),
     ],
 )
-def test_what_goes_together(options: dict[str, Any], size: int) -> None:
+def test_valid_sizes_of_sequence_parallelism(options: dict[str, Any], size: int) -> None:
     given = ParallelOptions(**options)
     assert given.sequence_parallel_ranks == size
     assert given.problems() == []
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"sequence_parallel_size": 4, "ulysses_size": 3}, "does not match --ulysses-size 3"),
-        ({"sequence_parallel_size": 8, "ulysses_size": 2, "ring_size": 2}, "does not match --ulysses-size 2 and --ring-size 2"),
+        (
+            {"sequence_parallel_size": 8, "ulysses_size": 2, "ring_size": 2},
+            "does not match --ulysses-size 2 and --ring-size 2",
+        ),
         ({"sequence_parallel_type": "ring"}, "requires --sequence-parallel-size"),
         ({"sequence_parallel_type": "ring", "ulysses_size": 2}, "there is no ring"),
         ({"sequence_parallel_type": "allgather", "sequence_parallel_size": 2, "ulysses_size": 2}, "there is no ring"),
@@ -42,12 +45,12 @@ def test_what_goes_together(options: dict[str, Any], size: int) -> None:
         ({"sequence_parallel_type": "ulysses", "ring_size": 2}, "has no ring"),
     ],
 )
-def test_what_does_not(options: dict[str, Any], told: str) -> None:
+def test_contradictory_sizes_of_sequence_parallelism(options: dict[str, Any], message: str) -> None:
     (problem,) = ParallelOptions(**options).problems()
-    assert told in problem
+    assert message in problem
 
 
-def test_rows_with_padding_and_kernels_without_blocks() -> None:
+def test_padding_and_other_kernels_exclude_sequence_parallelism() -> None:
     padded = TrainConfig(packing=False, cached_dataset=("c",), sequence_parallel_size=2)
     assert "--packing false" in padded.problems()[0]
     flex = EvalConfig(model="m", cached_dataset=("c",), output="o.parquet", attn_impl="flex", sequence_parallel_size=2)
@@ -56,7 +59,7 @@ def test_rows_with_padding_and_kernels_without_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["train", "--output-dir", "o", "--packing", "false"], "--packing false"),
         (["train", "--output-dir", "o", "--packing", "--attn-impl", "flash_attention_2"], "--attn-impl flash"),
@@ -66,9 +69,9 @@ def test_rows_with_padding_and_kernels_without_blocks() -> None:
         (["plan", "--world-size", "3"], "not a multiple of the 2 ranks"),
     ],
 )
-def test_the_commands_tell_before_anything_is_read(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_commands_report_conflicts_before_reading_files(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = [] if arguments[0] == "plan" else ["--model", "nowhere"]
     assert run([*arguments, *model, "--cached-dataset", "nowhere", "--sequence-parallel-size", "2"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -35,7 +35,7 @@ def problems_of(cls: type, given: dict[str, Any], **sources: Any) -> str:
     return str(caught.value)
 
 
-def test_text_becomes_the_declared_types() -> None:
+def test_texts_are_converted_to_the_declared_types() -> None:
     config = resolve(TrainConfig, {**TRAIN, "learning_rate": "1e-4", "num_train_epochs": "3", "lora_rank": "16"})
     assert (config.learning_rate, config.num_train_epochs, config.lora_rank) == (1e-4, 3.0, 16)
     assert isinstance(config.num_train_epochs, float)
@@ -43,7 +43,7 @@ def test_text_becomes_the_declared_types() -> None:
 
 
 @pytest.mark.smoke
-def test_flags_beat_set_beats_environment_beats_file_beats_default() -> None:
+def test_precedence_is_flag_set_environment_file_default() -> None:
     file = {"max_pixels": 1, "seed": 1}
     assert resolve(ExportConfig, EXPORT).max_pixels is None
     assert resolve(ExportConfig, EXPORT, file=file).max_pixels == 1
@@ -57,8 +57,8 @@ def test_flags_beat_set_beats_environment_beats_file_beats_default() -> None:
 
 
 @pytest.mark.smoke
-def test_all_mistakes_are_told_at_once() -> None:
-    told = problems_of(
+def test_all_mistakes_are_reported_at_once() -> None:
+    messages = problems_of(
         ExportConfig,
         {"model": "m", "max_length": "ten", "split_dataset_ratio": "2"},
         sets=["sed=3", "no-equals-sign"],
@@ -75,12 +75,12 @@ def test_all_mistakes_are_told_at_once() -> None:
         "--dataset is missing",
         "--output-dir is missing",
     ):
-        assert part in told
-    assert "--max-length is missing" not in told
+        assert part in messages
+    assert "--max-length is missing" not in messages
 
 
 @pytest.mark.parametrize("wrong", ["1.5", "nan", "inf", "", "1_0x", "true"])
-def test_what_is_no_integer_is_refused(wrong: str) -> None:
+def test_values_that_are_not_integers_are_refused(wrong: str) -> None:
     assert "--max-length" in problems_of(ExportConfig, {**EXPORT, "max_length": wrong})
 
 
@@ -99,7 +99,7 @@ def test_training_arguments_pass_through_nested_keys() -> None:
     assert config.training == {"a": 1, "b": 2.5, "c": "text"}
 
 
-def test_contradictions_between_settings_are_found() -> None:
+def test_contradictory_settings_are_reported() -> None:
     assert "--max-pixels" in problems_of(ExportConfig, {**EXPORT, "max_pixels": "9", "image_max_token_num": "9"})
     assert "pixels" in problems_of(ExportConfig, {**EXPORT, "max_pixels": "9", "min_pixels": "10"})
     assert "--to-cached-dataset" in problems_of(ExportConfig, {**EXPORT, "to_cached_dataset": False})
@@ -107,11 +107,11 @@ def test_contradictions_between_settings_are_found() -> None:
     streamed |= {"max_steps": "1", "max_length": "20", "packing_length": "10"}
     assert "--packing-length" in problems_of(TrainConfig, streamed)
     assert resolve(TrainConfig, {**TRAIN, "max_length": "20", "packing_length": "10"}).packing_length == 10
-    told = problems_of(TrainConfig, {**TRAIN, "freeze_llm": True})
-    assert "nothing to train" in told
+    messages = problems_of(TrainConfig, {**TRAIN, "freeze_llm": True})
+    assert "nothing to train" in messages
 
 
-def test_resize_takes_only_what_is_understood() -> None:
+def test_resize_accepts_only_0() -> None:
     assert resolve(ExportConfig, {**EXPORT, "resize": "0"}).resize == 0
     assert "--resize" in problems_of(ExportConfig, {**EXPORT, "resize": "448"})
 
@@ -127,7 +127,7 @@ FIELDS = [(cls, field) for cls in COMMANDS.values() for field in dataclasses.fie
 
 
 @pytest.mark.parametrize(("word", "value"), [*((w, True) for w in TRUE_WORDS), *((w, False) for w in FALSE_WORDS)])
-def test_every_boolean_takes_the_words_of_people(word: str, value: bool) -> None:
+def test_every_boolean_accepts_yes_no_on_off(word: str, value: bool) -> None:
     for cls, field in FIELDS:
         if value_type(field, cls) is not bool:
             continue
@@ -141,7 +141,7 @@ def test_every_boolean_takes_the_words_of_people(word: str, value: bool) -> None
     assert rewrite_arguments(["--packing", word], {"--packing": "flag"}) == ["--packing" if value else "--no-packing"]
 
 
-def test_no_number_is_infinite() -> None:
+def test_infinite_numbers_are_refused() -> None:
     for cls, field in FIELDS:
         if value_type(field, cls) not in (int, float):
             continue
@@ -150,14 +150,14 @@ def test_no_number_is_infinite() -> None:
                 settings._convert(given, declared_type(field, cls))
 
 
-def test_what_trains_nothing_and_seeds_that_torch_refuses_are_told() -> None:
+def test_zero_epochs_and_too_large_seeds_are_refused() -> None:
     assert "--num-train-epochs 0 trains nothing" in problems_of(TrainConfig, {**TRAIN, "num_train_epochs": "0"})
     assert resolve(TrainConfig, {**TRAIN, "num_train_epochs": "0", "max_steps": "1"}).max_steps == 1
     assert "--seed: 4294967296 is above" in problems_of(TrainConfig, {**TRAIN, "seed": str(2**32)})
     assert resolve(TrainConfig, {**TRAIN, "seed": str(2**32 - 1)}).seed == 2**32 - 1
 
 
-def test_every_number_of_tokens_may_be_a_size() -> None:
+def test_every_number_of_tokens_accepts_a_suffix() -> None:
     """Whatever a field of whole numbers calls tokens in its help has the type that takes them."""
     of_tokens = re.compile(r"^(?:Maximum|Minimum) (?:media )?tokens|this many tokens|with more tokens")
     found = set()
@@ -181,11 +181,11 @@ def test_sizes_in_bytes() -> None:
     assert "give one such as 200GB" in problems_of(TrainConfig, {**TRAIN, "cache_dir_size": "big"})
 
 
-def test_the_size_of_a_batch_of_binpacking_comes_from_the_environment() -> None:
+def test_packing_batch_size_comes_from_the_environment() -> None:
     assert resolve(TrainConfig, TRAIN, environ={"PACKING_BATCH_SIZE": "500"}).packing_batch_size == 500
 
 
-def test_values_of_other_tools_mean_what_they_mean_there() -> None:
+def test_values_of_other_tools_are_accepted() -> None:
     assert resolve(TrainConfig, {**TRAIN, "attn_impl": "flash_attn"}).attn_impl == "flash_attention_2"
     assert resolve(TrainConfig, TRAIN, file={"save_strategy": False}).save_strategy == "no"
     assert resolve(TrainConfig, {**TRAIN, "resume_from_checkpoint": "yes"}).resume_from_checkpoint == "true"
@@ -196,7 +196,7 @@ def test_values_of_other_tools_mean_what_they_mean_there() -> None:
     assert "sdpa computes the same" in problems_of(TrainConfig, {**TRAIN, "attn_impl": "eager"})
 
 
-def test_a_part_of_the_options_is_taken_by_name() -> None:
+def test_options_are_selected_by_field_name() -> None:
     config = resolve(
         TrainConfig, {"model": "m", "dataset": ("d",), "output_dir": "o", "max_length": 9, "look_ahead": 3}
     )
@@ -215,7 +215,7 @@ def test_bounds_hold_for_objects_made_without_resolve() -> None:
     ]
 
 
-def test_given_options_without_effect_are_told() -> None:
+def test_given_options_without_effect_are_warned_about() -> None:
     """All options of what learns are for adapters, for full training, or for both."""
     panel = {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] == "Parameters"}
     for_both = {name for name, field in panel.items() if field.metadata["needs"] is None}
@@ -223,22 +223,26 @@ def test_given_options_without_effect_are_told() -> None:
     for name in sorted(set(panel) - for_both):
         needed, wanted = panel[name].metadata["needs"]
         for train_type in ("lora", "full"):
-            default, told = panel[name].default, list[str]()
+            default, messages = panel[name].default, list[str]()
             # Also a value that is the default's was given for a purpose.
             value = ("a",) if default == () else str(default).lower() if default is not None else "a"
             try:
-                resolve(TrainConfig, {**TRAIN, "train_type": train_type, name: value}, warn=told.append)
+                resolve(TrainConfig, {**TRAIN, "train_type": train_type, name: value}, warn=messages.append)
             except ConfigError as error:
-                told.append(str(error))
+                messages.append(str(error))
             message = f"{settings.flag(name)} .*requires --train-type {wanted}"
             assert needed == "train_type"
-            assert any(re.search(message, line) for line in told) == (train_type != wanted), (name, train_type, told)
+            assert any(re.search(message, line) for line in messages) == (train_type != wanted), (
+                name,
+                train_type,
+                messages,
+            )
     assert not list(told_of_training(lora_rank="8"))
     (line,) = told_of_training(lora_rank="8", train_type="full")
     assert line == "--lora-rank has no effect with --train-type full: it requires --train-type lora"
 
 
 def told_of_training(**given: str) -> list[str]:
-    told: list[str] = []
-    resolve(TrainConfig, {**TRAIN, **given}, warn=told.append)
-    return told
+    messages: list[str] = []
+    resolve(TrainConfig, {**TRAIN, **given}, warn=messages.append)
+    return messages

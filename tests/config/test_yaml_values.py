@@ -46,12 +46,12 @@ def test_plain_scalars(text: str, value: Any) -> None:
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_every_number_that_python_writes_is_read_as_that_number(number: float) -> None:
+def test_numbers_written_by_python_are_read_back(number: float) -> None:
     for shown in (repr(number), f"{number:g}", f"{number:.3e}"):
         assert parse_yaml(shown) == float(shown)
 
 
-def test_both_ways_in_read_alike(tmp_path: Path) -> None:
+def test_yaml_files_and_set_read_values_alike(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("packing: yes\ntraining:\n  adam_epsilon: 1e-6\n  run_name: no\n")
     for config in (
         resolve(TrainConfig, TRAIN, file=_read_yaml(str(tmp_path / "a.yaml"))),
@@ -69,7 +69,7 @@ def read(given: Any, hint: Any) -> Any:
         return "refused"
 
 
-def test_words_that_yaml_takes_for_something_else_mean_what_they_mean_on_the_command_line() -> None:
+def test_yaml_values_mean_the_same_as_on_the_command_line() -> None:
     found = set()
     for command, cls in _SETTINGS.items():
         for field in dataclasses.fields(cls):
@@ -93,7 +93,7 @@ def test_words_that_yaml_takes_for_something_else_mean_what_they_mean_on_the_com
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 5000 + "]" * 5000])
-def test_what_nests_too_deeply_is_no_value(text: str) -> None:
+def test_too_deeply_nested_values_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="nest too deeply"):
         load_json("[" * 100_000 + text)
     with pytest.raises(yaml.YAMLError, match="nest too deeply"):
@@ -127,7 +127,7 @@ def test_what_nests_too_deeply_is_no_value(text: str) -> None:
         ["simulate", "--distribution", "wikipedia", "--hardware", "DEEP.json", "--packing-length", "9"],
     ],
 )
-def test_deep_files_are_mistakes_of_the_user(
+def test_too_deeply_nested_files_are_usage_errors(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

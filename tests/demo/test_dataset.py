@@ -94,7 +94,7 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert files["first"]["train.json"] != files["other"]["train.json"]
 
 
-def test_the_pictures_hold_the_answers(folder: Path, world: SyntheticDataset) -> None:
+def test_images_show_the_answers(folder: Path, world: SyntheticDataset) -> None:
     asked = [one for path in (world.train, world.held_out) for row in rows_of(path) for one in asked_in(row)]
     there = [one for one in asked if (folder / one.image).exists()]
     assert len(there) > NUM_ROWS
@@ -110,7 +110,7 @@ def test_the_questions_are_those_of_the_rows(world: SyntheticDataset) -> None:
         assert [(one.text, one.answer) for one in asked_in(row)] == [(q.text, q.answer) for q in questions]
 
 
-def test_nothing_but_the_picture_tells_the_answer(world: SyntheticDataset) -> None:
+def test_only_the_image_reveals_the_answer(world: SyntheticDataset) -> None:
     """Whoever knows by heart which answer most often follows what was said stays near chance."""
     keys = {
         "question": lambda one: one.text,
@@ -150,13 +150,13 @@ def test_swapped_rows_differ_only_in_their_pictures(folder: Path, world: Synthet
     assert np.mean([a != b for a, b in zip(*sizes, strict=True)]) > 0.9
 
 
-def test_who_sees_the_swapped_pictures_answers_by_chance(folder: Path, world: SyntheticDataset) -> None:
+def test_answers_from_swapped_images_are_right_by_chance(folder: Path, world: SyntheticDataset) -> None:
     asked = [one for row in rows_of(world.swapped) for one in asked_in(row)]
     agree = [named_colours(one.answer) == true_colours(one.text, folder / one.image) for one in asked]
     assert abs(float(np.mean(agree)) - world.chance) < 0.08
 
 
-def test_rows_and_pictures_are_of_many_forms(folder: Path, world: SyntheticDataset) -> None:
+def test_rows_and_images_vary(folder: Path, world: SyntheticDataset) -> None:
     rows = rows_of(world.train)
     assert len(rows) == NUM_ROWS
     assert {len(row["images"]) for row in rows} == {0, 1, 2}
@@ -171,7 +171,7 @@ def test_rows_and_pictures_are_of_many_forms(folder: Path, world: SyntheticDatas
     assert any(width < height for width, height in sizes)
 
 
-def test_unusable_rows_are_too_long_or_have_lost_their_picture(folder: Path, world: SyntheticDataset) -> None:
+def test_unusable_rows_are_too_long_or_lack_their_image(folder: Path, world: SyntheticDataset) -> None:
     rows = rows_of(world.train)
     lost = [row for row in rows if not all((folder / image).exists() for image in row["images"])]
     long = [row for row in rows if any(len(turn["content"]) > 5000 for turn in row["messages"])]

@@ -81,7 +81,7 @@ def test_figures_come_from_the_commands(commands: list[list[str]], tmp_path: Pat
     assert result.passed
 
 
-def test_a_second_run_replaces_only_its_own(commands: list[list[str]], tmp_path: Path) -> None:
+def test_a_second_run_replaces_only_its_own_files(commands: list[list[str]], tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     run_demo(str(folder), 7, SilentProgress())
     (folder / "mine.txt").write_text("keep")
@@ -110,7 +110,7 @@ def test_a_folder_of_someone_else_is_refused(commands: list[list[str]], tmp_path
     ("accuracy", "swapped", "passed"),
     [(0.96, 0.15, True), (0.89, 0.15, False), (0.96, 0.3, False), (0.16, 0.15, False), (0.96, 0.96, False)],
 )
-def test_it_passes_only_if_the_model_sees_its_own_pictures(accuracy: float, swapped: float, passed: bool) -> None:
+def test_the_demo_passes_only_if_answers_depend_on_the_images(accuracy: float, swapped: float, passed: bool) -> None:
     result = DemoResult(
         num_rows=1,
         dropped=0,
@@ -133,13 +133,15 @@ def test_it_passes_only_if_the_model_sees_its_own_pictures(accuracy: float, swap
     assert dataclasses.replace(result, chance=swapped, accuracy=0.95).passed
 
 
-def test_a_lost_question_is_noticed(commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_question_is_an_error(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "exact_match", lambda *_, **__: [(0, 0, True)])
     with pytest.raises(PacktoolError, match="holds 1 of"):
         run_demo(str(tmp_path / "demo"), 7, SilentProgress())
 
 
-def test_a_command_is_shown_as_it_can_be_copied(tmp_path: Path) -> None:
+def test_commands_are_printed_quoted_for_a_shell(tmp_path: Path) -> None:
     notes = Notes()
     with pytest.raises(PacktoolError, match="exit code"):
         run._run(["export", "--model", str(tmp_path / "no such model")], notes)
