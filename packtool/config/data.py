@@ -60,7 +60,7 @@ class AccessOptions(Settings):
     )
 
     @property
-    def named_sources(self) -> tuple[str, ...]:
+    def command_line_sources(self) -> tuple[str, ...]:
         """Caches, rows and the media root given on the command line; their stores may be accessed."""
         named = [getattr(self, name, None) or () for name in ("directory", "cached_dataset", "dataset", "media_root")]
         return tuple(chain.from_iterable([value] if isinstance(value, str) else value for value in named))

@@ -72,6 +72,6 @@ def policy_for_cache(options: AccessOptions) -> MediaPolicy:
     Files of this machine and buckets, which need the user's own credentials, may be read. Of web servers only those
     that the command line names, unless access is ``any``.
     """
-    named = frozenset(storage.store_name(name) for name in options.named_sources if storage.is_remote(name))
+    named = frozenset(storage.store_name(name) for name in options.command_line_sources if storage.is_remote(name))
     stores = None if options.media_access == "any" else _BUCKETS | named
     return MediaPolicy(stores=stores, max_bytes=options.max_media_bytes)
