@@ -62,12 +62,12 @@ class Samples:
     targets: Any
     vision_tokens: Any
     patch_squares: Any
-    num_seen: Any
+    num_media: Any
 
     def towers(self, cost: CostModel) -> TowerWork:
         """The work of the samples' media."""
         flops = cost.towers(self.vision_tokens, self.patch_squares)
-        return TowerWork(np.rint(flops).astype(np.int64), self.num_seen)
+        return TowerWork(np.rint(flops).astype(np.int64), self.num_media)
 
 
 def read_samples(realdata: Path, packing_length: int, copies: int) -> Samples:

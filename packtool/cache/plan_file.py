@@ -50,7 +50,7 @@ class SavedPlan:
         cache: fingerprint of the caches, in their order.
         plan: fingerprint of the packs.
         num_cached: number of samples in the caches.
-        parts: steps of the parts of divided trees (``planning.prefix_trees.PartsIn``); empty if none is divided.
+        parts: steps of the parts of divided trees (``planning.prefix_trees.PartPlacement``); empty if none is divided.
     """
 
     samples: npt.NDArray[np.int64]

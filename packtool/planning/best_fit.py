@@ -1,4 +1,4 @@
-"""Best fit and exact fit over a histogram of lengths: equal samples, and equal packs, are handled in groups.
+"""Packing by best fit and exact fit over a histogram of lengths: equal samples, and equal packs, are handled in groups.
 
 *Best fit* places one length at a time where its samples fit most tightly. *Exact fit* fills one pack at a time: it
 takes the longest sample, and then, while there is space, one sample that fills the pack to within a thousandth, or two
@@ -35,14 +35,11 @@ PackRange = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Placements:
-    """Number of samples that packs take, in the order in which the lengths were placed.
+    """Number of samples that packs take, in the order in which the lengths were placed; int64 (P,) each.
 
     Placement ``i`` gives ``per_pack[i]`` samples of ``length[i]`` tokens to each of the ``num_packs[i]`` packs from
-    ``first_pack[i]`` on, after the ``slot[i]`` samples that each of them holds already.
-
-    Args:
-        first_pack, num_packs, slot, per_pack, length: int64 (P,).
-        pack_sizes: int64 (K,), samples in every pack.
+    ``first_pack[i]`` on, after the ``slot[i]`` samples that each of them holds already. ``pack_sizes``, int64 (K,), are
+    the numbers of samples of all packs.
     """
 
     first_pack: Int64Array
@@ -68,7 +65,7 @@ class Placements:
 
 
 def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
-    """Count lengths (N,): distinct lengths, (D,), the longest first, and the number of samples of each, (D,)."""
+    """Count equal lengths: return the distinct ones of (N,), the longest first, and their numbers of samples, (D,)."""
     longest = int(lengths.max(initial=0))
     if longest > max(1 << 20, 4 * len(lengths)):
         # Few samples, long ones: an array as long as the longest would be mostly zeros.
@@ -84,26 +81,25 @@ def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
 
 
 def fill_slots(by_length: Int64Array, placements: Placements, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
-    """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan.
+    """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan, (N,) each.
 
-    Args:
-        by_length: (N,), sample numbers, grouped by length in the order of the placements.
-        starts: (K,), first position of each pack of ``placements`` in the plan.
+    ``by_length``, (N,), are sample numbers, grouped by length in the order of the placements; ``starts``, (K,), is the
+    first position of each pack of ``placements`` in the plan.
     """
     num = len(by_length)
     samples = np.empty(num, dtype=np.int64)
     pack_lengths = np.empty(num, dtype=np.int32)
-    first_item = to_offsets(placements.num_packs * placements.per_pack)
-    assert first_item[-1] == num
+    item_offsets = to_offsets(placements.num_packs * placements.per_pack)
+    assert item_offsets[-1] == num
     for start in range(0, num, CHUNK):
         stop = min(start + CHUNK, num)
-        first = int(np.searchsorted(first_item, start, side="right")) - 1
-        last = int(np.searchsorted(first_item, stop, side="left"))
-        edges = np.clip(first_item[first : last + 1], start, stop)
+        first = int(np.searchsorted(item_offsets, start, side="right")) - 1
+        last = int(np.searchsorted(item_offsets, stop, side="left"))
+        edges = np.clip(item_offsets[first : last + 1], start, stop)
         repeats = edges[1:] - edges[:-1]
         chunk = slice(first, last)
-        # Item i of a placement goes to its pack i // per_pack, after i % per_pack others of this placement.
-        item = np.arange(start, stop) - np.repeat(first_item[chunk], repeats)
+        # Item (sample) i of a placement goes to its pack i // per_pack, after i % per_pack others of the placement.
+        item = np.arange(start, stop) - np.repeat(item_offsets[chunk], repeats)
         per_pack = np.repeat(placements.per_pack[chunk], repeats)
         pack = item // per_pack
         item -= pack * per_pack
@@ -195,7 +191,6 @@ def place_best_fit(
     Args:
         lengths: distinct, from 1 to ``capacity``, in the order of placement; falling order is best-fit decreasing.
         counts: samples of each length, 1 or more.
-        capacity, max_samples: maximum tokens and samples of a pack.
     """
     shortest, max_samples = min(lengths, default=1), max_samples or capacity
     shelves: dict[int, list[PackRange]] = {}  # packs by their free tokens
@@ -265,24 +260,22 @@ def place_exact_fit(
     """Fill packs one after the other, equal ones at once.
 
     Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem", fill each bin with the
-    subset that leaves least space; this considers subsets of two only. Ties: of the pairs that fill a pack, the most
-    alike.
-
-    Cost: as many patterns as distinct lengths, or a few times that.
+    subset that leaves least space; this considers subsets of two only. Of the pairs that fill a pack, it takes the most
+    alike. Cost: as many patterns as distinct lengths, or a few times that.
 
     Args:
         lengths, counts: distinct, from 1 to ``capacity``, and samples of each, 1 or more.
-        evenness: 0 never spares slots; x takes samples of mean size as long as the mean slot has space for 1 / x of
-            the mean of the samples left, so the larger the sooner.
+        evenness: 0 never saves slots. x takes samples of mean size while a free slot has, on average, space for 1 / x
+            of the mean length of the remaining samples: the larger x, the earlier.
         noise: numbers from 0 to 1, used in turn, that vary which samples come together; 0 gives the strict order.
     """
-    stock = _Stock(lengths, counts)
-    chance = itertools.cycle(noise)
+    stock = _UnplacedSamples(lengths, counts)
+    noise_values = itertools.cycle(noise)
     rows: list[tuple[int, ...]] = []
     ranges: list[PackRange] = []
     num_packs = 0
     while stock.num:
-        pattern = _fill_one(stock, capacity, max_samples or capacity, evenness, chance)
+        pattern = _fill_pack(stock, capacity, max_samples or capacity, evenness, noise_values)
         runs = [(length, sum(1 for _ in same)) for length, same in itertools.groupby(pattern)]
         # The same pattern is taken as often as its samples last.
         num_more = min(stock.counts.get(length, 0) // per_pack for length, per_pack in runs)
@@ -298,16 +291,18 @@ def place_exact_fit(
     return Placements.from_rows([value for row in rows for value in row], ranges)
 
 
-def _fill_one(stock: _Stock, capacity: int, max_samples: int, evenness: float, chance: Iterator[float]) -> list[int]:
+def _fill_pack(
+    stock: _UnplacedSamples, capacity: int, max_samples: int, evenness: float, noise_values: Iterator[float]
+) -> list[int]:
     """Take the samples of one pack; return their lengths, falling."""
     head = stock.longest()
-    if noise := next(chance):
+    if noise := next(noise_values):
         head = stock.at_least(head - int(head * HEAD_SPREAD * noise))
     stock.take(head, 1)
     pattern = [head]
     free, slots = capacity - head, max_samples - 1
     while free and slots and stock.num:
-        lengths = _next_lengths(stock, free, slots, evenness, int(capacity * GAP), next(chance))
+        lengths = _next_lengths(stock, free, slots, evenness, int(capacity * GAP), next(noise_values))
         for length in lengths:
             stock.take(length, 1)
         if not lengths:
@@ -318,7 +313,9 @@ def _fill_one(stock: _Stock, capacity: int, max_samples: int, evenness: float, c
     return sorted(pattern, reverse=True)
 
 
-def _next_lengths(stock: _Stock, free: int, slots: int, evenness: float, gap: int, noise: float) -> tuple[int, ...]:
+def _next_lengths(
+    stock: _UnplacedSamples, free: int, slots: int, evenness: float, gap: int, noise: float
+) -> tuple[int, ...]:
     """Choose what a pack with ``free`` tokens and slots takes next; nothing if nothing fits."""
     is_scarce = slots > 1 and free * evenness * stock.num >= stock.num_tokens * slots
     if not is_scarce:
@@ -335,7 +332,7 @@ def _next_lengths(stock: _Stock, free: int, slots: int, evenness: float, gap: in
     return (stock.nearest(free // slots, longest),) if is_scarce else (longest,)
 
 
-class _Stock(LengthSet):
+class _UnplacedSamples(LengthSet):
     """Unplaced samples by length; ``_bits`` and its mirror image find pairs."""
 
     def __init__(self, lengths: Sequence[int], counts: Sequence[int]) -> None:
@@ -408,22 +405,17 @@ def pack_histogram(
     """Pack by best-fit decreasing over the histogram of lengths, with different packs in every epoch.
 
     Best-fit decreasing (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-case performance bounds for simple
-    one-dimensional packing algorithms") needs at most 11/9 of the fewest possible packs + 4. Groups of equal samples
-    and equal packs are packed; sample numbers are assigned afterwards. Where best fit needs over 0.01 % more packs than
-    the lower bound, exact fit is tried, too.
-
-    The sample of a length for each slot, and the order of the packs, are drawn from ``seed`` and ``epoch``. Where most
-    lengths are rare, the packers themselves are randomized, at almost no cost in packs. The number of packs depends on
-    the lengths only, so every epoch has equally many.
+    one-dimensional packing algorithms") needs at most 11/9 of the fewest possible packs + 4. Where it needs over 0.01 %
+    more than the lower bound, exact fit is tried, too. Groups of equal samples are packed; the sample for each slot,
+    and the order of packs, are then drawn from ``seed`` and ``epoch``. Where most lengths are rare, the packers
+    themselves are randomized. The number of packs depends on the lengths only, so every epoch has equally many.
 
     Cost: O(N log N) to sort N integers, and some 30,000 group steps for 10,000 distinct lengths. Peak memory: 30 bytes
     a sample at four samples a pack and 55 at one, of which 14 and 20 remain in the plan.
 
     Args:
         lengths: (N,), checked.
-        capacity: maximum tokens of a pack.
-        max_samples: maximum samples of a pack.
-        shuffle: False leaves nothing to chance, and keeps to the order of the cache.
+        shuffle: False draws nothing at random, and keeps to the order of the cache.
         stream: offset of the random streams.
     """
     distinct, counts = count_lengths(lengths)
@@ -453,14 +445,11 @@ def pack_histogram(
 
 
 def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None = None) -> int:
-    """Lower bound of the number of packs.
+    """Compute a lower bound of the number of packs, from distinct lengths, falling, and samples of each, (D,).
 
     Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): samples
     longer than half a pack need one each; samples from ``k`` tokens to half a pack cannot use the space beside samples
     longer than ``capacity - k``; the best ``k`` is taken.
-
-    Args:
-        distinct, counts: (D,), lengths, falling, and samples of each.
     """
     if len(distinct) == 0:
         return 0
@@ -491,19 +480,18 @@ def _place(
 ) -> tuple[Placements, Int64Array | None, int]:
     """Place by best fit or, where that needs fewer packs, by exact fit.
 
-    Returns:
-        Placements, (D,) the order in which they placed ``distinct`` (None for falling), and the packs of every epoch.
+    Returns placements, the order (D,) in which they placed ``distinct``, None if falling, and the packs of every epoch.
     """
     lengths, nums = distinct.tolist(), counts.tolist()
     best = best_fit = place_best_fit(lengths, nums, capacity, max_samples)
     evenness = None
-    enough = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
-    if best_fit.total_packs > enough and (max_samples or lengths[0] <= MAX_BITS_FOR_PAIRS):
-        for attempt in _EVENNESS if max_samples else (0.0,):
-            exact = place_exact_fit(lengths, nums, capacity, max_samples=max_samples, evenness=attempt)
+    enough_packs = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
+    if best_fit.total_packs > enough_packs and (max_samples or lengths[0] <= MAX_BITS_FOR_PAIRS):
+        for candidate in _EVENNESS if max_samples else (0.0,):
+            exact = place_exact_fit(lengths, nums, capacity, max_samples=max_samples, evenness=candidate)
             if exact.total_packs < best.total_packs:
-                best, evenness = exact, attempt
-            if best.total_packs <= enough:
+                best, evenness = exact, candidate
+            if best.total_packs <= enough_packs:
                 break
     # With noise, exact fit may need a few more packs than without; all epochs get as many.
     num_packs = best.total_packs + (0 if noise is None else 1 + int(best.total_packs * _SLACK))
@@ -522,7 +510,7 @@ def _place(
         rarity = len(counts) / int(counts.sum())
         for divisor in (1, 4, 16):
             order = np.argsort(-distinct * (1 + 0.1 * rarity * rarity / divisor * noise), kind="stable")
-            mixed = place_best_fit(distinct[order].tolist(), counts[order].tolist(), capacity, max_samples)
-            if mixed.total_packs == num_packs:
-                return mixed, order, num_packs
+            varied = place_best_fit(distinct[order].tolist(), counts[order].tolist(), capacity, max_samples)
+            if varied.total_packs == num_packs:
+                return varied, order, num_packs
     return best_fit, None, num_packs

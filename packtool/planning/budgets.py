@@ -56,8 +56,8 @@ def check_media_tokens(
         return None
     if media_tokens is None:
         raise ConfigError(
-            f"--max-media-tokens-per-pack {max_media_tokens}: the media tokens of the samples are not known.",
-            "Plan from a cache, or leave it out.",
+            f"--max-media-tokens-per-pack {max_media_tokens}: the media tokens of the samples are unknown.",
+            "Plan from a cache, or remove the option.",
         )
     assert media_tokens.shape == lengths.shape
     largest = int(media_tokens.max())
@@ -83,14 +83,10 @@ def pack_within_budgets(
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Pack by best fit within several budgets; further arguments as for ``best_fit.pack_histogram``.
+    """Pack by best fit within ``limits``, maximum tokens, media tokens and samples of a pack; lengths (N,) are checked.
 
     All epochs have as many packs as the first and a few more, so that a random order can always be packed; the number
-    depends on the seed, too.
-
-    Args:
-        lengths, media_tokens: (N,), checked.
-        limits: maximum tokens, media tokens and samples of a pack.
+    depends on the seed, too. Further arguments are as for ``best_fit.pack_histogram``.
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
@@ -116,25 +112,19 @@ def pack_within_budgets(
 def place_within_budgets(
     lengths: Int32Array, media_tokens: Int32Array, limits: tuple[int, int, int], order: Int64Array, noise: Costs | None
 ) -> PackPlan:
-    """Fill packs one after the other, within hard limits.
+    """Fill packs one after the other, within hard limits; return them in the order in which they were filled.
 
-    Each pack takes the largest sample that is left (by the larger of its shares of the two budgets) and then, while
-    there is space, the longest that fits of the class with the highest share of media that the pack can still afford;
-    or one of any lower class that fills the pack to within a thousandth. Where sample slots are scarce, it takes
-    samples of mean size instead (see ``evenness`` in ``place_exact_fit``), by the rule that needs the fewest packs for
-    20,000 of the samples.
-
+    Each pack takes the largest remaining sample (by the larger of its shares of the two budgets) and then, while there
+    is space, the longest that fits of the class with the highest share of media that the pack can still afford; or one
+    of any lower class that fills the pack to within a thousandth. Where sample slots are scarce, it takes samples of
+    mean size (``evenness`` of ``place_exact_fit``), by the value that needs the fewest packs for 20,000 of the samples.
     Cost: about six microseconds a sample.
 
     Args:
-        lengths: (N,), from 1 to the token limit.
-        media_tokens: (N,), from 0 to the media token limit.
+        lengths, media_tokens: (N,), within the limits.
         limits: maximum tokens, media tokens and samples of a pack.
         order: (N,), precedence of samples that are alike.
-        noise: (N,), from 0 to 1: varies the first sample of packs; None for none.
-
-    Returns:
-        The packs in the order in which they were filled.
+        noise: (N,), from 0 to 1: varies the first sample of packs.
     """
     capacity, max_media_tokens, max_samples = limits
     size = np.maximum(lengths / capacity, media_tokens / max_media_tokens)

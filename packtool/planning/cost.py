@@ -1,18 +1,15 @@
-"""Training cost of a model, from its ``config.json``: FLOPs of packs, bytes of weights and activations, and seconds.
+"""Estimates of a model's training cost, from its ``config.json``: FLOPs, bytes of weights and activations, and seconds.
 
-Attention's work grows with the square of each sample's length, and every patch of an image attends to all patches of
-its frame. A pack costs
+A pack costs, with two operations for each multiply-add,
 
     per_token * tokens + per_square * sum(len^2) + per_target_token * targets                        language model
     + per_vision_token * vision tokens + per_patch_square * sum(patches of a frame ^2)               vision tower
     + per_audio_token * audio tokens                                                                 audio tower
 
-with two operations for each multiply-add; for attention windows, len^2 is replaced by ``CostModel.window_squares``.
-Forward counts once. Backward counts once more for the gradients of a product's inputs, where anything before it is
-trained, and once more for the gradients of its weights, where these are trained. Attention's backward is 2.5 times its
-forward: flash kernels compute the scores again (Dao 2023, "FlashAttention-2", section 4.1).
-
-Trained weights are selected by module names, by the rules of ``LearningOptions`` that training applies, too.
+In layers with attention windows, ``CostModel.window_squares`` replaces len^2. A forward pass counts once. A backward
+pass counts once for the gradients of a product's inputs, if anything before it is trained, and once for the gradients
+of its weights, if these are trained. Attention's backward counts 2.5 times its forward, because flash kernels compute
+the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 """
 
 from __future__ import annotations
@@ -51,18 +48,18 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of forward and backward.
+    """FLOPs of forward and backward passes, for each unit of a pack's work.
 
     Args:
-        per_token: of each token, in the layers of the language model.
-        per_square: of each unit of sum(len^2): causal attention, so half of the full square.
-        per_target_token: of each label: the head, since logits are computed for labels only.
-        per_vision_token: of each token of an image or video, in its tower and the aligner.
-        per_patch_square: of each unit of the sum over frames of (patches of the frame)^2.
-        per_audio_token: of each token of a sound.
-        per_window: of each unit of ``window_squares``.
-        window: tokens that sliding layers see.
-        in_chunks: the window does not slide: layers see their chunk of ``window`` tokens.
+        per_token: of a token, in the layers of the language model.
+        per_square: of a unit of sum(len^2); half of the full square, as attention is causal.
+        per_target_token: of a label, in the head, since logits are computed for labels only.
+        per_vision_token: of a token of an image or video, in the tower and the aligner.
+        per_patch_square: of a unit of the sum over frames of (patches of the frame)^2.
+        per_audio_token: of a token of a sound, in the tower and the aligner.
+        per_window: of a unit of ``window_squares``.
+        window: size of attention windows in tokens.
+        in_chunks: windows are consecutive chunks of ``window`` tokens, and do not slide.
     """
 
     per_token: float
@@ -82,20 +79,18 @@ class CostModel:
         target_tokens: IntArray | int = 0,
         tower_flops: npt.NDArray[Any] | float = 0,
     ) -> Costs:
-        """FLOPs of packs (or samples); arguments and result of one shape.
+        """Compute the FLOPs of packs or samples.
 
-        ``attention_flops`` are those of ``attention``, ``target_tokens`` those with logits, ``tower_flops`` those of
-        ``towers``.
+        Arguments and result have one shape, (K,): ``attention_flops`` from ``attention``, ``tower_flops`` from
+        ``towers``, and ``target_tokens``, the tokens with logits.
         """
         cost: Costs = tokens * self.per_token + attention_flops
         return cost + np.asarray(target_tokens) * self.per_target_token + tower_flops
 
     def attention(self, lengths: IntArray, shared: IntArray | None = None) -> Costs:
-        """FLOPs of the language model's attention, for samples of any shape.
+        """Compute the FLOPs of the language model's attention.
 
-        Args:
-            lengths: of samples including their prefixes.
-            shared: tokens of each sample's prefix that are computed elsewhere.
+        ``lengths``, of any shape, include prefixes; ``shared`` are tokens of prefixes that other samples compute.
         """
         squares = np.square(lengths, dtype=np.int64)
         if shared is not None:
@@ -103,14 +98,15 @@ class CostModel:
         return self.attention_of(squares, self.window_squares(lengths, shared))
 
     def attention_of(self, squares: IntArray, windows: IntArray) -> Costs:
-        """FLOPs of the language model's attention, from sums of squares and of ``window_squares``, of any shape."""
+        """Compute the FLOPs of attention from sums of squares and of ``window_squares``, of any shape."""
         flops: Costs = squares * self.per_square + windows * self.per_window
         return flops
 
     def window_squares(self, lengths: IntArray, shared: IntArray | None = None) -> Int64Array:
-        """Equivalent of squared lengths in layers with windows of w tokens; 0 without; arguments as for ``attention``.
+        """Compute the equivalent of squared lengths in layers with windows of w tokens; arguments as for ``attention``.
 
-        Sliding layers: min(len, w) * (2 len - min(len, w)). Chunks: w^2 for each full chunk and the square of the rest.
+        Sliding windows: min(len, w) * (2 len - min(len, w)). Chunks: w^2 for each full chunk, and the square of the
+        rest.
         """
         tokens = lengths.astype(np.int64)
         if self.in_chunks:
@@ -126,19 +122,16 @@ class CostModel:
         patch_squares: npt.NDArray[Any],
         audio_tokens: npt.NDArray[Any] | int = 0,
     ) -> Costs:
-        """FLOPs of the towers for media of packs, samples or images, of any shape.
+        """Compute the FLOPs of the towers for the media of packs, samples or single images, of any shape.
 
-        Args:
-            vision_tokens: of images and videos.
-            patch_squares: sum over their frames of (patches of the frame)^2.
-            audio_tokens: of sounds, including those of videos.
+        ``patch_squares`` is the sum over frames of (patches of the frame)^2; ``audio_tokens`` include those of videos.
         """
         cost: Costs = vision_tokens * self.per_vision_token + patch_squares * self.per_patch_square
         return cost + np.asarray(audio_tokens) * self.per_audio_token
 
     @classmethod
     def of_8b(cls) -> CostModel:
-        """Costs of a dense model of 8 billion weights, the default where no model is named."""
+        """Return the costs of a dense model of 8 billion weights, the default where no model is named."""
         return cls.of_config(MODEL_PRESETS["8b"])
 
     @classmethod
@@ -151,14 +144,13 @@ class CostModel:
         recomputes_towers: bool = False,
         recomputes_head: bool = False,
     ) -> CostModel:
-        """Read the widths of a ``config.json``.
+        """Compute the costs of a model from its ``config.json``.
 
-        Args:
-            learning: options that select the trained weights.
-            recomputes_language, recomputes_towers, recomputes_head: forward runs again before their backward pass.
+        ``learning`` selects the trained weights. Where a part ``recomputes``, its backward pass runs its forward pass
+        again.
 
         Raises:
-            KeyError: if the configuration names no hidden size or number of layers.
+            KeyError: if the configuration has no hidden size or number of layers.
         """
         layers = ModelLayers.of_config(config)
         flops = partial(_flops, trainable(layers, learning), learning.lora_rank)
@@ -190,44 +182,46 @@ def _flops(
     has_gradient: bool = False,
     recomputes: bool = False,
 ) -> tuple[float, float, float, bool]:
-    """Add up the steps of a part: FLOPs of each unit, of its squares and of its windows; and if it is trained.
+    """Sum the FLOPs of consecutive steps of a part: for each unit, each unit's square, and each of ``window_squares``.
 
-    ``rank`` is that of adapters; ``has_gradient`` means that anything before the part is trained.
+    ``rank`` is that of LoRA adapters, ``has_gradient`` whether gradients flow back to the part's input; the last value
+    returned is whether they flow back to its output.
     """
-    gradients = [has_gradient]  # before each step, and after the last one
+    gradients = [has_gradient]  # whether gradients flow back to the input of each step, and to the last one's output
     for step in steps:
         gradients.append(gradients[-1] or training.get(step.name, Trainable()).any)
     layer_has_gradient = {step.layer: after for step, after in zip(steps, gradients[1:], strict=True)}
     flops = per_square = per_window = 0.0
-    before = has_gradient
-    for step, has_input_gradient in zip(steps, gradients, strict=False):
-        before = before if step.beside else has_input_gradient
-        again = float(recomputes and step.layer is not None and layer_has_gradient[step.layer])
+    has_input_gradient = has_gradient
+    for step, gradient in zip(steps, gradients, strict=False):
+        # Steps with one input, such as Q, K and V, need its gradient if anything before the first of them is trained.
+        has_input_gradient = has_input_gradient if step.shares_input else gradient
+        recomputed = float(recomputes and step.layer is not None and layer_has_gradient[step.layer])
         if step.kind == "attention":
-            passes = 1 + again + _ATTENTION_BACKWARD * has_input_gradient
-            flops += passes * step.local
+            passes = 1 + recomputed + _ATTENTION_BACKWARD * gradient
+            flops += passes * step.per_unit
             per_square += passes * step.per_square
             per_window += passes * step.per_window
             continue
         weights = training[step.name].weights
-        flops += 2 * step.num_products * (1 + again + before + (weights == "full"))
+        flops += 2 * step.num_products * (1 + recomputed + has_input_gradient + (weights == "full"))
         if weights == "lora":
-            # Two products; the input of the first one may have no gradient.
-            widths = step.inputs * (2 + again + before) * (step.kind != "lookup") + step.outputs * (3 + again)
-            flops += 2 * step.times * rank * widths
+            # An adapter is two products, from the inputs to the rank and from the rank to the outputs.
+            to_rank = step.inputs * (2 + recomputed + has_input_gradient) * (step.kind != "lookup")
+            flops += 2 * step.times * rank * (to_rank + step.outputs * (3 + recomputed))
     return flops, per_square, per_window, gradients[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Weights, bytes and operations of a dense or sparse decoder, in bfloat16.
+    """Weights, activations and attention heads of a dense or sparse decoder; all bytes are in bfloat16.
 
     Args:
-        num_parameters: all weights, of all experts.
+        num_parameters: weights, including those of all experts.
         kept_bytes: activations of a token that a layer keeps for its backward pass.
-        input_bytes: the layer's input among them, which alone is kept with recomputation.
-        query_bytes: queries of a token in a layer; attention's output has the same size.
-        kv_bytes: keys and values of a token in a layer, which context parallelism gathers.
+        input_bytes: the layer's input among them, the only one kept with recomputation.
+        query_bytes: queries of a token in a layer; the output of attention has the same size.
+        kv_bytes: keys and values of a token in a layer.
         num_heads, num_key_heads: of queries, and of keys and values.
     """
 
@@ -243,15 +237,12 @@ class ModelSizes:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
-        """Read the widths of a ``config.json``; only the text tower is counted.
+        """Compute the sizes of a model's language model from its ``config.json``; errors as of ``CostModel.of_config``.
 
         A layer keeps, in numbers of a token: two residuals, two norms' results and the attention's projected output (5
         h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv); gate, up, the
-        activated gate and the product (4 i, of the token's experts). Neither scores (flash attention) nor logits are
+        activated gate and the product (4 i, of the token's experts). Flash attention keeps no scores, and no logits are
         kept.
-
-        Raises:
-            KeyError: if the configuration names no hidden size or number of layers.
         """
         config, text = thinker_of(config), text_config_of(config)
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
@@ -274,31 +265,37 @@ class ModelSizes:
 
     @classmethod
     def or_8b(cls, config: Mapping[str, Any]) -> ModelSizes:
-        """Sizes of a model, or of one of 8 billion weights if its ``config.json`` lacks widths."""
+        """Return the sizes of a model, or of one of 8 billion weights if its ``config.json`` lacks widths."""
         try:
             return cls.of_config(config)
         except (KeyError, TypeError, ValueError):
             return cls.of_config(MODEL_PRESETS["8b"])
 
     def state_bytes(self, num_ranks: int, zero_stage: int = 2) -> float:
-        """Bytes of weights, gradients and optimizer states on one rank; ZeRO-3 gathers two layers at a time."""
+        """Return the bytes of weights, gradients and optimizer states on one rank, with ``--zero-stage`` 2 or 3.
+
+        ZeRO-3 holds two gathered layers at a time.
+        """
         share = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
         return self.num_parameters * (_BYTES * share + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
 
     def token_bytes(self, *, recompute: bool) -> float:
-        """Bytes of one token's activations in all layers; with recomputation, the layers' inputs and one full layer."""
+        """Return the bytes of a token's activations in all layers.
+
+        With recomputation these are the inputs of all layers, and one layer in full.
+        """
         if recompute:
             return float(self.num_layers * self.input_bytes + self.kept_bytes)
         return float(self.num_layers * self.kept_bytes)
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of all weights, and of their gradients, in communication."""
+        """Bytes of all weights, or of their gradients, when they are communicated."""
         return float(_BYTES * self.num_parameters)
 
 
 class Load(NamedTuple):
-    """FLOPs, and the part of them that is attention's."""
+    """FLOPs of sequences, and the part of them that is attention."""
 
     flops: float
     attention: float
@@ -309,62 +306,60 @@ class Load(NamedTuple):
 
     @staticmethod
     def sum(loads: Iterable[Load]) -> Load:
-        """Add up loads, in their order."""
-        return reduce(Load.plus, loads, NOTHING)
+        """Add up loads in their order."""
+        return reduce(Load.plus, loads, NO_LOAD)
 
 
-NOTHING = Load(0.0, 0.0)
+NO_LOAD = Load(0.0, 0.0)
 """No work."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Repeated communication of one kind in a micro-batch.
+    """One kind of communication between the ranks that share a micro-batch, repeated in every layer.
 
     Args:
-        times: repetitions: layers, passes and hops.
-        fixed_seconds: minimum of one exchange.
-        token_seconds: of one exchange for each sharded token (of all ranks), where that is longer.
-        behind_local: share of a rank's attention to its local sequences, forward and backward, that overlaps with it.
-        behind_sharded: the same of its attention to sharded ones.
+        times: number of repetitions: layers, passes and hops.
+        fixed_seconds: minimum of one repetition.
+        token_seconds: of one repetition, for each sharded token of all ranks, where that is longer.
+        overlap_local: share of a rank's attention to its local sequences, 0 to 1, that hides the exchange.
+        overlap_sharded: the same of its attention to sharded sequences.
     """
 
     times: int
     fixed_seconds: float
     token_seconds: float
-    behind_local: float = 0.0
-    behind_sharded: float = 0.0
+    overlap_local: float = 0.0
+    overlap_sharded: float = 0.0
 
-    def travel(self, num_tokens: int) -> float:
-        """Seconds of all repetitions for ``num_tokens`` sharded tokens."""
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds of all repetitions for ``num_tokens`` sharded tokens."""
         return self.times * max(self.fixed_seconds, num_tokens * self.token_seconds) if num_tokens else 0.0
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Speed of a device and of the links between devices, by which Skrull compares placements.
+    """Speed of a device and of the links between devices, to estimate the time of micro-batches.
 
-    N ranks share a micro-batch. Each computes its local sequences and its part of the sharded ones, and in every layer
-    keys and values (or heads) of the sharded ones travel. Only attention overlaps with that: the layer's other work
-    needs its result. With the ``Exchange`` records of a micro-batch, one for each kind,
+    N ranks share a micro-batch. Each computes its local sequences and its part of the sharded ones. In every layer,
+    keys and values (or heads) of sharded sequences are exchanged, which only attention can hide:
 
-        time(j) = computation(local to j) + computation(sharded) / N + sum over exchanges of max(0, travel - attention
-                  of rank j that runs meanwhile)
+        time(j) = computation(local to j) + computation(sharded) / N
+                  + sum over exchanges of max(0, seconds of the exchange - attention of rank j that hides it)
         time    = max over ranks j of time(j), and no less than launching the kernels takes
 
-    Computation is given in FLOPs of large matrix products. Attention is slower than these, and slower still with few
-    queries at once: a sequence of s tokens costs ``square_flops * s^2`` more, and ``query_flops * s`` on every rank
-    that works on it, which is the cost of sharding short sequences.
+    FLOPs count at the speed of large matrix products. Attention is slower, and slower still with few queries at once: a
+    sequence of s tokens costs ``square_flops * s^2`` more, and ``query_flops * s`` on every rank that works on it. That
+    is the cost of sharding short sequences.
 
-    The defaults are those of a dense model of 8 billion weights (``CostModel.of_8b``: 36 layers, 32 heads of 128 for Q
-    and 8 for K and V, 16 bits) on H100s: 40 % of 989 TFLOP/s, and an all-gather measured at 53, 489 and 6468 us for 2,
-    64 and 1024 MB. They need not be accurate to a percent: only placements are compared.
+    The defaults are those of ``CostModel.of_8b`` (36 layers, 32 heads of 128 for Q and 8 for K and V, 16 bits) on
+    H100s: 40 % of 989 TFLOP/s, and an all-gather measured at 53, 489 and 6468 us for 2, 64 and 1024 MB. Only placements
+    are compared, so they need not be accurate to a percent.
 
     Args:
         flops_per_second: that a device reaches.
         exchanges: of a micro-batch with sharded sequences.
-        attention_flops: of each unit of s^2, included in the FLOPs of sequences.
-        square_flops, query_flops: slowness of attention, as above.
+        attention_flops: of a unit of s^2, included in the FLOPs of sequences.
         batch_flops: additional cost of every micro-batch, since kernels on few tokens are slow.
         launch_seconds: minimum of a micro-batch.
         device: name of the device.
@@ -372,8 +367,8 @@ class StepTime:
 
     flops_per_second: float = 0.4 * 989e12
     exchanges: tuple[Exchange, ...] = (
-        Exchange(36, 53e-6, 2 * 8 * 128 * 2 / 160e9, behind_local=1 / 3.5),
-        Exchange(36, 53e-6, 2 * 8 * 128 * 2 / 160e9, behind_local=2.5 / 3.5),
+        Exchange(36, 53e-6, 2 * 8 * 128 * 2 / 160e9, overlap_local=1 / 3.5),
+        Exchange(36, 53e-6, 2 * 8 * 128 * 2 / 160e9, overlap_local=2.5 / 3.5),
         Exchange(36, 53e-6, 2 * 8 * 128 * 4 / 160e9),
     )
     attention_flops: float = 36 * 2 * 32 * 128 * 3.5
@@ -384,39 +379,35 @@ class StepTime:
     device: str = "H100"
 
     def work(self, lengths: IntArray, flops: Costs, num_ranks: int = 1) -> tuple[Costs, Costs]:
-        """Work of sequences (n,), and attention's part of it, both increased by the slowness of attention.
+        """Compute the work of sequences and attention's part of it, (n,) each, both with the slowness of attention.
 
-        Args:
-            lengths: (n,), tokens.
-            flops: (n,), of each.
-            num_ranks: that share each; the result is the sum over these ranks.
+        ``lengths`` and ``flops`` are of each sequence; ``num_ranks`` share each, and results are sums over them.
         """
         sizes = np.asarray(lengths, dtype=np.float64)
         slower = sizes * (self.square_flops * sizes + self.query_flops * num_ranks)
         return flops + slower, self.attention_flops * sizes**2 + slower
 
     def loads(self, lengths: IntArray, flops: Costs, num_ranks: int = 1) -> list[Load]:
-        """``work`` as a list, from lengths and FLOPs (n,)."""
+        """Return ``work`` as a list, from lengths and FLOPs (n,)."""
         work, attention = self.work(lengths, flops, num_ranks)
         return [Load(*one) for one in zip(work.tolist(), attention.tolist(), strict=True)]
 
     def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int, num_ranks: int) -> float:
-        """Seconds of a micro-batch.
+        """Estimate the seconds of a micro-batch on ``num_ranks`` ranks.
 
         Args:
             local: work of the sequences local to each rank; of ranks with equal loads, one is enough.
-            sharded: work of all sharded sequences, the sum over the N ranks.
+            sharded: work of all sharded sequences, summed over the ranks.
             sharded_tokens: of all sharded sequences, with their padding.
-            num_ranks: N.
         """
         busiest, speed = max(local)[0], self.flops_per_second
         if num_ranks > 1 and sharded_tokens:
             attention, exposed = sharded.attention / num_ranks, 0.0
             hidden = []
             for exchange in self.exchanges:
-                flops = speed * exchange.travel(sharded_tokens) - exchange.behind_sharded * attention
-                if flops > 0 and exchange.behind_local:
-                    hidden.append((flops, exchange.behind_local))
+                flops = speed * exchange.seconds(sharded_tokens) - exchange.overlap_sharded * attention
+                if flops > 0 and exchange.overlap_local:
+                    hidden.append((flops, exchange.overlap_local))
                 elif flops > 0:
                     exposed += flops
             busiest = exposed + max(
@@ -424,16 +415,14 @@ class StepTime:
             )
         return max(self.launch_seconds, (busiest + sharded.flops / num_ranks + self.batch_flops) / speed)
 
-    def waited(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:
-        """Seconds of exchanges that attention does not hide, for many ranks at once.
+    def exposed_seconds(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:
+        """Estimate the seconds of exchanges that attention does not hide, (n,), for n ranks at once.
 
-        Args:
-            sharded_tokens: (n,), of the micro-batch of each rank.
-            local_attention, sharded_attention: (n,), seconds of each rank, forward and backward.
+        ``sharded_tokens`` are of the micro-batch of each rank; the seconds of attention are forward and backward.
         """
         seconds = np.zeros(len(sharded_tokens))
         for exchange in self.exchanges:
             travel = exchange.times * np.maximum(exchange.fixed_seconds, sharded_tokens * exchange.token_seconds)
-            hidden = exchange.behind_local * local_attention + exchange.behind_sharded * sharded_attention
+            hidden = exchange.overlap_local * local_attention + exchange.overlap_sharded * sharded_attention
             seconds += np.where(sharded_tokens > 0, np.maximum(travel - hidden, 0.0), 0.0)
         return seconds

@@ -46,8 +46,7 @@ def assign_by_tokens(
 
     Args:
         lengths: (K,), tokens of the samples in the order of the epoch.
-        samples_per_step: samples of an optimizer step over all ranks; the last step has the remaining ones.
-        num_ranks: data-parallel ranks, W.
+        samples_per_step: of an optimizer step over all ranks; the last step has the remaining ones.
 
     Raises:
         ConfigError: a single sample exceeds ``max_tokens``.
@@ -80,11 +79,7 @@ def assign_samples(
     Args:
         units: the N samples of the epoch, one each, in its order.
         costs: (N,), work of each sample; its tokens if None.
-        options: ``samples_per_step``, ``world_size``, and limits of a pack besides ``units.capacity``.
         media_tokens: by sample number as in ``units.samples``; needed with ``max_media_tokens_per_pack``.
-
-    Raises:
-        ConfigError, DataError: samples that exceed a budget of a pack.
     """
     assert options.samples_per_step is not None
     limits = _limits(units.lengths, units.capacity, options.max_samples_per_pack)
@@ -106,9 +101,8 @@ def _divide(
 ) -> StepAssignment:
     """Place the samples (K,) of each step in bins by LPT, and order the bins as cells, those of a rank heaviest first.
 
-    Args:
-        is_assigned: place samples in ranks first, and there in bins; otherwise bins are assigned to ranks afterwards,
-            the heaviest ones to different ranks, then the next ones.
+    With ``is_assigned``, samples are placed in ranks first, and there in bins; otherwise bins are assigned to ranks
+    afterwards, the heaviest ones to different ranks, then the next ones.
     """
     num_full = len(work) // samples_per_step
     bin_of, num_bins = np.zeros(len(work), np.int64), np.zeros(-(-len(work) // samples_per_step), np.int64)
@@ -124,58 +118,58 @@ def _divide(
     first = to_offsets(num_bins)
     bin_of += first[np.arange(len(work)) // samples_per_step]
     loads = np.bincount(bin_of, weights=work, minlength=int(first[-1]))
-    cell_of = np.empty(len(loads), np.int64)
+    cell_of_bin = np.empty(len(loads), np.int64)
     for bins in np.unique(num_bins).tolist():
         per_rank = bins // num_ranks
-        own = first[:-1][num_bins == bins, None] + np.arange(bins)
-        by_rank = own.reshape(-1, num_ranks, per_rank)
+        step_bins = first[:-1][num_bins == bins, None] + np.arange(bins)  # of all steps with so many bins
+        by_rank = step_bins.reshape(-1, num_ranks, per_rank)
         if not is_assigned:
-            falling = np.take_along_axis(own, np.argsort(-loads[own], axis=1, kind="stable"), axis=1)
+            falling = np.take_along_axis(step_bins, np.argsort(-loads[step_bins], axis=1, kind="stable"), axis=1)
             by_rank = falling.reshape(-1, per_rank, num_ranks).transpose(0, 2, 1)
         by_rank = np.take_along_axis(by_rank, np.argsort(-loads[by_rank], axis=2, kind="stable"), axis=2)
-        cell_of[by_rank.reshape(-1, bins)] = own
-    cells = cell_of[bin_of]
+        cell_of_bin[by_rank.reshape(-1, bins)] = step_bins
+    cells = cell_of_bin[bin_of]
     return StepAssignment(np.argsort(cells, kind="stable"), np.bincount(cells, minlength=len(loads)), num_bins)
 
 
 def _bins_of_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the bin of each sample within its step, (S, n), and the bins of each step, (S,)."""
+    """Return the bin of each sample within its step, (S, n), and the number of bins of each step, (S,)."""
     falling = np.argsort(-work, axis=1, kind="stable")
     num_bins = -(-np.max([_min_bins(*limit) for limit in limits], axis=0) // num_ranks) * num_ranks
-    bin_of, todo = np.zeros(work.shape, np.int64), np.arange(len(work))
-    while len(todo):
+    bin_of, open_steps = np.zeros(work.shape, np.int64), np.arange(len(work))
+    while len(open_steps):
         fits = np.zeros(len(work), np.bool_)
-        for bins in np.unique(num_bins[todo]).tolist():
-            same = todo[num_bins[todo] == bins]
-            chunk = max(1, _CELLS_AT_ONCE // bins)
-            for start in range(0, len(same), chunk):
-                part = same[start : start + chunk]
-                part_limits = [(sizes[part], limit) for sizes, limit in limits]
-                bin_of[part], fits[part] = _place(work[part], falling[part], part_limits, num_groups, bins)
-        todo = todo[~fits[todo]]
-        num_bins[todo] += num_ranks
+        for bins in np.unique(num_bins[open_steps]).tolist():
+            # Steps with equally many bins are placed at once, in chunks that bound the memory.
+            same_bins = open_steps[num_bins[open_steps] == bins]
+            chunk_size = max(1, _CELLS_AT_ONCE // bins)
+            for start in range(0, len(same_bins), chunk_size):
+                steps = same_bins[start : start + chunk_size]
+                step_limits = [(sizes[steps], limit) for sizes, limit in limits]
+                bin_of[steps], fits[steps] = _place(work[steps], falling[steps], step_limits, num_groups, bins)
+        open_steps = open_steps[~fits[open_steps]]
+        num_bins[open_steps] += num_ranks
     return bin_of, num_bins
 
 
 def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
-    """Lower bound of the bins of each step, (S,), for one of the sizes of its samples, (S, n)."""
-    fewest: Int64Array = -(-sizes.sum(axis=1, dtype=np.int64) // limit)
+    """Compute a lower bound of the bins of each step, (S,), for one of the sizes of its samples, (S, n)."""
+    min_bins: Int64Array = -(-sizes.sum(axis=1, dtype=np.int64) // limit)
     for num in range(1, _MAX_LARGE_SAMPLES + 1):
         # At most ``num`` samples of more than 1 / (num + 1) of a bin fit into one.
         num_large = np.count_nonzero(sizes * (num + 1) > limit, axis=1)
-        fewest = np.maximum(fewest, -(-num_large // num))
-    return fewest
+        min_bins = np.maximum(min_bins, -(-num_large // num))
+    return min_bins
 
 
 def _place(
     work: npt.NDArray[Any], falling: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Place each sample in the group of bins with the least work that has room, and there in the bin with the least.
+    """Place each sample in the group of bins with the least work that has space, and there in the bin with the least.
 
-    Returns:
-        The bin of every sample, (S, n), and whether all bins of a step keep to the limits, (S,).
+    Returns the bin of every sample, (S, n), and whether all bins of a step keep to the limits, (S,).
     """
     num_steps, num_samples = work.shape
     shape, rows = (num_steps, num_groups, num_bins // num_groups), np.arange(num_steps)
@@ -185,12 +179,12 @@ def _place(
     for i in range(num_samples):
         sample = falling[:, i]
         added, sizes = work[rows, sample], [sizes[rows, sample] for sizes, _ in limits]
-        has_room = np.ones(shape, np.bool_)
+        has_space = np.ones(shape, np.bool_)
         for (_, limit), taken, size in zip(limits, used, sizes, strict=True):
-            has_room &= taken <= (limit - size)[:, None, None]
-        group = np.where(has_room.any(axis=2), group_loads, np.inf).argmin(axis=1)
-        bins = rows, group, np.where(has_room[rows, group], loads[rows, group], np.inf).argmin(axis=1)
-        fits &= has_room[bins]
+            has_space &= taken <= (limit - size)[:, None, None]
+        group = np.where(has_space.any(axis=2), group_loads, np.inf).argmin(axis=1)
+        bins = rows, group, np.where(has_space[rows, group], loads[rows, group], np.inf).argmin(axis=1)
+        fits &= has_space[bins]
         for taken, size in zip(used, sizes, strict=True):
             taken[bins] += size
         loads[bins] += added
@@ -210,18 +204,17 @@ with the number of micro-batches."""
 
 @dataclass(frozen=True, eq=False)
 class EvaluationPlan:
-    """Micro-batches of an evaluation, and the way back to the order of the samples.
+    """Micro-batches of an evaluation; ``batches.inverse`` restores the order of the samples from results rank by rank.
 
     Samples are divided into consecutive windows of a thousand or more, so that reading stays local; in each window
-    ``assign_by_tokens`` makes micro-batches. Results are collected rank by rank, and ``batches.inverse`` restores the
-    order of the samples. Samples with shared prefixes are placed tree by tree, by the tokens computed for each.
+    ``assign_by_tokens`` makes micro-batches. Samples with shared prefixes are placed tree by tree, by the tokens
+    computed for each.
 
     Args:
         lengths: (K,), tokens of the samples, in their order.
-        max_tokens: of a micro-batch, including alignment padding.
+        max_tokens, max_samples: of a micro-batch, including alignment padding.
         num_ranks: data-parallel ranks that share the work.
         alignment: each sample is padded to a multiple of it.
-        max_samples: of a micro-batch, or None.
         trees: groups of samples with shared prefixes, each of which is in one micro-batch; None without.
     """
 
@@ -234,7 +227,7 @@ class EvaluationPlan:
 
     @cached_property
     def batches(self) -> StepAssignment:
-        """The micro-batches: samples of similar lengths together, as many as the token cap allows."""
+        """Micro-batches of samples of similar lengths, as many as the token limit allows."""
         trees = self.trees
         tokens = aligned_lengths(self.lengths, self.alignment)
         if trees is not None:
@@ -270,13 +263,13 @@ class EvaluationPlan:
         return digest.hexdigest()[:16]
 
     def micro_batches(self, rank: int) -> list[Int64Array]:
-        """The samples of each micro-batch of a rank; one may be empty, for all ranks have equally many."""
+        """Return the samples (n,) of each micro-batch of a rank; one may be empty."""
         batches = self.batches
         offsets = to_offsets(batches.cell_sizes)
         return [batches.order[offsets[cell] : offsets[cell + 1]] for cell in np.flatnonzero(self._rank_of_cell == rank)]
 
     def order_positions(self, rank: int) -> Int64Array:
-        """Positions in ``batches.order`` of the samples of a rank's micro-batches, one after the other."""
+        """Return the positions (n,) in ``batches.order`` of a rank's samples, micro-batch by micro-batch."""
         return np.flatnonzero(np.repeat(self._rank_of_cell, self.batches.cell_sizes) == rank)
 
     def one_sample_each(self) -> EvaluationPlan:
@@ -301,11 +294,7 @@ def plan_evaluation(
 ) -> EvaluationPlan:
     """Distribute samples (K,) over ranks and micro-batches; arguments as for ``EvaluationPlan``.
 
-    Args:
-        max_tokens: by default ``DEFAULT_MAX_TOKENS``, or the longest sample if that is longer.
-
-    Raises:
-        ConfigError: a single sample exceeds the cap.
+    ``max_tokens`` is by default ``DEFAULT_MAX_TOKENS``, or the longest sample if that is longer.
     """
     longest = int(aligned_lengths(lengths, alignment).max(initial=1))
     cap = max(DEFAULT_MAX_TOKENS, longest) if max_tokens is None else max_tokens
@@ -315,5 +304,5 @@ def plan_evaluation(
 
 
 def aligned_lengths(lengths: IntArray, alignment: int) -> IntArray:
-    """(K,): tokens of the samples with the padding that makes them multiples of ``alignment``."""
+    """Return the tokens (K,) of samples with the padding that makes them multiples of ``alignment``."""
     return -(-lengths // alignment) * alignment

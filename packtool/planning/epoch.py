@@ -41,10 +41,9 @@ class EpochPlan:
 
     Args:
         packs: assigned by ``steps``; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
-        steps: step, rank and micro-batch of each pack.
         lasting: packs that are the same for any number of ranks: ``packs``; with Skrull, the packs whose samples share
             a step; with ``samples_per_step``, the samples one by one in the order in which steps take them.
-        placement: with Skrull, int64 (K,), in the order of ``steps.order``, see ``StepAssignment``.
+        placement: as in ``StepAssignment``; None without Skrull.
     """
 
     packs: PackPlan
@@ -60,23 +59,23 @@ class EpochPlan:
 
     @property
     def full_packs(self) -> PackPlan:
-        """The packs before Skrull divides them into samples."""
+        """Packs before Skrull divides them into samples."""
         return self.packs if self.placement is None else self.lasting
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex over packs, steps and placement: ranks with equal fingerprints will train the same epoch."""
+        """sha256 in hex over packs, steps and placement: ranks with equal fingerprints train the same epoch."""
         digest = hashlib.sha256(f"{self.packs.fingerprint} {self.steps.fingerprint}".encode())
         if self.placement is None:
             return digest.hexdigest()
         return digest_arrays(digest, self.placement, self.lasting.offsets)
 
     def placement_of(self, step: int, rank: int, micro_batch: int) -> Int64Array | None:
-        """Placement of the samples of a micro-batch, in the order of ``samples``; a view. None without Skrull."""
+        """Return the placement (n,) of a micro-batch's samples, in the order of ``samples``; None without Skrull."""
         return None if self.placement is None else self.placement[self.steps.cell(step, rank, micro_batch)]
 
     def packs_from(self, step: int) -> PackPlan:
-        """The ``full_packs`` trained from a step on."""
+        """Return the ``full_packs`` trained from a step on."""
         steps = self.steps
         left = np.sort(steps.order[steps.cell_offsets[steps.step_offsets[step]] :])
         if self.placement is not None:
@@ -85,13 +84,13 @@ class EpochPlan:
         return select_packs(self.full_packs, left)
 
     def samples_of(self, first: int, stop: int) -> Int64Array:
-        """Cache positions of all samples of the steps from ``first`` to ``stop`` - 1, over all ranks."""
+        """Return the cache positions (n,) of all samples of the steps from ``first`` to ``stop`` - 1."""
         steps = self.steps
         start, end = steps.cell_offsets[steps.step_offsets[[first, stop]]]
         return select_packs(self.packs, steps.order[start:end]).samples
 
     def samples(self, step: int, rank: int, micro_batch: int) -> tuple[Int64Array, ...]:
-        """Cache positions of the samples of each pack of a micro-batch."""
+        """Return the cache positions (n,) of the samples of each pack of a micro-batch."""
         return tuple(self.packs.pack(int(pack)) for pack in self.steps.packs(step, rank, micro_batch))
 
 
@@ -105,21 +104,20 @@ def plan_epoch(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
-    wanted: Int64Array | None = None,
+    untrained: Int64Array | None = None,
 ) -> EpochPlan:
-    """Filter, pack and assign to steps and ranks: a pure function, the same on every rank and machine.
+    """Filter samples, pack them, and assign packs to steps and ranks: a pure function, the same on every machine.
 
     The number of packs and steps depends on lengths, options and seed; every epoch has as many as the first.
 
     Args:
-        lengths: (N,), tokens of each sample of the cache.
-        target_tokens: (N,), labels of each that carry loss.
+        lengths, target_tokens: (N,), tokens and labels that carry loss of each sample of the cache.
         epoch: 0-based; every epoch has different packs in a different order.
         media_tokens: (N,), of each sample; None for none.
-        towers: cost of its images and sounds besides ``options.cost``; None for none.
-        trees: samples with shared prefixes, of ``options.max_length`` at most, of which each group is in one pack;
-            ``media_tokens`` and ``towers`` are then what each sample adds to its group.
-        wanted: int64 (M,), ascending: the untrained samples of a partly trained epoch, which are also those of
+        towers: cost of images and sounds, which ``options.cost`` computes from counts; None for none.
+        trees: samples with shared prefixes, each group in one pack; ``media_tokens`` and ``towers`` are then what each
+            sample adds to its group.
+        untrained: int64 (M,), ascending: the untrained samples of a partly trained epoch, which are also those of
             ``trees``; None for all.
 
     Raises:
@@ -128,21 +126,21 @@ def plan_epoch(
     """
     assert len(lengths) == len(target_tokens)
     kept = np.flatnonzero(lengths <= options.max_length).astype(np.int64)
-    if wanted is not None:
-        kept = wanted[lengths[wanted] <= options.max_length]
+    if untrained is not None:
+        kept = untrained[lengths[untrained] <= options.max_length]
     if len(kept) == 0:
         raise DataError(
             f"No sample is left to train on: the cache holds {len(lengths):,}, "
             f"and all are longer than {options.max_length:,} tokens (--max-length, or --packing-length)."
             if len(lengths)
             else "No sample is left to train on: the cache is empty.",
-            "Raise it, or export other rows.",
+            "Raise the limit, or export other rows.",
         )
     if trees is not None:
         assert options.packing, "padded rows share nothing"
         capacity = options.packing_length
         packs = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    elif wanted is None and len(kept) == len(lengths):
+    elif untrained is None and len(kept) == len(lengths):
         packs = _pack(lengths, media_tokens, options, seed, epoch)
     else:
         kept_media = None if media_tokens is None else media_tokens[kept]
@@ -162,10 +160,9 @@ def plan_mixture(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """Plan an epoch of a mixture of samples of at most ``options.max_length`` tokens, without shared prefixes.
+    """Plan an epoch of a mixture: its slots are packed, and then filled with samples.
 
-    Its slots are packed, and then filled with samples. Further arguments and errors as for ``plan_epoch``, for all N
-    samples of the caches.
+    Further arguments and errors are as for ``plan_epoch``, for all N samples of the caches, (N,).
     """
     slots, samples = mixture.slots, mixture.draw(epoch)
     is_spread = options.shuffle and not (options.packing and options.packing_algorithm == "sequential")
@@ -196,14 +193,10 @@ def assign_packs(
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
 ) -> EpochPlan:
-    """Second half of ``plan_epoch``: steps and figures of existing packs; further arguments as for it.
+    """Assign existing packs to steps and ranks, and compute the figures; arguments as for ``plan_epoch``, (N,).
 
     With ``samples_per_step`` the packs only give the order in which steps take their samples, and are made anew: the
     rest of an epoch gives its steps the same samples as the whole epoch.
-
-    Raises:
-        ConfigError: an option is not positive, or samples are too long for Skrull's buckets.
-        DataError: with ``samples_per_step``, samples that exceed a budget of a pack.
     """
     by_sample = options.samples_per_step is not None or options.skrull is not None
     units = split_into_samples(packs) if by_sample else packs
@@ -214,30 +207,30 @@ def assign_packs(
 
     costs = None if options.cost is None else cost_of(units)
     parts = TreeParts.of(packs, trees)
-    trained, assignment = _assign(packs, units, costs, options, media_tokens, parts)
-    steps = StepPlan.of(trained, target_tokens, assignment, options.world_size)
+    trained_packs, assignment = _assign(packs, units, costs, options, media_tokens, parts)
+    steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
     placement, fill, balance, skrull = assignment.placement, 1.0, None, None
     if options.packing or options.samples_per_step is not None:
-        fill = trained.fill
+        fill = trained_packs.fill
     elif options.dynamic_batch_tokens is None:  # dynamic batches have no padding
-        fill = padded_fill(trained, steps)
+        fill = padded_fill(trained_packs, steps)
     if costs is not None:
-        after = imbalance(steps.rank_costs(costs if trained is units else cost_of(trained)))
+        after = imbalance(steps.rank_costs(costs if trained_packs is units else cost_of(trained_packs)))
         before = after
         if options.samples_per_step is not None:
-            before = imbalance(_rank_costs_in_turn(costs, options.samples_per_step, options.world_size))
+            before = imbalance(_round_robin_rank_costs(costs, options.samples_per_step, options.world_size))
         elif options.skrull is not None or (options.balance != "none" and options.dynamic_batch_tokens is None):
-            in_turn = assign_balanced(packs, None, replace(options, balance="none"), parts)
-            steps_in_turn = StepPlan.of(packs, target_tokens, in_turn, options.world_size)
-            before = imbalance(steps_in_turn.rank_costs(costs if packs is units else cost_of(packs)))
+            round_robin = assign_balanced(packs, None, replace(options, balance="none"), parts)
+            round_robin_steps = StepPlan.of(packs, target_tokens, round_robin, options.world_size)
+            before = imbalance(round_robin_steps.rank_costs(costs if packs is units else cost_of(packs)))
         balance = BalanceFigures(before, after, float(costs.sum()))
     if placement is not None and options.skrull is not None and costs is not None:
-        work = None if towers is None else TowerWork(towers.flops[units.samples], towers.num_seen[units.samples])
+        work = None if towers is None else TowerWork(towers.flops[units.samples], towers.num_media[units.samples])
         skrull = SkrullFigures.of(units, steps, placement, options.skrull, costs, work)
         fill = packs.num_tokens / max(skrull.num_tokens, 1)
-    counted, num_cached = trained if placement is None else packs, len(target_tokens)
-    summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
-    return EpochPlan(trained, steps, summary, units if options.samples_per_step is not None else packs, placement)
+    counted_packs, num_cached = trained_packs if placement is None else packs, len(target_tokens)
+    summary = summarize(counted_packs, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
+    return EpochPlan(trained_packs, steps, summary, units if options.samples_per_step is not None else packs, placement)
 
 
 def _assign(
@@ -271,8 +264,8 @@ def _assign(
     )
 
 
-def _rank_costs_in_turn(costs: Costs, samples_per_step: int, num_ranks: int) -> Costs:
-    """Work of each rank in each step, (S, W), if the samples (N,) of a step went to the ranks in turn."""
+def _round_robin_rank_costs(costs: Costs, samples_per_step: int, num_ranks: int) -> Costs:
+    """Sum the work of each rank in each step, (S, W), if the samples (N,) of a step went to the ranks in turn."""
     step, place = np.divmod(np.arange(len(costs)), samples_per_step)
     rank_costs = np.zeros((-(-len(costs) // samples_per_step), num_ranks))
     np.add.at(rank_costs, (step, place % num_ranks), costs)

@@ -1,10 +1,10 @@
-"""Steps of a model's forward pass, from its ``config.json``, and which of them are trained, for ``cost``.
+"""Steps of a model's forward pass, from its ``config.json``, and the training of each, for ``cost``.
 
-A part processes units: the language model tokens, a vision tower its output tokens (each stands for merge^2 patches),
-an audio tower the tokens of a sound. Products with weights, including convolutions, and attention are counted; norms,
-activations and rotations are below a percent, and are listed only because their weights may be trained.
+Every part of a model has a unit: a token of the language model, an output token of a vision tower (it stands for
+merge^2 patches), a token of a sound. Products with weights, including convolutions, and attention are counted. Norms,
+activations and rotations are below a percent; norms are listed only because their weights may be trained.
 
-Steps have the names of modules in transformers, so that options which name modules or parameters select the same steps.
+Steps have the names of transformers' modules, so that options with module or parameter names select the same steps.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _STRIDES = (50, 25, 13)
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A module, with its forward work for one unit.
+    """A module and its forward work for one unit of its part.
 
     Args:
         name: of the module, or of the tensor.
-        inputs, outputs: its widths; a lookup has no work.
+        inputs, outputs: widths.
         times: number of uses for a unit.
-        copies: number of experts.
-        beside: it has the same input as the step before.
+        num_experts: number of experts.
+        shares_input: its input is that of the step before.
         layer: number of its layer; None outside of layers.
-        local: FLOPs of attention that do not grow with the length: states, and windows of towers.
+        per_unit: FLOPs of attention for each unit, whatever the length: states, and windows of towers.
         per_square: FLOPs of attention per unit of the sum of squares, halved for causal attention.
-        per_window: the same of causal attention in windows, with ``CostModel.window_squares`` in place of squares.
+        per_window: FLOPs of attention in windows per unit of ``CostModel.window_squares``.
     """
 
     name: str
@@ -52,23 +52,23 @@ class Step:
     inputs: int = 0
     outputs: int = 0
     times: float = 1.0
-    copies: int = 1
+    num_experts: int = 1
     has_bias: bool = False
-    beside: bool = False
+    shares_input: bool = False
     layer: int | None = None
-    local: float = 0.0
+    per_unit: float = 0.0
     per_square: float = 0.0
     per_window: float = 0.0
 
     @property
     def num_products(self) -> float:
-        """Multiply-adds with weights."""
+        """Multiply-adds with weights; a lookup has none."""
         return 0.0 if self.kind == "lookup" else self.times * self.inputs * self.outputs
 
     @property
     def num_weights(self) -> int:
         """Number of weights without biases."""
-        return self.inputs * self.outputs * self.copies
+        return self.inputs * self.outputs * self.num_experts
 
     @property
     def weight(self) -> str:
@@ -78,17 +78,18 @@ class Step:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """All parts of a model, each as its steps in the order of the forward pass.
+    """Parts of a model; each is a tuple of its steps in the order of the forward pass.
 
     Args:
-        language: per token; ``per_square`` per square of samples' lengths.
-        head: per token with logits.
+        language: for each token; ``per_square`` for the square of a sample's length.
+        head: for each token with logits.
         is_tied: the head's weights are those of the embeddings, the first step of ``language``.
-        window: tokens that a sliding layer sees; 0 without such layers.
-        in_chunks: the window does not slide: layers see their chunk of ``window`` tokens.
-        vision: the tower, per token of images and videos; ``per_square`` per square of the patches of a frame.
-        mergers: per token of images and videos, from the tower's output to the text's width.
-        audio, audio_aligner: per token of sounds; ``--freeze-aligner`` freezes the second.
+        window: tokens of an attention window; 0 without layers that have windows.
+        in_chunks: windows are consecutive chunks of ``window`` tokens, and do not slide.
+        vision: the tower, for each token of images and videos; ``per_square`` for the square of a frame's patches.
+        mergers: for the same tokens, from outputs of the tower to the text's width; one reads the last layer, others
+            earlier layers.
+        audio, audio_aligner: for each token of sounds; ``--freeze-aligner`` freezes the second.
     """
 
     language: tuple[Step, ...]
@@ -103,17 +104,13 @@ class ModelLayers:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelLayers:
-        """Read the widths; of an Omni model those of its thinker.
-
-        Raises:
-            KeyError: if the configuration names no hidden size or number of layers.
-        """
+        """Read the widths of a model, of an Omni model those of its thinker; a KeyError if one is missing."""
         config, text = thinker_of(config), text_config_of(config)
         hidden, vocabulary = int(text["hidden_size"]), int(text.get("vocab_size") or 0)
-        audio, seen = config.get("audio_config") or {}, config.get("vision_config")
+        audio, vision = config.get("audio_config") or {}, config.get("vision_config")
         audio_steps = tuple(_audio(audio))
         return cls(
-            language=tuple(_language(text, "model.language_model" if seen or audio else "model")),
+            language=tuple(_language(text, "model.language_model" if vision or audio else "model")),
             head=Step(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
             is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
             window=_window(text),
@@ -140,8 +137,8 @@ class Trainable:
     """Training of a step.
 
     Args:
-        weights: all of them, through an adapter, or none.
-        any: anything of it is trained, even a bias alone: gradients flow back to its outputs.
+        weights: all are trained, an adapter is, or none.
+        any: any parameter of it is trained, even a bias alone: gradients flow back to its output.
     """
 
     weights: Literal["full", "lora", "frozen"] = "frozen"
@@ -149,9 +146,9 @@ class Trainable:
 
 
 def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
-    """Find the training of each step, by name; steps that are missing are frozen.
+    """Find the training of each step, by its name.
 
-    If options match nothing, as in unknown families with other names, options that name modules are ignored.
+    Options that name modules are ignored if they match nothing, as with a family whose modules have other names.
     """
     steps = [step for step in layers.steps if step.kind != "attention"]
     training: dict[str, Trainable] = {}
@@ -167,17 +164,19 @@ def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Traina
                 training[step.name] = Trainable("lora", True)
     else:
         untied = steps[:-1] if layers.is_tied else steps
+        # ``freeze_parameters_ratio`` freezes that share of the weights, from the first ones on.
         budget = int(sum(step.num_weights for step in untied) * options.freeze_parameters_ratio)
         for step in untied:
             budget -= step.num_weights
-            is_kept = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
+            is_frozen = step.part in options.frozen_parts or (options.freeze_parameters_ratio > 0 and budget >= 0)
             names = (step.weight, f"{step.name}.bias") if step.has_bias else (step.weight,)
-            learns = [options.is_unfrozen(name) or not (is_kept or options.is_frozen(name)) for name in names]
-            training[step.name] = Trainable("full" if learns[0] else "frozen", any(learns))
+            is_trained = [options.is_unfrozen(name) or not (is_frozen or options.is_frozen(name)) for name in names]
+            training[step.name] = Trainable("full" if is_trained[0] else "frozen", any(is_trained))
     if layers.is_tied:
         training[layers.head.name] = training[layers.language[0].name]
-    kept_options = ("train_type", "lora_rank", "freeze_vit", "freeze_aligner", "freeze_llm")
-    by_part = LearningOptions(**{name: getattr(options, name) for name in kept_options})
+    # The options that name parts of a model, and not modules.
+    part_options = ("train_type", "lora_rank", "freeze_vit", "freeze_aligner", "freeze_llm")
+    by_part = LearningOptions(**{name: getattr(options, name) for name in part_options})
     if options != by_part and not any(step.any for step in training.values()):
         return trainable(layers, by_part)
     return training
@@ -212,7 +211,7 @@ Named = tuple[str, dict[str, Any]]
 
 
 def attention_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Query heads, key heads, and the widths of a token's queries and of its keys."""
+    """Return the number of query heads and of key heads, and the widths of a token's queries and keys."""
     heads = int(text["num_attention_heads"])
     key_heads = int(text.get("num_key_value_heads") or heads)
     head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
@@ -220,7 +219,11 @@ def attention_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def expert_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Experts of a layer (0 if dense), the width of each, experts per token, and the width shared by all tokens."""
+    """Read the experts of a layer.
+
+    Returns:
+        their number (0 if dense), the width of each, the experts per token, and the width of the shared expert.
+    """
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
     width = int(text.get("intermediate_size") or 4 * int(text["hidden_size"]))
     width = int((experts and text.get("moe_intermediate_size")) or width)
@@ -229,65 +232,65 @@ def expert_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _attention(text: Mapping[str, Any], kind: str) -> Iterator[Named]:
-    """Grouped-query attention, to full samples or, in a sliding layer, to a window."""
+    """Yield grouped-query attention to complete samples or, in a sliding layer, to a window."""
     heads, _, queries, keys = attention_widths(text)
     has_bias = bool(text.get("attention_bias", True))  # the default of models without the setting, such as Qwen2
     # Qwen3-Next and Qwen3.5 gate the output of attention with a gate of the width of the queries.
     of_queries = queries * (2 if text.get("linear_num_value_heads") else 1)
     yield "self_attn.q_proj", {"outputs": of_queries, "has_bias": has_bias}
-    yield "self_attn.k_proj", {"outputs": keys, "beside": True, "has_bias": has_bias}
-    yield "self_attn.v_proj", {"outputs": keys, "beside": True, "has_bias": has_bias}
+    yield "self_attn.k_proj", {"outputs": keys, "shares_input": True, "has_bias": has_bias}
+    yield "self_attn.v_proj", {"outputs": keys, "shares_input": True, "has_bias": has_bias}
     yield "self_attn.q_norm", {"kind": "lookup", "inputs": 1, "outputs": queries // heads}
     yield "self_attn.k_norm", {"kind": "lookup", "inputs": 1, "outputs": queries // heads}
-    unit = "per_window" if kind in _SLIDING_TYPES else "local" if kind in _LINEAR_TYPES else "per_square"
-    yield "self_attn", {"kind": "attention", "outputs": 0, unit: 2.0 * queries if unit != "local" else 0.0}
+    unit = "per_window" if kind in _SLIDING_TYPES else "per_unit" if kind in _LINEAR_TYPES else "per_square"
+    yield "self_attn", {"kind": "attention", "outputs": 0, unit: 2.0 * queries if unit != "per_unit" else 0.0}
     yield "self_attn.o_proj", {"inputs": queries}
 
 
 def _state(text: Mapping[str, Any]) -> Iterator[Named]:
-    """A gated delta layer, by the chunked rule."""
+    """Yield a gated delta layer, by the chunked rule."""
     heads, values = int(text["linear_num_value_heads"]), int(text["linear_value_head_dim"])
     keys, key_heads = int(text["linear_key_head_dim"]), int(text["linear_num_key_heads"])
-    mixed, inner = 2 * key_heads * keys + heads * values, heads * values
+    qkv_width, value_width = 2 * key_heads * keys + heads * values, heads * values
     if family_of(text).has_joint_inputs:
-        inputs = {"in_proj_qkvz": mixed + inner, "in_proj_ba": 2 * heads}
+        inputs = {"in_proj_qkvz": qkv_width + value_width, "in_proj_ba": 2 * heads}
     else:
-        inputs = {"in_proj_qkv": mixed, "in_proj_z": inner, "in_proj_b": heads, "in_proj_a": heads}
+        inputs = {"in_proj_qkv": qkv_width, "in_proj_z": value_width, "in_proj_b": heads, "in_proj_a": heads}
     for number, (name, width) in enumerate(inputs.items()):
-        yield f"linear_attn.{name}", {"outputs": width, "beside": number > 0}
+        yield f"linear_attn.{name}", {"outputs": width, "shares_input": number > 0}
     kernel = int(text.get("linear_conv_kernel_dim") or 4)
-    yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel, "outputs": mixed}
+    yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel, "outputs": qkv_width}
     # In a chunk: keys and queries times keys, scores times values, a triangular system for keys and values; and keys,
     # queries and values times the state.
     flops = heads * (_STATE_CHUNK * (4.0 * keys + 2 * values + keys + values) + 6 * keys * values)
-    yield "linear_attn", {"kind": "attention", "outputs": 0, "local": flops}
+    yield "linear_attn", {"kind": "attention", "outputs": 0, "per_unit": flops}
     yield "linear_attn.norm", {"kind": "lookup", "inputs": 1, "outputs": values}
-    yield "linear_attn.out_proj", {"inputs": inner}
+    yield "linear_attn.out_proj", {"inputs": value_width}
 
 
 def _mlp(text: Mapping[str, Any], layer: int) -> Iterator[Named]:
-    """SwiGLU (three matrices), or the experts of a token, the router and the shared expert."""
-    experts, width, visits, shared = expert_widths(text)
+    """Yield SwiGLU (three matrices), or the experts of a token, the router and the shared expert."""
+    experts, width, experts_per_token, shared = expert_widths(text)
     dense_layers = text.get("mlp_only_layers") or ()
-    every = int(text.get("decoder_sparse_step") or 1)
+    interval = int(text.get("decoder_sparse_step") or 1)
     first_dense = int(text.get("first_k_dense_replace") or 0)
-    if not experts or layer in dense_layers or layer < first_dense or (layer + 1) % every:
+    if not experts or layer in dense_layers or layer < first_dense or (layer + 1) % interval:
         yield from _swiglu("mlp", int(text.get("intermediate_size") or 4 * int(text["hidden_size"])))
         return
-    visited = {"kind": "tensor", "times": visits, "copies": experts}
+    expert_step = {"kind": "tensor", "times": experts_per_token, "num_experts": experts}
     # Router, shared expert and experts have the same input.
     yield "mlp.gate", {"kind": "tensor", "outputs": experts}
-    yield "mlp.experts.gate_up_proj", visited | {"outputs": 2 * width, "beside": True}
+    yield "mlp.experts.gate_up_proj", expert_step | {"outputs": 2 * width, "shares_input": True}
     if shared:
         if text.get("shared_expert_intermediate_size"):
-            yield "mlp.shared_expert_gate", {"outputs": 1, "beside": True}
+            yield "mlp.shared_expert_gate", {"outputs": 1, "shares_input": True}
         gate, up, down = _swiglu("mlp.shared_expert", shared)
-        yield from ((gate[0], gate[1] | {"beside": True}), up, down)
-    yield "mlp.experts.down_proj", visited | {"inputs": width}
+        yield from ((gate[0], gate[1] | {"shares_input": True}), up, down)
+    yield "mlp.experts.down_proj", expert_step | {"inputs": width}
 
 
 def _swiglu(name: str, width: int) -> tuple[Named, Named, Named]:
-    up = {"outputs": width, "beside": True}
+    up = {"outputs": width, "shares_input": True}
     return (f"{name}.gate_proj", {"outputs": width}), (f"{name}.up_proj", up), (f"{name}.down_proj", {"inputs": width})
 
 
@@ -311,13 +314,13 @@ def _window(text: Mapping[str, Any]) -> int:
 
 
 def _tower_width(vision: Mapping[str, Any]) -> int:
-    """Width of a patch: Qwen2-VL's config calls it embed_dim, and the text's width hidden_size."""
+    """Return the width of a patch: Qwen2-VL's config calls it embed_dim, and the text's width hidden_size."""
     depth = vision.get("depth") or vision.get("num_hidden_layers")
     return int(vision.get("embed_dim") or vision.get("hidden_size") or 0) if depth else 0
 
 
 def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
-    """A vision tower, per output token."""
+    """Yield the steps of a vision tower, for each output token."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
@@ -339,14 +342,14 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
         yield step(f"blocks.{i}.norm1", 1, hidden, kind="lookup", layer=i)
         for number, name in enumerate(("q", "k", "v") if is_split else ("qkv",)):
             outputs = hidden if is_split else 3 * hidden
-            yield step(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, beside=number > 0)
-        local, square = (0.0, 4.0 * hidden) if i in full_layers else (patches * 4.0 * hidden * window, 0.0)
-        yield step(f"blocks.{i}.attn", 0, 0, kind="attention", layer=i, local=local, per_square=square)
+            yield step(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, shares_input=number > 0)
+        per_unit, square = (0.0, 4.0 * hidden) if i in full_layers else (patches * 4.0 * hidden * window, 0.0)
+        yield step(f"blocks.{i}.attn", 0, 0, kind="attention", layer=i, per_unit=per_unit, per_square=square)
         yield step(f"blocks.{i}.attn.proj", hidden, hidden, layer=i)
         yield step(f"blocks.{i}.norm2", 1, hidden, kind="lookup", layer=i)
         if str(vision.get("hidden_act")) in _GATED:
             yield step(f"blocks.{i}.mlp.gate_proj", hidden, width, layer=i)
-            yield step(f"blocks.{i}.mlp.up_proj", hidden, width, layer=i, beside=True)
+            yield step(f"blocks.{i}.mlp.up_proj", hidden, width, layer=i, shares_input=True)
             yield step(f"blocks.{i}.mlp.down_proj", width, hidden, layer=i)
         else:
             first, second = ("fc1", "fc2") if is_first_generation else ("linear_fc1", "linear_fc2")
@@ -360,19 +363,19 @@ def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, ...], ...]:
-    """Modules that project the outputs of the tower, and of some of its layers, to the text's width."""
+    """Return the modules that project outputs of the tower's last and other layers to the text's width."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
         return ()
     depth = int(vision.get("depth") or vision["num_hidden_layers"])
-    out = int(vision.get("out_hidden_size") or text_hidden)
+    output = int(vision.get("out_hidden_size") or text_hidden)
     merged = hidden * int(vision.get("spatial_merge_size") or 1) ** 2
-    of_omni = "audio_config" in config
+    is_omni = "audio_config" in config
     levels = [number for number, i in enumerate(vision.get("deepstack_visual_indexes") or ()) if int(i) < depth]
-    lists = "merger_list" if of_omni else "deepstack_merger_list"
+    lists = "merger_list" if is_omni else "deepstack_merger_list"
     first, second, norm = "linear_fc1", "linear_fc2", "norm"
-    if of_omni or "num_position_embeddings" not in vision:
+    if is_omni or "num_position_embeddings" not in vision:
         first, second, norm = "mlp.0", "mlp.2", "ln_q"
 
     step = partial(_step, "model.visual.", part="aligner", has_bias=True)
@@ -380,14 +383,14 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, .
         (
             step(f"{name}.{norm}", 1, hidden, kind="lookup"),
             step(f"{name}.{first}", merged, merged),
-            step(f"{name}.{second}", merged, out),
+            step(f"{name}.{second}", merged, output),
         )
         for name in ("merger", *(f"{lists}.{number}" for number in levels))
     )
 
 
 def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -> tuple[float, int, range | set[int]]:
-    """Patches per token, patches per window, and the layers with attention to full frames."""
+    """Return the patches per token, the patches per window, and the layers with attention to full frames."""
     side = _side(vision, "patch_size", 14)
     if vision.get("spatial_merge_size"):
         merge = int(vision["spatial_merge_size"])
@@ -404,7 +407,7 @@ def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -
 
 
 def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
-    """An audio tower and its projections, per token; windows of attention count at their full width."""
+    """Yield an audio tower and its projections, for each token; windows of attention count at their full width."""
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
         return
@@ -429,9 +432,9 @@ def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
     for i in range(depth):
         yield step(f"layers.{i}.self_attn_layer_norm", 1, hidden, kind="lookup", layer=i)
         for name in ("k_proj", "v_proj", "q_proj"):
-            yield step(f"layers.{i}.self_attn.{name}", hidden, hidden, layer=i, beside=name != "k_proj")
-        local = positions * 4 * hidden * window
-        yield step(f"layers.{i}.self_attn", 0, 0, kind="attention", layer=i, local=local)
+            yield step(f"layers.{i}.self_attn.{name}", hidden, hidden, layer=i, shares_input=name != "k_proj")
+        per_unit = positions * 4 * hidden * window
+        yield step(f"layers.{i}.self_attn", 0, 0, kind="attention", layer=i, per_unit=per_unit)
         yield step(f"layers.{i}.self_attn.out_proj", hidden, hidden, layer=i)
         yield step(f"layers.{i}.final_layer_norm", 1, hidden, kind="lookup", layer=i)
         yield step(f"layers.{i}.fc1", hidden, width, layer=i)

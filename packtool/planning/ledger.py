@@ -29,12 +29,10 @@ Plane = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
-    """Training counts of N rows.
+    """Training counts of ``num`` rows, N.
 
-    Args:
-        num: N.
-        planes: uint8 (ceil(N / 8),) each: bits of the counts, the lowest plane first, eight rows a byte as in
-            ``numpy.packbits``. No plane where nothing was trained.
+    ``planes``, uint8 (ceil(N / 8),) each, are the bits of the counts, the lowest plane first, eight rows a byte as in
+    ``numpy.packbits``. There is no plane where nothing was trained.
     """
 
     num: int
@@ -74,7 +72,7 @@ class RowCounts:
         return RowCounts(self.num, (*planes, carry) if carry.any() else tuple(planes))
 
     def counts(self) -> npt.NDArray[np.uint32]:
-        """The counts as numbers: uint32 (N,)."""
+        """Convert the counts to numbers: uint32 (N,)."""
         counts = np.zeros(self.num, np.uint32)
         for bit, plane in enumerate(self.planes):
             counts += np.unpackbits(plane, count=self.num).astype(np.uint32) << np.uint32(bit)
@@ -165,8 +163,8 @@ class DataChange:
     trained: tuple[RowCounts, ...] = ()
 
     def samples(self) -> Int64Array:
-        """Remaining counts of the samples of all caches, by position; int64 (N,)."""
-        return joined_counts(self.left)
+        """Return the remaining counts of the samples of all caches, by position; int64 (N,)."""
+        return concatenate_counts(self.left)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,7 +176,6 @@ class Ledger:
         epoch: the current one, 0-based.
         sources: the run's caches, in their order.
         retired: caches of earlier data.
-        change: the last change of the data; None without.
         stage: the 0-based number of the next stage, and the epoch that it began with; None without stages.
     """
 
@@ -206,12 +203,15 @@ class Ledger:
             skipped: samples of these steps that were left out, by position.
         """
         skipped_rows = np.sort(np.asarray(skipped, np.int64))
-        rows = without(np.sort(plan.samples_of(steps.start, steps.stop)), skipped_rows)
+        rows = remove_rows(np.sort(plan.samples_of(steps.start, steps.stop)), skipped_rows)
         ends = np.cumsum([0, *(source.num for source in self.sources)])
         sources = []
         for source, start, end in zip(self.sources, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            own, out = (each[slice(*np.searchsorted(each, (start, end)))] - start for each in (rows, skipped_rows))
-            sources.append(source.plus(own, out, lengths[start:end], target_tokens[start:end]))
+            own, own_skipped = (
+                positions[slice(*np.searchsorted(positions, (start, end)))] - start
+                for positions in (rows, skipped_rows)
+            )
+            sources.append(source.plus(own, own_skipped, lengths[start:end], target_tokens[start:end]))
         return replace(self, step=self.step + len(steps), sources=tuple(sources))
 
     def in_next_epoch(self) -> Ledger:
@@ -221,12 +221,12 @@ class Ledger:
         return replace(self, epoch=self.epoch + 1, sources=sources, retired=retired)
 
 
-def joined_counts(counts: Sequence[RowCounts]) -> Int64Array:
-    """The counts of several caches, one after the other: int64 (N,)."""
+def concatenate_counts(counts: Sequence[RowCounts]) -> Int64Array:
+    """Concatenate the counts of several caches: int64 (N,)."""
     return np.concatenate([np.zeros(0, np.int64), *(each.counts().astype(np.int64) for each in counts)])
 
 
-def without(rows: Int64Array, removed: Int64Array) -> Int64Array:
+def remove_rows(rows: Int64Array, removed: Int64Array) -> Int64Array:
     """Remove rows (M,), each as often as it is listed, from rows (N,); both and the result are sorted."""
     if not len(removed):
         return rows
@@ -241,7 +241,7 @@ Keys = npt.NDArray[np.uint64]
 
 
 def row_keys(sources: Keys, rows: Int64Array, parts: IntArray | None = None) -> Keys:
-    """Keys of samples by their rows of files: uint64 (2, N), keys of samples, all different, and keys of their rows.
+    """Compute keys of samples by their rows of files: uint64 (2, N), unique keys of samples, and keys of their rows.
 
     Samples of one row with equal parts, such as the pieces of a text, are numbered; pieces of a text that was divided
     into another number of them have other keys.
@@ -250,25 +250,26 @@ def row_keys(sources: Keys, rows: Int64Array, parts: IntArray | None = None) -> 
         sources, rows: (N,), a key of the file of each sample, and its row in the file.
         parts: (N, 4), its part of the row, four zeros for a complete row; None where all are complete rows.
     """
-    keys = mixed(sources, rows)
+    keys = combine_keys(sources, rows)
     samples = keys.copy()
     if parts is not None:
         is_part = np.flatnonzero(parts.any(axis=1))
         for column in parts[is_part].T:
-            samples[is_part] = mixed(samples[is_part], column.astype(np.int64))
-    number, count = _numbered(samples)
-    return np.stack((mixed(mixed(samples, number), count), keys))
+            samples[is_part] = combine_keys(samples[is_part], column.astype(np.int64))
+    number, count = _number_equal_keys(samples)
+    return np.stack((combine_keys(combine_keys(samples, number), count), keys))
 
 
 def content_keys(contents: Keys, counts: IntArray) -> Keys:
-    """Keys of samples by keys of their contents (N,), as of ``row_keys``; the most often trained of equal ones comes
-    first.
+    """Compute keys of samples by keys of their contents (N,), as in ``row_keys``.
+
+    Of samples with equal contents, the most often trained one comes first.
     """
-    number, _ = _numbered(contents, -counts.astype(np.int64))
-    return np.stack((mixed(contents, number), contents))
+    number, _ = _number_equal_keys(contents, -counts.astype(np.int64))
+    return np.stack((combine_keys(contents, number), contents))
 
 
-def mixed(keys: Keys, values: IntArray) -> Keys:
+def combine_keys(keys: Keys, values: IntArray) -> Keys:
     """Combine keys (N,) and numbers (N,) into other keys: the end of SplitMix64 (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         bits = keys * np.uint64(0x9E3779B97F4A7C15) + values.astype(np.uint64) + np.uint64(0x632BE59BD9B4E019)
@@ -277,8 +278,8 @@ def mixed(keys: Keys, values: IntArray) -> Keys:
         return bits ^ (bits >> np.uint64(31))
 
 
-def _numbered(keys: Keys, order: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
-    """Number samples of equal keys by ``order`` (N,), or their places; return numbers and how many are equal, (N,)."""
+def _number_equal_keys(keys: Keys, order: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
+    """Number samples of equal keys by ``order`` (N,), or positions; return numbers and how many are equal, (N,)."""
     places = np.argsort(keys, kind="stable") if order is None else np.lexsort((order, keys))
     starts = np.flatnonzero(np.diff(keys[places], prepend=~keys[places[:1]]))
     counts = np.diff(np.append(starts, len(keys)))
@@ -312,7 +313,7 @@ class Match:
         return self.first == self.last
 
     def transfer(self, counts: IntArray) -> Int64Array:
-        """Training counts of the new samples, int64 (N,), from those of the old ones, (M,).
+        """Convert training counts of the old samples, (M,), to those of the new ones, int64 (N,).
 
         A sample that is another part of its row than any of the old ones has the minimum of their counts, so that less
         trained parts are not lost.

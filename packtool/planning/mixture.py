@@ -36,10 +36,7 @@ _CHUNKS_PER_SOURCE = 500
 class Slots:
     """M slots of an epoch, sources interleaved evenly: the order of samples without shuffling.
 
-    Args:
-        lengths: int32 (M,), maximum tokens of the slot's sample.
-        media_tokens: int32 (M,), its maximum media tokens.
-        sources: int32 (M,), source of each.
+    Each is int32 (M,): maximum tokens and media tokens of a slot's sample, and its source.
     """
 
     lengths: Int32Array
@@ -53,15 +50,14 @@ class Mixture:
 
     Args:
         offsets: int64 (S + 1,), first sample of each source among those of all caches.
-        candidates: of each source its samples that may be drawn, int64 (n,), ascending.
-        counts: samples that an epoch draws of each source, repeated ones counted.
-        lengths, media_tokens: (N,), tokens and media tokens of the samples of all caches.
-        target_tokens: (N,), labels that carry loss.
+        candidates: samples of each source that may be drawn, int64 (n,), ascending.
+        counts: samples that an epoch draws from each source, repeated ones counted.
+        lengths, media_tokens, target_tokens: (N,), of the samples of all caches.
         unit: that the order of packs balances.
         resample: every epoch draws anew.
         num_filtered: samples that are too long, or excluded by the limits of their source.
         trained: earlier training count of each sample, (N,): the least trained are drawn first. None to ignore it.
-        loss_scales: that choose the targets of sources; empty without any in the recipe.
+        loss_scales: that choose the targets of sources; empty if the recipe has none.
     """
 
     names: tuple[str, ...]
@@ -106,99 +102,104 @@ class Mixture:
         return dataclasses.replace(self, counts=counts, candidates=candidates, trained=trained)
 
     def source_of(self, samples: Int64Array) -> Int64Array:
-        """The source of each sample, given by its position in the caches."""
+        """Return the source of each sample (n,), given by its position in the caches."""
         return np.searchsorted(self.offsets, samples, side="right") - 1
 
     def amounts(self, samples: Int64Array) -> IntArray:
-        """The amount of each sample in ``unit``: 1, its tokens, or its target tokens."""
+        """Return the amount of each sample (n,) in ``unit``: 1, its tokens, or its target tokens."""
         if self.unit == "samples":
             return np.ones(len(samples), np.int64)
         return (self.lengths if self.unit == "tokens" else self.target_tokens)[samples]
 
     @cached_property
     def slots(self) -> Slots:
-        """The slots, the same in every epoch."""
+        """Slots, the same in every epoch."""
         columns = zip(*(self._slots_of(source) for source in range(len(self.counts))), strict=True)
         lengths, media = (np.concatenate(column)[self._interleaved].astype(np.int32) for column in columns)
         sources = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)[self._interleaved]
         return Slots(lengths, media, sources)
 
     def draw(self, epoch: int) -> Int64Array:
-        """The samples of an epoch, positions in the caches, by slot; int64 (M,). Samples may repeat."""
+        """Draw the samples of an epoch, positions in the caches, by slot; int64 (M,). Samples may repeat."""
         return self._draw(epoch)[self._interleaved]
 
     def epoch_counts(self, epoch: int, trained: Int64Array) -> Int64Array:
-        """Count of each sample in an epoch, (N,), a part of which was trained with other data.
+        """Count each sample in an epoch, (N,), a part of which was trained with other data.
 
         For each sample that was ``trained`` in this epoch, (N,), but is not drawn now, a drawn one of its source is
         left out, evenly over all lengths.
         """
         counts = np.bincount(self.draw(epoch), minlength=len(trained))
-        left = np.maximum(counts - trained, 0)
+        remaining = np.maximum(counts - trained, 0)
         for source, (start, stop) in enumerate(pairwise(self.offsets.tolist())):
-            num_done = int(trained[start:stop].sum())
-            if num_done == 0:
+            num_trained = int(trained[start:stop].sum())
+            if num_trained == 0:
                 continue
             drawn = self._draw_source(source, epoch)[len(self._selections[source][0]) :]
-            drawn = drawn[left[drawn] > 0]
-            excess = int(left[start:stop].sum()) - max(self.counts[source] - num_done, 0)
+            drawn = drawn[remaining[drawn] > 0]
+            excess = int(remaining[start:stop].sum()) - max(self.counts[source] - num_trained, 0)
             excess = min(max(excess, 0), len(drawn))
             counts[drawn[self._by_length(drawn)][np.arange(excess) * len(drawn) // max(excess, 1)]] -= 1
         return counts
 
     @cached_property
     def _interleaved(self) -> Int64Array:
-        """Slots of all sources, one source after the other, in an order that interleaves the sources evenly, (M,)."""
-        first, offsets, times = self._draw(0), to_offsets(np.array(self.counts)), np.empty(self.num_drawn)
+        """(M,): order of slots, given source after source, that interleaves the sources evenly."""
+        first_epoch, offsets, times = self._draw(0), to_offsets(np.array(self.counts)), np.empty(self.num_drawn)
         for source, (start, stop) in enumerate(pairwise(offsets.tolist())):
             num_fixed = len(self._selections[source][0])
-            drawn = num_fixed + np.argsort(first[start + num_fixed : stop], kind="stable")
+            drawn = num_fixed + np.argsort(first_epoch[start + num_fixed : stop], kind="stable")
             order = np.concatenate((np.arange(num_fixed), drawn))
             times[start + order] = (np.arange(len(order)) + 0.5) / max(len(order), 1)
         return np.argsort(times, kind="stable").astype(np.int64, copy=False)
 
     def _draw(self, epoch: int) -> Int64Array:
-        """Samples as of ``draw``, one source after the other."""
+        """Draw the samples as in ``draw``, one source after the other."""
         return np.concatenate([self._draw_source(source, epoch) for source in range(len(self.counts))])
 
     def _draw_source(self, source: int, epoch: int) -> Int64Array:
+        """Draw a source's samples of an epoch: the fixed ones, then some of its pool.
+
+        The pool is sorted by length, shuffled among neighbors, and drawn from at equal steps.
+        """
         epoch = epoch if self.resample else 0
         fixed, pool, num_drawn = self._selections[source]
         if not num_drawn:
             return fixed
         num, stream = len(pool), RandomStream.MIX_NEIGHBOURS + source
         chunks = np.arange(num) // _num_neighbors(num)
-        within = seeded_order(num, seed=self.seed, epoch=epoch, stream=stream, falling=chunks[-1] - chunks)
-        mixed = self._by_length(pool)[within]
+        within_chunks = seeded_order(num, seed=self.seed, epoch=epoch, stream=stream, falling=chunks[-1] - chunks)
+        shuffled = self._by_length(pool)[within_chunks]
         begin = int(seeded_uniform(1, seed=self.seed, epoch=epoch, stream=RandomStream.MIX_START + source)[0] * num)
         # Steps of num / num_drawn, which is 1 or more: no sample twice.
-        return np.concatenate((fixed, pool[mixed[(np.arange(num_drawn) * num + begin) // num_drawn]]))
+        return np.concatenate((fixed, pool[shuffled[(np.arange(num_drawn) * num + begin) // num_drawn]]))
 
     def _slots_of(self, source: int) -> tuple[IntArray, IntArray]:
-        """Lengths and media tokens of a source's slots."""
+        """Return the maximum lengths and media tokens of a source's slots, in the order of ``_draw_source``."""
         fixed, pool, num_drawn = self._selections[source]
         lengths, media = self.lengths[fixed], self.media_tokens[fixed]
         if not num_drawn:
             return lengths, media
         num, by_length = len(pool), pool[self._by_length(pool)]
         neighbors = _num_neighbors(num)
-        first = np.arange(num_drawn) * num // num_drawn // neighbors
-        last = np.minimum((np.arange(1, num_drawn + 1) * num - 1) // num_drawn, num - 1) // neighbors
-        # Maximum over the chunks, from the first to the last, that a slot may draw from.
+        first_chunk = np.arange(num_drawn) * num // num_drawn // neighbors
+        last_chunk = np.minimum((np.arange(1, num_drawn + 1) * num - 1) // num_drawn, num - 1) // neighbors
+        # Maximum over the chunks, from first to last, that a slot may draw from; lengths fall from chunk to chunk.
         chunk_media = np.maximum.reduceat(self.media_tokens[by_length], np.arange(0, num, neighbors))
-        bounds = np.stack((first, last + 1), axis=1).reshape(-1)
+        bounds = np.stack((first_chunk, last_chunk + 1), axis=1).reshape(-1)
         slot_media = np.maximum.reduceat(np.append(chunk_media, 0), bounds)[::2]
-        slot_lengths = self.lengths[by_length][first * neighbors]
+        slot_lengths = self.lengths[by_length][first_chunk * neighbors]
         return np.concatenate((lengths, slot_lengths)), np.concatenate((media, slot_media))
 
     @cached_property
     def _selections(self) -> tuple[tuple[Int64Array, Int64Array, int], ...]:
-        """Samples of every epoch (they may repeat), a pool, and the number drawn from it, of each source."""
+        """Samples that every epoch has (they may repeat), a pool, and the number drawn from it, of each source."""
         selections = []
         for pool, count in zip(self.candidates, self.counts, strict=True):
             copies, num_drawn = divmod(count, max(len(pool), 1))
             fixed = np.tile(pool, copies)
             if self.trained is not None and num_drawn:
+                # Samples with the lowest training counts are taken, and those with the next count drawn from.
                 trained = self.trained[pool]
                 levels, sizes = np.unique(trained, return_counts=True)
                 ends = np.cumsum(sizes)
@@ -209,12 +210,12 @@ class Mixture:
         return tuple(selections)
 
     def _by_length(self, samples: Int64Array) -> Int64Array:
-        """An order of samples by length, the longest first."""
+        """Order samples by length, the longest first."""
         return np.argsort(-self.lengths[samples], kind="stable").astype(np.int64, copy=False)
 
 
 def _num_neighbors(num: int) -> int:
-    """Samples of similar length that are exchanged before some are drawn."""
+    """Return the number of samples of similar length that are exchanged before some are drawn."""
     return min(max(num // _CHUNKS_PER_SOURCE, _MIN_NEIGHBORS), _MAX_NEIGHBORS)
 
 
@@ -231,7 +232,6 @@ def make_mixture(
     """Apply a recipe to caches.
 
     Args:
-        recipe: of the caches, in their order.
         offsets: int64 (S + 1,), first sample of each cache.
         lengths, media_tokens, target_tokens: (N,), of all samples.
         max_length: longer samples are left out.
@@ -244,17 +244,18 @@ def make_mixture(
         if not source.is_taken:
             candidates.append(np.zeros(0, np.int64))
             continue
-        own = lengths[start:stop]
+        source_lengths = lengths[start:stop]
         longest = min(max_length, source.max_length or max_length)
-        kept = np.flatnonzero((own <= longest) & (own >= (source.min_length or 0))).astype(np.int64) + int(start)
-        if not len(kept):
+        is_allowed = (source_lengths <= longest) & (source_lengths >= (source.min_length or 0))
+        allowed = np.flatnonzero(is_allowed).astype(np.int64) + int(start)
+        if not len(allowed):
             raise DataError(
-                f"{recipe.place}: nothing is left of {source.path}: of its {len(own):,} samples none has "
+                f"{recipe.place}: no samples remain of {source.path}: none of its {len(source_lengths):,} samples has "
                 f"{source.min_length or 1:,} to {longest:,} tokens.",
-                "Leave it out, or let longer samples in (--max-length, or the recipe's min_length and max_length).",
+                "Remove the source, or allow other lengths (--max-length, or the recipe's min_length and max_length).",
             )
-        candidates.append(kept)
-        num_filtered += len(own) - len(kept)
+        candidates.append(allowed)
+        num_filtered += len(source_lengths) - len(allowed)
     values = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
     counts = _counts(recipe, candidates, values)
     check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
@@ -276,18 +277,19 @@ def make_mixture(
 
 
 def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | None) -> tuple[int, ...]:
-    """Number of samples that an epoch draws from each source; ``values`` (N,) are samples' sizes, None counts them."""
+    """Count the samples that an epoch draws of each source; ``values`` (N,) are their sizes, None counts them."""
+    nums = [len(samples) for samples in candidates]
     if not recipe.has_weights:
-        pairs = zip(recipe.sources, candidates, strict=True)
-        return tuple(len(own) if source.amount is None else source.amount.of(len(own)) for source, own in pairs)
+        pairs = zip(recipe.sources, nums, strict=True)
+        return tuple(num if source.amount is None else source.amount.of(num) for source, num in pairs)
     is_taken = np.array([source.is_taken for source in recipe.sources])
-    sizes = np.array(
-        [len(own) if values is None else int(values[own].sum(dtype=np.int64)) for own in candidates], float
-    )
+    sums = nums if values is None else [int(values[samples].sum(dtype=np.int64)) for samples in candidates]
+    sizes = np.array(sums, float)
     if not sizes[is_taken].all():
         empty = recipe.sources[int(np.argmin(np.where(is_taken, sizes, np.inf)))].path
         raise DataError(
-            f"{recipe.place}: {empty} has no {recipe.unit.replace('_', ' ')} to weigh it by.", "Leave it out."
+            f"{recipe.place}: {empty} has no {recipe.unit.replace('_', ' ')}, so it cannot be weighted by them.",
+            "Remove the source, or weight it in another unit.",
         )
     if recipe.temperature is not None:
         weights = sizes ** (1 / recipe.temperature)
@@ -296,12 +298,13 @@ def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | Non
     ratios = sizes[is_taken] / weights[is_taken]
     epochs = np.zeros(len(sizes))
     epochs[is_taken] = (ratios.min() if recipe.stop == "first" else ratios.max()) / ratios
-    shares = zip(epochs.tolist(), candidates, strict=True)
-    return tuple(max(round(min(share * len(own), MAX_AMOUNT)), min(len(own), 1)) for share, own in shares)
+    # At least one sample of each source that has any.
+    amounts = [min(copies * num, MAX_AMOUNT) for copies, num in zip(epochs.tolist(), nums, strict=True)]
+    return tuple(max(round(amount), min(num, 1)) for amount, num in zip(amounts, nums, strict=True))
 
 
 def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:
-    """Names of sources: their channels, else the last part of their paths, with a number if not unique."""
+    """Name sources by their channels, else by the last part of their paths, with a number if not unique."""
     names: list[str] = []
     for source in sources:
         plain = name = source.channel or source.path.rstrip("/").rsplit("/", 1)[-1]
@@ -336,7 +339,7 @@ Counts = Mapping[str, SourceCounts]
 
 
 def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64Array:
-    """Samples, tokens and target tokens of each of S sources in each of T steps of a plan's packs; int64 (T, S, 3)."""
+    """Count samples, tokens and target tokens of each source in each step of a plan; int64 (T, S, 3)."""
     num_sources = len(mixture.names)
     step_of_pack = np.empty(packs.num_packs, np.int64)
     step_of_pack[steps.order] = np.repeat(np.arange(steps.num_steps), np.diff(steps.cell_offsets[steps.step_offsets]))
@@ -346,7 +349,7 @@ def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64
 
 
 def counts_of_samples(samples: Int64Array, mixture: Mixture) -> Int64Array:
-    """Samples, tokens and target tokens of each of S sources among samples of the caches; int64 (S, 3)."""
+    """Count samples, tokens and target tokens of each source among samples of the caches; int64 (S, 3)."""
     columns = None, mixture.lengths[samples], mixture.target_tokens[samples]
     return _count(mixture.source_of(samples), columns, len(mixture.names))
 
@@ -376,7 +379,7 @@ def added(parts: Iterable[Counts]) -> dict[str, SourceCounts]:
 
 
 def share_figures(counts: Counts) -> dict[str, dict[str, Any]]:
-    """Figures of each source by their names in JSON: counts, their shares of all sources, 0 to 1, and epochs."""
+    """Return counts of each source, their shares of all sources, 0 to 1, and epochs, by their names in JSON."""
     total = sum(counts.values(), SourceCounts())
     return {
         name: {

@@ -32,13 +32,10 @@ _MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
 
 
 def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -> tuple[PackPlan, Int64Array]:
-    """Pack the slots of a mixture so that no source has its samples in few packs.
+    """Pack the M slots of a mixture so that no source has its samples in few packs.
 
     All budgets are kept, and every epoch has as many packs as the first. Cost: two to three times that of ``pack``, at
     most nine times.
-
-    Args:
-        slots: M of them.
 
     Returns:
         Packs of slots, and int64 (M,), the slot from which each slot gets its sample: an item has the same slots in
@@ -70,7 +67,10 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
 
 
 def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined: int) -> PackPlan:
-    """Join slots into items, given as packs of slots; of several long slots one is joined, large ones never."""
+    """Join short slots with the slots that follow them, into items of at least half a ``grain``; return packs of slots.
+
+    Of long slots only each ``long_per_joined``-th is joined; slots that would hardly fit beside others never are.
+    """
     capacity = options.packing_length
     # Tokens, or the equivalent share of the scarcest budget.
     sizes = slots.lengths.astype(np.int64)
@@ -95,7 +95,7 @@ def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined:
 
 
 def _exchange_samples(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> Int64Array:
-    """Return the slot from which each slot gets its sample, int64 (M,): another one of equal source and length."""
+    """Return for each slot the slot whose sample it gets, int64 (M,): in items another of equal source and length."""
     sizes = np.diff(items.offsets)
     is_joined = np.repeat(sizes > 1, sizes)
     if options.max_media_tokens_per_pack is not None:
@@ -128,30 +128,23 @@ _AMOUNTS = 1 << 16
 def order_mixture_packs(
     packs: PackPlan, source_of: IntArray, amounts: IntArray, *, seed: int, epoch: int
 ) -> Int64Array:
-    """Order K packs so that every source comes evenly, and at random in all other respects.
+    """Order K packs, int64 (K,), so that every source comes evenly, and at random in all other respects.
 
-    The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks.
-
-    Cost: O(K S log K) for S sources, and 4 bytes for each of K S numbers.
+    The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks. Cost:
+    O(K S log K) for S sources, and 4 bytes for each of K S numbers.
 
     Args:
-        packs: in any order.
         source_of: (N,), source of each sample in pack order, 0 to S - 1.
         amounts: (N,), amount of each sample in pack order: 1, its tokens, or its target tokens.
-        seed: of the run.
-        epoch: 0-based.
-
-    Returns:
-        int64 (K,).
     """
     num = packs.num_packs
     vectors = _vectors(packs, source_of, amounts)
     if num < 3 or vectors.shape[1] < 2:
         return seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
     # Similar packs come together: by their main source, and their amount of it.
-    main = vectors.argmax(axis=1)
-    share = vectors[np.arange(num), main] / np.maximum(vectors.max(axis=0), 1e-9)[main]
-    kinds = main * _AMOUNTS + np.clip(share * (_AMOUNTS - 1), 0, _AMOUNTS - 1).astype(np.int64)
+    main_source = vectors.argmax(axis=1)
+    share = vectors[np.arange(num), main_source] / np.maximum(vectors.max(axis=0), 1e-9)[main_source]
+    kinds = main_source * _AMOUNTS + np.clip(share * (_AMOUNTS - 1), 0, _AMOUNTS - 1).astype(np.int64)
     order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, falling=kinds)
     vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(vectors.max(axis=0), 1))
     np.rint(vectors, out=vectors)
@@ -169,7 +162,7 @@ def order_mixture_packs(
 
 
 def _vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors:
-    """Amount of each source in each pack relative to its mean, minus 1, (K, S): 0 is even."""
+    """Compute the amount of each source in each pack relative to its mean, minus 1, (K, S): 0 is even."""
     num_sources = int(source_of.max(initial=0)) + 1
     vectors = np.empty((packs.num_packs, num_sources), np.float32)
     for start in range(0, packs.num_packs, _SLICE):
@@ -188,10 +181,11 @@ def _vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors
 def _halve(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
     """Halve each part's packs (parts, n), similar ones adjacent: (2 parts, n / 2), in the same order.
 
-    Of each adjacent pair one goes to each half, so that all of a window up to the middle of a part becomes even.
+    Of each adjacent pair one goes to each half, so that the sources of a window are even up to the middle of a part.
     """
     num_parts, num_packs = parts.shape
     sums = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
+    # Excess of each source in its window, up to the end of each part; then twice that up to the part's middle.
     lead = (sums - np.rint(sums.mean(axis=1, keepdims=True))).cumsum(axis=1)
     lead[:, 1:] += lead[:, :-1].copy()
     lead = lead.reshape(num_parts, -1)
@@ -220,7 +214,8 @@ def _is_swapped(
 def _order_one_by_one(parts: Int64Array, vectors: Vectors) -> Int64Array:
     """Order packs (n,) of parts (windows, parts, packs), part after part, in all windows at once.
 
-    The next pack of a part is the one with which the sums of all sources are nearest to even.
+    The next pack of a part is the one with which the sums of all sources are nearest to even. ``lead`` is the excess of
+    each source in the packs so far.
     """
     num_windows, num_parts, num_packs = parts.shape
     windows = np.arange(num_windows)
@@ -228,13 +223,14 @@ def _order_one_by_one(parts: Int64Array, vectors: Vectors) -> Int64Array:
     lead = np.zeros((num_windows, vectors.shape[1]))
     mean = np.rint(vectors[parts].sum(axis=(1, 2), dtype=np.float64) / (num_parts * num_packs))
     for part in range(num_parts):
-        own = vectors[parts[:, part]] - mean[:, None]
-        squares = np.einsum("wps,wps->wp", own, own)
-        for place in range(part * num_packs, (part + 1) * num_packs):
-            best = (squares + 2 * np.einsum("wps,ws->wp", own, lead)).argmin(axis=1)
-            order[:, place] = parts[windows, part, best]
-            lead += own[windows, best]
-            squares[windows, best] = np.inf
+        excess = vectors[parts[:, part]] - mean[:, None]
+        squares = np.einsum("wps,wps->wp", excess, excess)
+        for position in range(part * num_packs, (part + 1) * num_packs):
+            # The least |lead + excess|^2, without the constant |lead|^2.
+            best = (squares + 2 * np.einsum("wps,ws->wp", excess, lead)).argmin(axis=1)
+            order[:, position] = parts[windows, part, best]
+            lead += excess[windows, best]
+            squares[windows, best] = np.inf  # taken
     return order.reshape(-1)
 
 
@@ -254,11 +250,11 @@ def _divide(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, ep
     sums = np.zeros((num_windows, vectors.shape[1]))
     windows = np.empty((num_windows, len(rounds)), np.int64)
     for number, (packs, turn, coin) in enumerate(zip(rounds, turns % num_windows, coins.tolist(), strict=True)):
-        one, other = turn[:num_pairs], turn[num_pairs : 2 * num_pairs]
+        left, right = turn[:num_pairs], turn[num_pairs : 2 * num_pairs]
         first, second = packs[: 2 * num_pairs : 2], packs[1 : 2 * num_pairs : 2]
-        is_swapped = _is_swapped(sums[one] - sums[other], vectors[first] - vectors[second], coin)
-        windows[one, number] = np.where(is_swapped, second, first)
-        windows[other, number] = np.where(is_swapped, first, second)
+        is_swapped = _is_swapped(sums[left] - sums[right], vectors[first] - vectors[second], coin)
+        windows[left, number] = np.where(is_swapped, second, first)
+        windows[right, number] = np.where(is_swapped, first, second)
         windows[turn[2 * num_pairs :], number] = packs[2 * num_pairs :]
         sums += vectors[windows[:, number]]
     return windows

@@ -14,13 +14,12 @@ from packtool.planning.pack_plan import IntArray
 
 @dataclass(frozen=True, kw_only=True)
 class SkrullOptions:
-    """Options of Skrull, see ``skrull``.
+    """Options of Skrull.
 
     Args:
         bucket_size: maximum tokens of a rank in a micro-batch, C.
         sequence_parallel_size: ranks that share a micro-batch, N; with one, every sequence is local.
         alignment: a sharded sequence is padded to a multiple of it, and takes an N-th of that on every rank.
-        times: speed of devices and links, to compare placements.
     """
 
     bucket_size: int
@@ -46,8 +45,8 @@ class SkrullOptions:
         padded = -(-longest // self.alignment) * self.alignment
         shared = "" if num_ranks == 1 else f", sharded over {num_ranks} ranks"
         raise ConfigError(
-            f"--bucket-size {self.bucket_size}: {num_over:,} samples have more than the {limit:,} tokens that there is "
-            f"room for{shared}; the longest has {longest:,}",
+            f"--bucket-size {self.bucket_size}: {num_over:,} samples have more than {limit:,} tokens, the most that fit"
+            f"{shared}; the longest has {longest:,}",
             f"Raise it to {min(longest, -(-padded // num_ranks))}, let more processes share a micro-batch "
             f"(--sequence-parallel-size), or leave those samples out with --max-length {limit}.",
         )
@@ -55,18 +54,16 @@ class SkrullOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(StepOptions):
-    """Declared options with their resolved values.
+    """Options of an epoch's plan with their resolved values.
 
-    ``--per-device-train-batch-size`` is B here, packs (or padded rows) of a micro-batch, and
-    ``--gradient-accumulation-steps`` is G, micro-batches of a step on each rank.
+    Symbols: B is ``--per-device-train-batch-size``, packs (or padded rows) of a micro-batch, G is
+    ``--gradient-accumulation-steps``, micro-batches of a step on each rank, W is ``world_size``, data-parallel ranks.
 
     Args:
-        max_length: longer samples are left out and counted.
-        packing_length: maximum tokens of a pack.
+        max_length: longer samples are left out.
         packing: False makes every sample a pack of its own, for padded batches.
-        world_size: data-parallel ranks, W.
-        cost: FLOPs of a pack; needed for balancing, and for figures.
-        skrull: options of Skrull, which assigns the samples of each step; packs only group samples into steps.
+        cost: needed for balancing, and for figures.
+        skrull: if given, Skrull assigns the samples of each step, and packs only group samples into steps.
     """
 
     max_length: int = field()

@@ -59,21 +59,21 @@ class PackPlan:
         return self.lengths if self.shared is None else self.lengths + self.shared
 
     def pack(self, index: int) -> Int64Array:
-        """Samples of a pack; a view, not a copy."""
+        """Return the samples of a pack, (n,); a view, not a copy."""
         if not 0 <= index < self.num_packs:
             raise IndexError(f"pack {index} of {self.num_packs}")
         return self.samples[self.offsets[index] : self.offsets[index + 1]]
 
     def sums_per_pack(self, values: IntArray) -> Int64Array:
-        """Sums over each pack of ``values`` (N,), which are in pack order; int64 (K,)."""
+        """Sum ``values`` (N,), which are in pack order, over each pack; int64 (K,)."""
         return sums_of_groups(values, self.offsets)
 
     def tokens_per_pack(self) -> Int64Array:
-        """Tokens in each pack; int64 (K,)."""
+        """Sum the tokens of each pack; int64 (K,)."""
         return self.sums_per_pack(self.lengths)
 
     def sum_squares_per_pack(self) -> Int64Array:
-        """Sum of the squared sample lengths of each pack, proportional to the work of attention; int64 (K,).
+        """Sum the squared sample lengths of each pack, proportional to the work of attention; int64 (K,).
 
         A sample with a shared prefix adds (prefix + own)^2 - prefix^2.
         """
@@ -104,7 +104,7 @@ class PackPlan:
 
 
 def digest_arrays(digest: hashlib._Hash, *arrays: IntArray) -> str:
-    """Add integer arrays to a hash, each preceded by its length and stored little-endian; return the hash in hex."""
+    """Add integer arrays (N,) to a hash, each after its type and length, little-endian; return the hash in hex."""
     for values in arrays:
         little_endian = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
         digest.update(f"{little_endian.dtype.str} {len(values)}\n".encode())
@@ -113,7 +113,7 @@ def digest_arrays(digest: hashlib._Hash, *arrays: IntArray) -> str:
 
 
 def check_lengths(lengths: Lengths, capacity: int) -> Int32Array:
-    """Return lengths as int32 (N,), all from 1 to ``capacity``.
+    """Convert lengths to int32 (N,), and check that all are from 1 to ``capacity``.
 
     Raises:
         ConfigError: the capacity is out of range.
@@ -147,14 +147,14 @@ def check_lengths(lengths: Lengths, capacity: int) -> Int32Array:
 
 
 def to_offsets(sizes: IntArray) -> Int64Array:
-    """Offsets of consecutive groups: int64 (K + 1,) from their sizes (K,)."""
+    """Compute the offsets of consecutive groups, int64 (K + 1,), from their sizes (K,)."""
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def sums_of_groups(values: IntArray, offsets: Int64Array) -> Int64Array:
-    """Sums of ``values`` (N,) over consecutive, nonempty groups given by their offsets (K + 1,); int64 (K,)."""
+    """Sum ``values`` (N,) over consecutive, nonempty groups, given by their offsets (K + 1,); int64 (K,)."""
     if len(offsets) == 1:
         return np.zeros(0, dtype=np.int64)
     assert len(values) == offsets[-1]
@@ -162,11 +162,7 @@ def sums_of_groups(values: IntArray, offsets: Int64Array) -> Int64Array:
 
 
 def gather_groups(offsets: Int64Array, order: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Select consecutive groups (K,) by number.
-
-    Args:
-        offsets: int64 (K + 1,), of the groups.
-        order: int64 (k,), numbers of the selected groups.
+    """Select consecutive groups by their numbers ``order``, (k,).
 
     Returns:
         int64 (n,), positions of their members, group after group, and the new offsets, int64 (k + 1,).
@@ -179,33 +175,29 @@ def gather_groups(offsets: Int64Array, order: Int64Array) -> tuple[Int64Array, I
 
 
 def invert_order(order: Int64Array) -> Int64Array:
-    """Inverse of a permutation; int64 (N,)."""
+    """Invert a permutation; int64 (N,)."""
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse
 
 
 def build_plan(order: Int64Array, sizes: IntArray, lengths: Int32Array, capacity: int) -> PackPlan:
-    """Build a plan from samples in pack order.
+    """Build a plan from the positions of samples in pack order, (N,), and the number of samples of each pack, (K,).
 
-    Args:
-        order: int64 (N,), positions of the samples, pack after pack.
-        sizes: (K,), samples of each pack; they add up to N.
-        lengths: int32, tokens of each sample, by position.
-        capacity: maximum tokens of a pack.
+    ``lengths`` are the tokens of each sample, by position.
     """
     return PackPlan(order, to_offsets(sizes), lengths[order], capacity)
 
 
 def select_packs(plan: PackPlan, order: Int64Array) -> PackPlan:
-    """Return the packs numbered ``order``, int64 (k,), in that order: all K packs, or a part of them."""
+    """Select the packs numbered ``order``, int64 (k,), in that order: all K packs, or a part of them."""
     members, offsets = gather_groups(plan.offsets, order)
     shared = None if plan.shared is None else plan.shared[members]
     return PackPlan(plan.samples[members], offsets, plan.lengths[members], plan.capacity, shared, plan.mixture)
 
 
 def split_into_samples(plan: PackPlan) -> PackPlan:
-    """Return a plan of the same samples in the same order, each in a pack of its own."""
+    """Make every sample a pack of its own, in the same order."""
     assert plan.shared is None, "a single sample has no shared prefix"
     return replace(plan, offsets=np.arange(plan.num_samples + 1, dtype=np.int64))
 

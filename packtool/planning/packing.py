@@ -55,13 +55,12 @@ def pack(
     Args:
         lengths: (N,), tokens of each sample.
         capacity: maximum tokens of a pack.
-        options: the algorithm and further limits of a pack.
         epoch: 0-based.
         media_tokens: (N,), of each sample; needed with ``max_media_tokens_per_pack``.
 
     Raises:
         ConfigError: an option, the seed or the epoch is out of range, or the algorithm does not keep a budget.
-        DataError: samples that exceed a budget of a pack, or are without tokens.
+        DataError: samples exceed a budget of a pack, or have no tokens.
     """
     if problems := [*bound_problems(options), *options.problems(PackOptions)]:
         raise ConfigError.from_problems(problems)
@@ -84,10 +83,11 @@ def pack_trees(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """``pack`` for samples with shared prefixes: each group is packed as one, by the tokens computed for it.
+    """Pack groups of samples with shared prefixes, each as one, by the tokens computed for it.
+
+    Further arguments are as for ``pack``; each group has at most ``capacity`` tokens.
 
     Args:
-        trees: groups of samples, each of at most ``capacity`` tokens.
         lengths: (N,), tokens of each sample, including its prefix.
         media_tokens: (N,), that each sample adds to its group.
     """
@@ -101,7 +101,7 @@ def pack_trees(
 
 
 def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:
-    """Make every sample a pack of its own, for ``--packing false``; arguments and errors as for ``pack``."""
+    """Make every sample (N,) a pack of its own, for ``--packing false``; arguments as for ``pack``."""
     checked = check_lengths(lengths, capacity)
     samples = np.arange(len(checked), dtype=np.int64)
     if shuffle:
@@ -164,13 +164,10 @@ def _pack_windows(
 
 
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
-    """Divide ``num`` samples at random into windows of at most ``window``, all of about one size.
+    """Divide ``num`` samples into random windows of about equal size, at most ``window``; int64 (n,) each, ascending.
 
-    Random, because adjacent samples are often alike. The windows do not depend on the epoch, so that every epoch has
+    Adjacent samples are often alike, so windows are random. They do not depend on the epoch, so that every epoch has
     equally many packs.
-
-    Returns:
-        The samples of each window, int64 (n,), ascending.
     """
     order = seeded_order(num, seed=seed, epoch=0, stream=RandomStream.WINDOWS)
     return [np.sort(part) for part in np.array_split(order, -(-num // window))]
@@ -232,11 +229,9 @@ def map_on_processes(
     num_proc: int,
     on_progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[Result]:
-    """Return ``[function(job) for job in jobs]``, computed by processes; the result does not depend on their number.
+    """Compute ``[function(job) for job in jobs]`` on processes; the result does not depend on their number.
 
-    Args:
-        function: of a module, so that it can be pickled.
-        on_progress: called with the number of jobs done after each, in the order of the jobs.
+    ``function`` must be picklable. ``on_progress`` is called after each job, in their order, with the number done.
 
     Raises:
         PacktoolError: a process died.
@@ -269,11 +264,7 @@ _MAX_ATTEMPTS = 16
 
 
 def place_next_fit(lengths: Int32Array, capacity: int, max_samples: int) -> Int64Array:
-    """Fill packs in order; a sample that does not fit starts a new pack.
-
-    Returns:
-        int64 (K,), samples in each pack.
-    """
+    """Fill packs in order, from lengths (N,); return the number of samples in each pack, int64 (K,)."""
     ends = to_offsets(lengths)[1:].tolist()
     sizes, start, before = [], 0, 0
     while start < len(ends):
@@ -291,9 +282,7 @@ def place_sequential(
     It takes the longest of these that fits, or, of the longest few, the one that leaves least space together with the
     longest that then still fits (Gupta and Ho 1999, as in exact fit). With ``look_ahead`` 0 it is next fit. When a
     sample is packed, at most ``look_ahead`` earlier samples still wait, and a sample waits for at most ``look_ahead +
-    1`` packs.
-
-    Cost: O(log look_ahead) searches a sample, about four microseconds.
+    1`` packs. Cost: O(log look_ahead) searches a sample, about four microseconds.
 
     Args:
         lengths: (N,), in order.
@@ -329,7 +318,7 @@ def place_sequential(
 
 
 class _Queue:
-    """The waiting samples: the first, and those after it that may be chosen, sorted by length.
+    """Waiting samples: the first, and those after it that may be chosen, sorted by length.
 
     ``_waiting`` holds ``length * N + (N - 1 - sample)``: of equally long samples the earlier ones come last, where the
     search for the longest finds them first.
@@ -353,44 +342,44 @@ class _Queue:
         return bool(self._waiting)
 
     def first(self) -> int:
-        """Find the place in ``_waiting`` of the sample that came first."""
+        """Find the index in ``_waiting`` of the earliest sample."""
         while self._packed[self._first]:
             self._first += 1
         return bisect_left(self._waiting, self._key(self._first))
 
     def take(self, index: int) -> int:
-        """Remove and return the sample at a place in ``_waiting``."""
+        """Remove and return the sample at an index of ``_waiting``."""
         sample = self._sample(index)
         del self._waiting[index]
         self._packed[sample] = 1
         return sample
 
     def best(self, free: int, free_media: int) -> int:
-        """Find the place of the sample that best fills so many free tokens and media tokens, or -1."""
+        """Find the index of the sample that best fills ``free`` tokens and ``free_media`` media tokens, or -1."""
         waiting, num = self._waiting, self._num
         longest = self._last_fitting(bisect_right(waiting, (free + 1) * num - 1) - 1, free_media)
         if longest < 0:
             return -1
-        best, least = longest, free - waiting[longest] // num
+        best, min_free = longest, free - waiting[longest] // num
         index = longest
         for _ in range(_MAX_ATTEMPTS):
-            if least == 0 or index < 0:
+            if min_free == 0 or index < 0:
                 break
             length = waiting[index] // num
             if 2 * length < free:
                 break
-            left = free - length
-            second = bisect_right(waiting, (left + 1) * num - 1) - 1
+            free_after = free - length
+            second = bisect_right(waiting, (free_after + 1) * num - 1) - 1
             if second == index:
                 second -= 1
             second = self._last_fitting(second, free_media - self.media[self._sample(index)])
-            if second >= 0 and left - waiting[second] // num < least:
-                best, least = index, left - waiting[second] // num
+            if second >= 0 and free_after - waiting[second] // num < min_free:
+                best, min_free = index, free_after - waiting[second] // num
             index = self._last_fitting(index - 1, free_media)
         return best
 
     def _last_fitting(self, index: int, free_media: int) -> int:
-        """Find the last place from ``index`` down whose sample's media tokens fit, or -1."""
+        """Find the last index, from ``index`` down, of a sample whose media tokens fit; or -1."""
         if self._has_media:
             while index >= 0 and self.media[self._sample(index)] > free_media:
                 index -= 1

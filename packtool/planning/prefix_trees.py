@@ -35,7 +35,7 @@ from packtool.planning.pack_plan import (
 NOTHING = -1
 """Stands for no prefix, no parent or no tree."""
 
-PartsIn = Literal["any", "together", "apart"]
+PartPlacement = Literal["any", "together", "apart"]
 """Placement of the parts of a split tree: in any steps, in one step, or in different steps."""
 
 
@@ -78,7 +78,7 @@ class PrefixTrees:
     shared: Int32Array
     prefixes: Int64Array
     tree_ids: Int64Array
-    parts: PartsIn = "any"
+    parts: PartPlacement = "any"
 
     @property
     def num_shared_tokens(self) -> int:
@@ -86,17 +86,14 @@ class PrefixTrees:
         return int(self.shared.sum(dtype=np.int64))
 
     def saved(self, lengths: IntArray) -> float:
-        """Fraction of all tokens that need not be computed, 0 to 1; ``lengths`` are the tokens of each sample, by its
-        number.
-        """
+        """Return the fraction of tokens, 0 to 1, that need not be computed; ``lengths`` (n,) are by sample number."""
         return self.num_shared_tokens / max(int(lengths[self.samples].sum(dtype=np.int64)), 1)
 
     def added(self, values: IntArray, prefix_values: IntArray) -> Int64Array:
-        """Amount that each sample adds to its group, by its number, int64; 0 for samples in no group.
+        """Compute the amount that each sample adds to its group, by its number, int64 (n,); 0 for samples in no group.
 
-        Args:
-            values: of each sample including its prefix, such as its media tokens or the cost of its images.
-            prefix_values: (M,), of each prefix.
+        ``values``, (n,), are of samples including their prefixes, such as media tokens; ``prefix_values``, (M,), of
+        prefixes.
         """
         has_prefix = self.prefixes != NOTHING
         added = np.zeros(len(values), np.int64)
@@ -105,15 +102,15 @@ class PrefixTrees:
         return added
 
     def new_tokens(self, lengths: IntArray) -> Int32Array:
-        """Tokens that each sample adds to its group, 1 or more: int32 (N,), in the order of ``samples``."""
+        """Return the tokens that each sample adds to its group: int32 (N,), in the order of ``samples``."""
         return (lengths[self.samples] - self.shared).astype(np.int32)
 
     def sums_per_group(self, values: IntArray) -> Int64Array:
-        """Sums of ``values`` (N,), which are in the order of ``samples``; int64 (G,)."""
+        """Sum ``values`` (N,), in the order of ``samples``, over each group; int64 (G,)."""
         return sums_of_groups(values, self.offsets)
 
     def expand(self, groups: PackPlan, lengths: IntArray) -> PackPlan:
-        """Build a plan of samples from packs of groups; ``lengths`` are the tokens of each sample, by its number."""
+        """Build a plan of samples from packs of groups; ``lengths`` (n,) are by sample number."""
         members, starts = gather_groups(self.offsets, groups.samples)
         new = self.new_tokens(lengths)[members]
         return PackPlan(self.samples[members], starts[groups.offsets], new, groups.capacity, self.shared[members])
@@ -133,28 +130,26 @@ def plan_trees(
     """Build prefix trees, and split those that do not fit into a pack: a pure function, the same on every machine.
 
     Each further part of a tree computes its prefix again. Trees are split in depth-first order; wide ones with no limit
-    but their tokens are split where their branches fit best. Ties go to the first sample.
-
-    Cost: O(M log M) for M prefixes, times the depth of the deepest tree.
+    but their tokens are split where their branches fit best. Ties go to the first sample. Cost: O(M log M) for M
+    prefixes, times the depth of the deepest tree.
 
     Args:
         lengths: (N,), tokens of each sample.
-        prefixes: of the same samples.
-        capacity: maximum tokens of a pack.
+        capacity, max_samples, max_media_tokens: maximum tokens, samples and media tokens of a group; a single sample
+            with more media tokens is a group of its own.
         min_shared: minimum tokens of a shared prefix.
         max_length: longer samples are in no group; at most ``capacity``, which is the default.
-        max_samples: maximum samples of a group.
         media_tokens: of each sample, (N,), and of each prefix, (M,); needed with ``max_media_tokens``.
-        max_media_tokens: of a group; a single sample with more is a group of its own.
     """
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.from_prefixes(prefixes, min_shared)
     order = np.lexsort((np.arange(len(lengths)), forest.preorder()[forest.ends]))
     order = order[lengths[order] <= (capacity if max_length is None else max_length)]
     ends = forest.ends[order]
-    common = np.full(len(order), NOTHING, np.int64)
-    common[1:] = forest.common_ancestors(ends[:-1], ends[1:])
-    shared, entries = forest.lengths[common], forest.entries[common]
+    common_nodes = np.full(len(order), NOTHING, np.int64)
+    common_nodes[1:] = forest.common_ancestors(ends[:-1], ends[1:])
+    # Tokens that each sample shares with the one before it, and the index of that prefix.
+    shared, entries = forest.lengths[common_nodes], forest.entries[common_nodes]
     # Trees in the order of their first samples.
     starts = np.flatnonzero(shared == 0)
     if len(starts):
@@ -163,8 +158,8 @@ def plan_trees(
         order, shared, entries = order[by_first], shared[by_first], entries[by_first]
     tree_ids = forest.roots()[order]  # trees are split, and branches reordered, within a tree
     if max_media_tokens is None and max_samples is None:
-        places, shared, entries = _pack_wide_trees(lengths[order], shared, entries, capacity)
-        order = order[places]
+        positions, shared, entries = _pack_wide_trees(lengths[order], shared, entries, capacity)
+        order = order[positions]
     limits: list[_Limit] = [(lengths[order].astype(np.int64), shared, capacity)]
     if media_tokens is not None and max_media_tokens is not None:
         values, prefix_values = media_tokens
@@ -224,7 +219,7 @@ class _Forest:
         return cls(parents, lengths, np.append(entries[first], NOTHING), ends)
 
     def depths(self) -> Int64Array:
-        """Number of ancestors of each node, (H + 1,); -1 for ``NOTHING``."""
+        """Count the ancestors of each node, (H + 1,); -1 for ``NOTHING``."""
         depths = np.zeros(len(self.parents), np.int64)
         above = self.parents[:-1]
         while (above != NOTHING).any():
@@ -234,14 +229,14 @@ class _Forest:
         return depths
 
     def roots(self) -> Int64Array:
-        """Root above the longest node of each sample, or ``NOTHING``; (N,)."""
+        """Find the root above the longest node of each sample, or ``NOTHING``; (N,)."""
         roots = self.ends
         while ((above := self.parents[roots]) != NOTHING).any():
             roots = np.where(above == NOTHING, roots, above)
         return roots
 
     def preorder(self) -> Int64Array:
-        """Position of each node in depth-first order, siblings by number, (H + 1,); the last is H."""
+        """Number the nodes in depth-first order, siblings by number, (H + 1,); the last is H."""
         depths = self.depths()[:-1]
         sizes = np.ones(len(depths), np.int64)
         levels = [np.flatnonzero(depths == depth) for depth in range(int(depths.max(initial=-1)) + 1)]
@@ -258,7 +253,7 @@ class _Forest:
         return positions
 
     def common_ancestors(self, one: Int64Array, other: Int64Array) -> Int64Array:
-        """Deepest common ancestors of pairs of nodes, which may be one of the two; or ``NOTHING``."""
+        """Find the deepest common ancestors of pairs of nodes, which may be one of the two; or ``NOTHING``."""
         depths = self.depths()
         one, other = one.copy(), other.copy()
         while len(apart := np.flatnonzero(one != other)):
@@ -273,7 +268,7 @@ _Limit = tuple[Int64Array, IntArray, int]
 
 
 def _split_trees(shared: Int32Array, limits: list[_Limit], max_samples: int) -> Int64Array:
-    """First samples of groups: of each tree, and wherever a group would exceed a limit or ``max_samples``."""
+    """Find the first samples of groups: of each tree, and wherever a group would exceed a limit or ``max_samples``."""
     trees = np.flatnonzero(shared == 0)
     stops = np.append(trees, len(shared))[1:]
     fits = stops - trees <= max_samples
@@ -307,58 +302,52 @@ def _pack_wide_trees(
         depth-first   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
         best fit      2 5 1 | 2 4 2 | 2 3 3           three
 
-    Args:
-        lengths: (N,), tokens of samples in depth-first order.
-        shared, entries: (N,), tokens shared with the one before, 0 at a root, and index of that prefix, or ``NOTHING``.
-
-    Returns:
-        A new order of the samples (N,), and ``shared`` and ``entries`` in that order: each pack is a tree.
+    Takes lengths, ``shared`` and ``entries``, (N,) each, of samples in depth-first order. Returns a new order, and
+    ``shared`` and ``entries`` in it: each pack is then a tree.
     """
-    places, shared, entries = np.arange(len(shared)), shared.copy(), entries.copy()
+    positions, shared, entries = np.arange(len(shared)), shared.copy(), entries.copy()
     trees = np.flatnonzero(shared == 0)
     sizes = np.diff(np.append(trees, len(shared)))
     for start, size in zip(trees[sizes >= WIDE].tolist(), sizes[sizes >= WIDE].tolist(), strict=True):
         tree = slice(start, start + size)
-        at = 1 + int(shared[tree][1:].argmin())
-        trunk, trunk_entry = int(shared[tree][at]), entries[tree][at]
+        trunk_end = 1 + int(shared[tree][1:].argmin())
+        trunk, trunk_entry = int(shared[tree][trunk_end]), entries[tree][trunk_end]
         branches = np.flatnonzero(shared[tree] <= trunk)
         tokens = np.add.reduceat(lengths[tree] - np.maximum(shared[tree], trunk), branches)
         fits = np.flatnonzero(tokens <= capacity - trunk)
         if len(fits) < WIDE or tokens.sum() <= capacity - trunk:
             continue
         packs = pack_histogram(tokens[fits].astype(np.int32), capacity - trunk, shuffle=False, seed=0, epoch=0)
-        long = np.setdiff1d(np.arange(len(branches)), fits)
-        order = np.concatenate([fits[packs.samples], long])
-        members, heads = gather_groups(np.append(branches, size), order)
-        members, heads = members + start, heads[:-1] + start
-        places[tree], shared[tree], entries[tree] = members, shared[members], entries[members]
-        shared[heads], entries[heads] = trunk, trunk_entry
-        first = heads[np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))]
-        shared[first], entries[first] = 0, NOTHING
-    return places, shared, entries
+        too_long = np.setdiff1d(np.arange(len(branches)), fits)
+        order = np.concatenate([fits[packs.samples], too_long])
+        members, branch_starts = gather_groups(np.append(branches, size), order)
+        members, branch_starts = members + start, branch_starts[:-1] + start
+        positions[tree], shared[tree], entries[tree] = members, shared[members], entries[members]
+        shared[branch_starts], entries[branch_starts] = trunk, trunk_entry
+        pack_starts = branch_starts[np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))]
+        shared[pack_starts], entries[pack_starts] = 0, NOTHING
+    return positions, shared, entries
 
 
 def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> PrefixTrees:
-    """Remove samples from trees; two that become neighbors share what all samples between them shared.
+    """Keep the samples of trees that ``is_selected`` flags by number, (n,), at least one.
 
-    Args:
-        trees: of N samples.
-        is_selected: (N,) or longer, by sample number; at least one sample of the trees stays.
+    Two that become neighbors share what all samples between them shared.
     """
-    places: IntArray = np.flatnonzero(is_selected[trees.samples])
+    positions: IntArray = np.flatnonzero(is_selected[trees.samples])
     # The minimum shared since the previous neighbor, and its position, in one number.
     keys = trees.shared.astype(np.int64) * len(is_selected) + np.arange(len(trees.samples))
-    least = np.minimum.reduceat(keys[: places[-1] + 1], np.append(0, places[:-1] + 1)) % len(is_selected)
-    offsets = np.unique(np.searchsorted(places, trees.offsets))
-    shared, prefixes = trees.shared[least], trees.prefixes[least]
+    min_positions = np.minimum.reduceat(keys[: positions[-1] + 1], np.append(0, positions[:-1] + 1)) % len(is_selected)
+    offsets = np.unique(np.searchsorted(positions, trees.offsets))
+    shared, prefixes = trees.shared[min_positions], trees.prefixes[min_positions]
     shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
     return replace(
         trees,
-        samples=trees.samples[places],
+        samples=trees.samples[positions],
         offsets=offsets,
         shared=shared,
         prefixes=prefixes,
-        tree_ids=trees.tree_ids[places],
+        tree_ids=trees.tree_ids[positions],
     )
 
 
@@ -398,23 +387,23 @@ def find_branches(new: IntArray, shared: IntArray | None = None) -> list[Branch]
         new: (S,), tokens that each sample adds to the pack, 1 or more.
         shared: (S,), tokens that each shares with the one before it, fewer than either has; None for none.
     """
-    common = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
-    lengths = [added + before for added, before in zip(new.tolist(), common, strict=False)]
+    shared_tokens = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
+    lengths = [added + before for added, before in zip(new.tolist(), shared_tokens, strict=False)]
     branches: list[Branch] = []
     path: list[int] = []  # branches of the current sample
     for sample, length in enumerate(lengths):
-        while path and branches[path[-1]].stop > common[sample]:
+        while path and branches[path[-1]].stop > shared_tokens[sample]:
             path.pop()
         # Prefixes of this sample end where the following samples share less of it.
-        least, lasts = length, dict[int, int]()
-        for other in range(sample + 1, len(common)):
-            if least > common[other]:
-                lasts[least] = other
-                least = common[other]
-            if least <= common[sample]:
+        prefix_length, last_of_prefix = length, dict[int, int]()
+        for other in range(sample + 1, len(shared_tokens)):
+            if prefix_length > shared_tokens[other]:
+                last_of_prefix[prefix_length] = other
+                prefix_length = shared_tokens[other]
+            if prefix_length <= shared_tokens[sample]:
                 break
-        for stop in sorted(lasts):
+        for stop in sorted(last_of_prefix):
             start, parent = (branches[path[-1]].stop, path[-1]) if path else (0, NOTHING)
             path.append(len(branches))
-            branches.append(Branch(sample, lasts[stop], start, stop, parent))
+            branches.append(Branch(sample, last_of_prefix[stop], start, stop, parent))
     return branches

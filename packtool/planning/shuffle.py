@@ -46,7 +46,7 @@ class RandomStream(IntEnum):
 
 
 def of_window(number: int) -> int:
-    """Offset of the streams of packing for a window of samples, numbered from 0."""
+    """Return the offset of the streams of packing for a window of samples, numbered from 0."""
     return _STREAMS_PER_WINDOW * (1 + number)
 
 
@@ -64,16 +64,16 @@ def seeded_order(
     stream: int,
     falling: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Return the numbers 0 to ``num`` - 1 in random order; with ``falling``, sorted by it and shuffled among equals.
+    """Order the numbers 0 to ``num`` - 1 at random; with ``falling``, by falling value, and at random among equals.
 
-    Each number gets a 64-bit key of (place in the sorting, random bits, the number itself), and the keys are sorted.
-    Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up to 10240. Cost: 8
-    bytes a number, and about half the time of numpy's ``permutation``, which may change between versions: only
-    ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the same order.
+    Each number gets a 64-bit key of (rank of its ``falling`` value, random bits, the number itself), and the keys are
+    sorted. Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up to 10240.
+    Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the same
+    order; numpy's ``permutation`` may change. Cost: 8 bytes a number, and about half the time of ``permutation``.
 
     Args:
         stream: a ``RandomStream``, possibly with the offset of a window.
-        falling: (num,), values of 0 or more; the largest comes first.
+        falling: (num,), values of 0 or more.
 
     Returns:
         int64 (num,).
@@ -104,7 +104,7 @@ def seeded_order(
 
 
 def seeded_uniform(num: int, *, seed: int, epoch: int, stream: int) -> npt.NDArray[np.float64]:
-    """Random numbers, 0 <= x < 1, float64 (num,); arguments, errors and guarantee as of ``seeded_order``."""
+    """Draw random numbers, 0 <= x < 1, float64 (num,); arguments, errors and guarantee as of ``seeded_order``."""
     raw = np.asarray(_random_source(seed, epoch, stream).random_raw(num))
     return (raw >> np.uint64(11)).astype(np.float64) / 2**53
 

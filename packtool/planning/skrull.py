@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
-from packtool.planning.cost import NOTHING, Load, StepTime
+from packtool.planning.cost import NO_LOAD, Load, StepTime
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.planning.pack_plan import Costs, IntArray, PackPlan
-from packtool.planning.steps import StepAssignment, divide_evenly, share_out
+from packtool.planning.steps import StepAssignment, assign_to_lightest, divide_evenly
 
 SHARDED = -1
 """Placement of a sequence that all sequence parallel ranks share."""
@@ -54,17 +54,9 @@ class PlacedMicroBatch(NamedTuple):
 def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
     """Assign the samples of packs to ranks: each step trains those of its ``options.packs_per_step`` packs.
 
-    Cost: about 10 us a sample; steps are independent.
-
-    Args:
-        flops: (N,), of the samples in the order of ``packs.samples``.
-
-    Returns:
-        The assignment of the N single samples, with their placement. The ranks of a step have equally many
-        micro-batches: empty ones are added at the end.
-
-    Raises:
-        ConfigError: a count is not positive, or samples are too long for the buckets.
+    The result has the N single samples, and their placement. The ranks of a step have equally many micro-batches: empty
+    ones are added at the end. ``flops``, (N,), are of the samples in the order of ``packs.samples``. Cost: about 10 us
+    a sample.
     """
     assert options.skrull is not None
     options.skrull.check(packs.lengths)
@@ -89,15 +81,10 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
 def schedule_step(
     lengths: IntArray, flops: npt.NDArray[np.floating[Any]], options: SkrullOptions, *, num_ranks: int
 ) -> list[list[PlacedMicroBatch]]:
-    """Assign the sequences of an optimizer step.
-
-    Args:
-        lengths: (n,), tokens.
-        flops: (n,), of each sequence, forward and backward.
-        num_ranks: data-parallel ranks, W.
+    """Assign the sequences of an optimizer step, with ``lengths`` in tokens and ``flops`` of each, (n,).
 
     Returns:
-        The micro-batches of each data-parallel rank, W lists that may differ in length. Each sequence is in one.
+        The micro-batches of each of ``num_ranks`` data-parallel ranks, in lists that may differ in length.
     """
     size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
@@ -117,7 +104,7 @@ def schedule_step(
     )
     work = [load.flops for load in step.local]
     falling = sorted(range(len(work)), key=lambda i: -work[i])
-    return [step.schedule_rank(sequences) for sequences in share_out(falling, work, num_ranks)]
+    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(falling, work, num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +116,7 @@ class _Step:
     local: list[Load]  # work on one rank
     sharded: list[Load]  # summed over all ranks that share it
     num_ranks: int  # N, that share a micro-batch
-    room: int  # C N, in N-ths of a token, so that a sharded sequence takes an integer number of them
+    capacity: int  # C N, in N-ths of a token, so that a sharded sequence takes an integer number of them
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
@@ -139,9 +126,9 @@ class _Step:
         best = self._micro_batches(ascending, self._place)
         assert best is not None, "each sequence fits alone"
         if self.num_ranks > 1:
-            sharded = self._micro_batches(ascending, self._shard)
+            sharded = self._micro_batches(ascending, self._shard_all)
             # The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be local.
-            in_more = (self._local_in(ascending, num) for num in range(len(best), 2 * len(best) + 1))
+            in_more = (self._all_short_local(ascending, num) for num in range(len(best), 2 * len(best) + 1))
             candidates = filter(None, (best, sharded, next(filter(None, in_more), None)))
             best = min(candidates, key=lambda placed: sum(each.seconds for each in placed))
         return sorted(best, key=lambda placed: -math.fsum(self.local[i].flops for i in placed.samples))
@@ -150,7 +137,7 @@ class _Step:
         self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
     ) -> list[PlacedMicroBatch] | None:
         """Divide into the fewest micro-batches that ``place`` can place; None if even single sequences do not fit."""
-        fewest = -(-sum(self.sizes[i] for i in ascending) // self.room)
+        fewest = -(-sum(self.sizes[i] for i in ascending) // self.capacity)
         for num in range(fewest, len(ascending) + 1):
             for parts in self._divisions(ascending, num):
                 # Mostly the first fails, which is the fullest; the others need not be placed then.
@@ -162,11 +149,11 @@ class _Step:
     def _divisions(self, ascending: list[int], num: int) -> Iterator[list[list[int]]]:
         """Divide into ``num`` micro-batches: as in the paper, each of short and long ones; then evenly by tokens."""
         yield [ascending[first::num] for first in range(num)]
-        yield [part[::-1] for part in share_out(reversed(ascending), self.padded, num)]
+        yield [part[::-1] for part in assign_to_lightest(reversed(ascending), self.padded, num)]
 
-    def _local_in(self, ascending: list[int], num: int) -> list[PlacedMicroBatch] | None:
-        """Fill buckets of even work, N similar ones per micro-batch, and shard longer sequences; None without room."""
-        bucket = self.room // self.num_ranks
+    def _all_short_local(self, ascending: list[int], num: int) -> list[PlacedMicroBatch] | None:
+        """Fill N buckets of even work per micro-batch, and shard longer sequences; None if they do not fit."""
+        bucket = self.capacity // self.num_ranks
         short = [i for i in ascending if self.sizes[i] <= bucket]
         sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]
         buckets = divide_evenly(sizes, work, num * self.num_ranks, bucket)
@@ -175,26 +162,26 @@ class _Step:
         batches = [_Ranks(self) for _ in range(num)]
         for number, members in enumerate(buckets):
             for member in members:
-                batches[number // self.num_ranks].keep(short[member], number % self.num_ranks)
+                batches[number // self.num_ranks].place_locally(short[member], number % self.num_ranks)
         for sequence in reversed(ascending):
             if self.sizes[sequence] > bucket:
-                max(batches, key=lambda batch: sum(batch.room)).shard(sequence)
-        if min(min(batch.room) for batch in batches) < 0:
+                max(batches, key=lambda batch: sum(batch.free)).shard(sequence)
+        if min(min(batch.free) for batch in batches) < 0:
             return None
-        return [batch.placed() for batch in batches if batch.placement]
+        return [batch.best_placement() for batch in batches if batch.placement]
 
-    def _shard(self, ascending: list[int]) -> PlacedMicroBatch | None:
+    def _shard_all(self, ascending: list[int]) -> PlacedMicroBatch | None:
         tokens = sum(self.padded[i] for i in ascending)
-        if tokens > self.room:
+        if tokens > self.capacity:
             return None
         work = Load.sum(self.sharded[i] for i in ascending)
-        seconds = self.times.micro_batch([NOTHING], work, tokens, self.num_ranks)
+        seconds = self.times.micro_batch([NO_LOAD], work, tokens, self.num_ranks)
         return PlacedMicroBatch(ascending, [SHARDED] * len(ascending), seconds)
 
     def _place(self, ascending: list[int]) -> PlacedMicroBatch | None:
         """Make each sequence local or sharded, or return None if they do not fit."""
         batch = _Ranks(self)
-        placed = batch.placed() if all(map(batch.add, ascending)) else None
+        placed = batch.best_placement() if all(map(batch.add, ascending)) else None
         if self.num_ranks == 1:
             return placed
         return self.shard_longest(ascending, placed.seconds if placed is not None else math.inf) or placed
@@ -203,47 +190,49 @@ class _Step:
         """Find the fastest placement that shards the longest sequences, if it takes less than ``limit`` seconds.
 
         The others go to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
-        multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank.
-
-        Cost: O(n log N) for each number of sharded sequences whose lower bound is below the best time so far.
+        multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank. Cost: O(n log N) for
+        each number of sharded sequences whose lower bound is below the best time so far.
         """
-        best, order, num_ranks = None, ascending[::-1], self.num_ranks
-        room, work, tokens, left = self.room, NOTHING, 0, Load.sum(self.local[i] for i in order)
-        for num in range(len(order) + 1):
+        best, falling, num_ranks = None, ascending[::-1], self.num_ranks
+        free, sharded_load, tokens, local_load = self.capacity, NO_LOAD, 0, Load.sum(self.local[i] for i in falling)
+        for num in range(len(falling) + 1):
             if num:
-                last = order[num - 1]
-                room -= self.padded[last]
-                work = work.plus(self.sharded[last])
-                tokens += self.padded[last]
-                done = self.local[last]
-                left = Load(max(left.flops - done.flops, 0.0), max(left.attention - done.attention, 0.0))
-            if room < 0:
+                sequence = falling[num - 1]
+                free -= self.padded[sequence]
+                sharded_load = sharded_load.plus(self.sharded[sequence])
+                tokens += self.padded[sequence]
+                sharded_now = self.local[sequence]
+                local_load = Load(
+                    max(local_load.flops - sharded_now.flops, 0.0),
+                    max(local_load.attention - sharded_now.attention, 0.0),
+                )
+            if free < 0:
                 break
             # Lower bound: some rank has the longest, and by convexity uneven loads take no less than even ones.
-            longest = self.local[order[num]] if num < len(order) else NOTHING
-            even = Load(left.flops / num_ranks, left.attention / num_ranks)
-            if (even.flops + work.flops / num_ranks) / self.times.flops_per_second >= limit:
+            longest = self.local[falling[num]] if num < len(falling) else NO_LOAD
+            even = Load(local_load.flops / num_ranks, local_load.attention / num_ranks)
+            if (even.flops + sharded_load.flops / num_ranks) / self.times.flops_per_second >= limit:
                 break  # and more sharding makes more work
-            if self.times.micro_batch([longest, even], work, tokens, num_ranks) >= limit:
+            if self.times.micro_batch([longest, even], sharded_load, tokens, num_ranks) >= limit:
                 continue
-            placed = self.to_lightest(order[num:], room)
+            placed = self.to_lightest(falling[num:], free)
             if placed is None:
                 continue
             ranks, loads = placed
-            seconds = self.times.micro_batch(loads, work, tokens, num_ranks)
+            seconds = self.times.micro_batch(loads, sharded_load, tokens, num_ranks)
             if seconds < limit:
                 best, limit = PlacedMicroBatch(ascending, [*ranks[::-1], *[SHARDED] * num], seconds), seconds
         return best
 
-    def to_lightest(self, falling: list[int], room: int) -> tuple[list[int], list[Load]] | None:
-        """Assign local sequences to ranks; return them and the work of each rank, or None where there is no room."""
-        rooms, loads = [room] * self.num_ranks, [NOTHING] * self.num_ranks
+    def to_lightest(self, falling: list[int], free: int) -> tuple[list[int], list[Load]] | None:
+        """Assign local sequences to ranks; return them and the work of each rank, or None if they do not fit."""
+        free_of_rank, loads = [free] * self.num_ranks, [NO_LOAD] * self.num_ranks
         lightest = [(0.0, rank) for rank in range(self.num_ranks)]
         ranks = []
         for sequence in falling:
             rank = lightest[0][1]
-            rooms[rank] -= self.sizes[sequence] * self.num_ranks
-            if rooms[rank] < 0:
+            free_of_rank[rank] -= self.sizes[sequence] * self.num_ranks
+            if free_of_rank[rank] < 0:
                 return None
             loads[rank] = loads[rank].plus(self.local[sequence])
             heapq.heapreplace(lightest, (loads[rank].flops, rank))
@@ -256,41 +245,41 @@ class _Ranks:
 
     def __init__(self, step: _Step) -> None:
         self.step, self.ranks = step, range(step.num_ranks)
-        self.room = [step.room] * step.num_ranks  # in N-ths of a token; below 0 only between two roll-backs
-        self.load = [NOTHING] * step.num_ranks
+        self.free = [step.capacity] * step.num_ranks  # in N-ths of a token; below 0 only between two roll-backs
+        self.load = [NO_LOAD] * step.num_ranks
         self.local: list[list[int]] = [[] for _ in self.ranks]  # by ascending length
         self.placement: dict[int, int] = {}
-        self.sharded, self.sharded_tokens = NOTHING, 0
+        self.sharded, self.sharded_tokens = NO_LOAD, 0
 
     def seconds(self) -> float:
         return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
 
     def add(self, sequence: int) -> bool:
-        """Place a sequence, no shorter than those before it; return False if no placement has room."""
+        """Place a sequence, no shorter than those before it; return False if it fits nowhere."""
         size = self.step.sizes[sequence] * self.step.num_ranks
         while True:
-            if min(self.room) >= 0:
+            if min(self.free) >= 0:
                 rank = self.load.index(min(self.load))
-                if self.room[rank] < size:
-                    rank = self.room.index(max(self.room))
-                if self.room[rank] >= size:
-                    self.keep(sequence, rank)
+                if self.free[rank] < size:
+                    rank = self.free.index(max(self.free))
+                if self.free[rank] >= size:
+                    self.place_locally(sequence, rank)
                     return True
-                if self.step.num_ranks > 1 and min(self.room) >= self.step.padded[sequence]:
+                if self.step.num_ranks > 1 and min(self.free) >= self.step.padded[sequence]:
                     self.shard(sequence)
                     return True
-            fullest = self.room.index(min(self.room))
+            fullest = self.free.index(min(self.free))
             if self.step.num_ranks == 1 or not self.local[fullest]:
                 return False
             self._roll_back(fullest)
 
-    def placed(self) -> PlacedMicroBatch:
+    def best_placement(self) -> PlacedMicroBatch:
         """Return the current placement, or the same with more sequences sharded if that is faster.
 
         Sequences of the busiest rank are sharded, one after the other, while that may save time.
         """
         step, best, rolled_back = self.step, self.seconds(), list[int]()
-        places, num_best = dict(self.placement), 0
+        placement, num_best = dict(self.placement), 0
         while step.num_ranks > 1:
             busiest = self.load.index(max(self.load))
             # One roll-back for every rank without a gain: more sharding would only make work.
@@ -298,21 +287,21 @@ class _Ranks:
                 break
             rolled_back.append(self._roll_back(busiest))
             seconds = self.seconds()
-            if seconds < best and min(self.room) >= 0:
+            if seconds < best and min(self.free) >= 0:
                 best, num_best = seconds, len(rolled_back)
-        places |= dict.fromkeys(rolled_back[:num_best], SHARDED)
-        ascending = sorted(places, key=lambda i: (step.sizes[i], i))
-        return PlacedMicroBatch(ascending, [places[i] for i in ascending], best)
+        placement |= dict.fromkeys(rolled_back[:num_best], SHARDED)
+        ascending = sorted(placement, key=lambda i: (step.sizes[i], i))
+        return PlacedMicroBatch(ascending, [placement[i] for i in ascending], best)
 
-    def keep(self, sequence: int, rank: int) -> None:
-        self.room[rank] -= self.step.sizes[sequence] * self.step.num_ranks
+    def place_locally(self, sequence: int, rank: int) -> None:
+        self.free[rank] -= self.step.sizes[sequence] * self.step.num_ranks
         self.load[rank] = self.load[rank].plus(self.step.local[sequence])
         self.local[rank].append(sequence)
         self.placement[sequence] = rank
 
     def shard(self, sequence: int) -> None:
         padded = self.step.padded[sequence]
-        self.room = [room - padded for room in self.room]
+        self.free = [free - padded for free in self.free]
         self.sharded = self.sharded.plus(self.step.sharded[sequence])
         self.sharded_tokens += padded
         self.placement[sequence] = SHARDED
@@ -320,7 +309,7 @@ class _Ranks:
     def _roll_back(self, rank: int) -> int:
         """Shard the longest local sequence of a rank, which gets S tokens back; every rank loses S / N."""
         sequence = self.local[rank].pop()
-        self.room[rank] += self.step.sizes[sequence] * self.step.num_ranks
+        self.free[rank] += self.step.sizes[sequence] * self.step.num_ranks
         # Added up again: a difference of floats would leave a rest on an empty rank.
         self.load[rank] = Load.sum(self.step.local[i] for i in self.local[rank])
         self.shard(sequence)

@@ -1,6 +1,6 @@
-"""Assignment of packs to ranks and micro-batches of optimizer steps, so that the slowest rank finishes early.
+"""Assignment of packs to optimizer steps, ranks and micro-batches, so that the slowest rank finishes early.
 
-Optimal assignment is a number-partitioning problem. Packs are assigned longest first (LPT: Graham 1969, "Bounds on
+Balancing is a number-partitioning problem. Packs are assigned longest first (LPT: Graham 1969, "Bounds on
 multiprocessing timing anomalies"), equally many to every rank: in each round every rank takes one pack, the rank with
 the least work so far the heaviest. Afterwards the heaviest and the lightest rank swap a pair of packs while that helps.
 All steps are processed at once, so that millions of packs take seconds.
@@ -81,12 +81,9 @@ class StepPlan:
 
     @classmethod
     def of(cls, packs: PackPlan, target_tokens: IntArray, assignment: StepAssignment, world_size: int) -> StepPlan:
-        """Build the plan of an assignment, and add up each step's target tokens.
+        """Build the plan of an assignment of ``packs``, and add up each step's target tokens.
 
-        Args:
-            packs: that are assigned.
-            target_tokens: labels that carry loss, by sample number as in ``packs.samples``.
-            world_size: data-parallel ranks, W.
+        ``target_tokens``, (N,), are the labels that carry loss, by sample number as in ``packs.samples``.
         """
         cell_offsets, step_offsets = to_offsets(assignment.cell_sizes), to_offsets(assignment.cells_per_step)
         before = to_offsets(packs.sums_per_pack(target_tokens[packs.samples])[assignment.order])
@@ -109,20 +106,20 @@ class StepPlan:
         return int(np.count_nonzero(self.cell_sizes() == 0))
 
     def cell_sizes(self) -> Int64Array:
-        """Packs in each cell; int64 (C,)."""
+        """Count the packs in each cell; int64 (C,)."""
         return self.cell_offsets[1:] - self.cell_offsets[:-1]
 
     def num_micro_batches(self, step: int) -> int:
-        """Micro-batches of a step, the same number on every rank."""
+        """Return the number of micro-batches of a step, the same on every rank."""
         _check_index("step", step, self.num_steps)
         return int(self.step_offsets[step + 1] - self.step_offsets[step]) // self.world_size
 
     def packs(self, step: int, rank: int, micro_batch: int) -> Int64Array:
-        """Packs of one micro-batch of one rank, often one, possibly none; a view, not a copy."""
+        """Return the packs (n,) of one micro-batch of one rank, often one, possibly none; a view, not a copy."""
         return self.order[self.cell(step, rank, micro_batch)]
 
     def cell(self, step: int, rank: int, micro_batch: int) -> slice:
-        """Slice of ``order`` with the packs of one micro-batch of one rank."""
+        """Return the slice of ``order`` with the packs of one micro-batch of one rank."""
         num_micro_batches = self.num_micro_batches(step)
         _check_index("rank", rank, self.world_size)
         _check_index("micro-batch", micro_batch, num_micro_batches)
@@ -130,7 +127,7 @@ class StepPlan:
         return slice(int(self.cell_offsets[cell]), int(self.cell_offsets[cell + 1]))
 
     def _cell_table(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Step, rank and micro-batch of each cell; (C,) each."""
+        """Return the step, rank and micro-batch of each cell; (C,) each."""
         sizes = np.diff(self.step_offsets)
         steps = np.repeat(np.arange(self.num_steps), sizes)
         ranks, micro_batches = np.divmod(
@@ -139,27 +136,23 @@ class StepPlan:
         return steps, ranks, micro_batches
 
     def locations(self) -> npt.NDArray[np.int32]:
-        """Step, rank and micro-batch of each pack, int32 (K, 3)."""
+        """Return the step, rank and micro-batch of each pack; int32 (K, 3)."""
         locations = np.empty((self.num_packs, 3), np.int32)
         locations[self.order] = np.repeat(np.stack(self._cell_table(), axis=1), self.cell_sizes(), axis=0)
         return locations
 
     def target_tokens(self, step: int) -> int:
-        """Labels of a step that carry loss, over all ranks: the divisor of its loss, known without communication."""
+        """Return the labels of a step that carry loss, over all ranks: the divisor of its loss."""
         _check_index("step", step, self.num_steps)
         return int(self.target_tokens_per_step[step])
 
     def sums_per_step(self, per_pack: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Sum over the packs of each step, (S,), of numbers (K,) of the packs."""
+        """Sum numbers (K,) of packs over each step; (S,)."""
         before = np.concatenate((np.zeros(1, per_pack.dtype), np.cumsum(per_pack[self.order])))
         return np.diff(before[self.cell_offsets[self.step_offsets]])
 
     def on_any_rank(self, is_in: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Flag each micro-batch of the epoch, bool (M,), in which any rank has one of the selected packs.
-
-        Args:
-            is_in: (K,), the selected packs.
-        """
+        """Flag each micro-batch of the epoch, bool (M,), in which any rank has a pack of ``is_in``, bool (K,)."""
         counts = np.diff(np.concatenate(([0], np.cumsum(is_in[self.order])))[self.cell_offsets])
         first = self.step_offsets // self.world_size
         steps, _, micro_batches = self._cell_table()
@@ -173,21 +166,21 @@ class StepPlan:
         return bounds.astype(np.int64, copy=False)
 
     def rank_costs(self, costs: Costs) -> Costs:
-        """Work of each rank in each step, (S, W), from ``costs`` (K,) of the packs."""
+        """Sum the costs (K,) of packs by step and rank; (S, W)."""
         sums = np.concatenate(([0.0], np.cumsum(costs[self.order])))
         return np.diff(sums[self.cell_offsets[self.rank_bounds]], axis=1)
 
     def cell_sums(self, per_pack: npt.NDArray[Any]) -> Costs:
-        """Sum over the packs of each cell, (C,), of numbers (K,) of the packs."""
+        """Sum numbers (K,) of packs over each cell; (C,)."""
         return np.diff(np.concatenate(([0.0], np.cumsum(per_pack[self.order])))[self.cell_offsets])
 
     def rank_sums(self, per_cell: npt.NDArray[Any]) -> Costs:
-        """Sum over the cells of each rank in each step, (S, W), of numbers (C,) of the cells."""
+        """Sum numbers (C,) of cells by step and rank; (S, W)."""
         return np.diff(np.concatenate(([0.0], np.cumsum(per_cell)))[self.rank_bounds], axis=1)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex over everything in the plan."""
+        """sha256 in hex over all fields."""
         digest = hashlib.sha256(f"packtool step plan 1, world size {self.world_size}\n".encode())
         return digest_arrays(digest, self.order, self.cell_offsets, self.step_offsets, self.target_tokens_per_step)
 
@@ -203,19 +196,14 @@ def assign_balanced(
 ) -> StepAssignment:
     """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
-    A step takes the next W * G * B packs, in the packer's random order. Without balancing, pack ``i`` of a step is
-    assigned to rank ``i % W``; ``within-step`` gives the ranks equal work; ``window`` also exchanges packs between
-    steps near each other. The last step takes what is left: it has as few micro-batches as its ranks need, the packs of
-    a rank spread evenly over them. A rank without packs has empty micro-batches, fewer than W of them in an epoch. No
-    pack is left out or used twice.
+    A step takes the next W * G * B packs (symbols as in ``PlanOptions``), in the packer's random order. Without
+    balancing, pack ``i`` of a step is assigned to rank ``i % W``; ``within-step`` gives the ranks equal work;
+    ``window`` also exchanges packs between steps near each other. The last step takes the remaining packs: it has as
+    few micro-batches as its ranks need, the packs of a rank spread evenly over them. A rank without packs has empty
+    micro-batches. Cost: O(K), and O(K log K) with balancing.
 
-    Cost: O(K), and O(K log K) with balancing. Except for ``window``, the packs of a step depend on W * G * B only.
-
-    Args:
-        packs: K of them.
-        costs: (K,), work of each pack; needed for balancing.
-        options: W is ``world_size``, G ``gradient_accumulation_steps``, B ``per_device_train_batch_size``; ``balance``.
-        parts: of trees that are in several packs, which are reordered for them; see ``tree_parts``.
+    ``costs``, (K,), is the work of each pack, needed for balancing; ``parts`` are trees in several packs, for which
+    packs are reordered.
 
     Raises:
         ConfigError: a count is not positive.
@@ -258,7 +246,7 @@ def assign_balanced(
 def _assign_rest(
     packs: Int64Array, world_size: int, packs_per_micro_batch: int, costs: Costs | None
 ) -> tuple[Int64Array, Int64Array]:
-    """Assign the packs of the last, smaller step: packs in the order of its cells, and the sizes of cells."""
+    """Assign the packs of the last, smaller step; return them in the order of its cells, and the cells' sizes."""
     max_per_rank = -(-len(packs) // world_size)
     num_micro_batches = -(-max_per_rank // packs_per_micro_batch)
     rank_packs = [packs[rank::world_size] for rank in range(world_size)]
@@ -282,13 +270,11 @@ _PACKS_AT_ONCE = 1 << 20  # bounds the temporaries of the swaps
 def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     """Assign each step's packs to ranks, equally many to each.
 
-    Ties go to the lower rank and the earlier pack, so that every machine assigns alike.
-
-    Cost: O(K log K) for K packs, and at most 16 swaps a step of O((n / W)^2) for its n packs and W ranks.
+    Ties go to the lower rank and the earlier pack, so the result is the same on every machine. Cost: O(K log K) for K
+    packs, and at most 16 swaps a step of O((n / W)^2) for its n packs and W ranks.
 
     Args:
-        costs: (S, n), of the packs of S steps; n is a multiple of ``num_ranks``.
-        num_ranks: W.
+        costs: (S, n), of the packs of S steps; n is a multiple of W.
 
     Returns:
         int64 (S, W, n / W): the columns of ``costs`` of each step and rank, the heaviest first.
@@ -297,24 +283,26 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     per_rank, rest = divmod(num_packs, num_ranks)
     assert rest == 0, "every rank of a step has equally many packs"
     assigned = np.empty((num_steps, num_ranks, per_rank), dtype=np.int64)
-    chunk = max(1, _PACKS_AT_ONCE // max(num_packs, 1))
-    for start in range(0, num_steps, chunk):
-        part = costs[start : start + chunk]
-        falling, loads = np.argsort(-part, axis=1, kind="stable"), np.zeros((len(part), num_ranks))
-        rank_packs = np.empty((len(part), num_ranks, per_rank), dtype=np.int64)
+    steps_at_once = max(1, _PACKS_AT_ONCE // max(num_packs, 1))
+    for start in range(0, num_steps, steps_at_once):
+        step_costs = costs[start : start + steps_at_once]
+        falling, loads = np.argsort(-step_costs, axis=1, kind="stable"), np.zeros((len(step_costs), num_ranks))
+        rank_packs = np.empty((len(step_costs), num_ranks, per_rank), dtype=np.int64)
         for number in range(per_rank):
             packs = falling[:, number * num_ranks : (number + 1) * num_ranks]
             lightest = np.argsort(loads, axis=1, kind="stable")
             np.put_along_axis(rank_packs[:, :, number], lightest, packs, axis=1)
-            gained = np.take_along_axis(part, packs, axis=1)
+            gained = np.take_along_axis(step_costs, packs, axis=1)
             np.put_along_axis(loads, lightest, np.take_along_axis(loads, lightest, axis=1) + gained, axis=1)
         if per_rank > 1 and num_ranks > 1:
-            pack_costs = np.take_along_axis(part, rank_packs.reshape(part.shape), axis=1).reshape(rank_packs.shape)
+            pack_costs = np.take_along_axis(step_costs, rank_packs.reshape(step_costs.shape), axis=1).reshape(
+                rank_packs.shape
+            )
             _swap(pack_costs, rank_packs)
             # By falling cost: micro-batches that run at the same time are then alike, too.
             order = np.argsort(-pack_costs, axis=2, kind="stable")
             rank_packs = np.take_along_axis(rank_packs, order, axis=2)
-        assigned[start : start + chunk] = rank_packs
+        assigned[start : start + steps_at_once] = rank_packs
     return assigned
 
 
@@ -327,10 +315,10 @@ def _swap(costs: Costs, rank_packs: Int64Array) -> None:
         rows = np.arange(len(active))
         gap = loads[rows, heavy] - loads[rows, light]
         # Moving d from the heavy to the light rank leaves a gap of |gap - 2 d|: the best d is half of it.
-        moved = costs[active, heavy][:, :, None] - costs[active, light][:, None, :]
-        left = np.abs(gap[:, None, None] - 2 * moved).reshape(len(active), -1)
-        best = left.argmin(axis=1)
-        helps = left[rows, best] < gap * (1 - 1e-9)
+        moved_cost = costs[active, heavy][:, :, None] - costs[active, light][:, None, :]
+        gap_after = np.abs(gap[:, None, None] - 2 * moved_cost).reshape(len(active), -1)
+        best = gap_after.argmin(axis=1)
+        helps = gap_after[rows, best] < gap * (1 - 1e-9)
         active, best, heavy, light = active[helps], best[helps], heavy[helps], light[helps]
         if not len(active):
             return
@@ -342,18 +330,11 @@ def _swap(costs: Costs, rank_packs: Int64Array) -> None:
 
 
 def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
-    """Exchange packs between steps near each other, so that those processed at the same time are alike.
+    """Exchange packs (S, n) of full steps between steps near each other, so that those processed at once are alike.
 
-    The packs of a window of 8 steps are sorted by cost and divided into rounds of one pack a rank; each step takes
-    rounds from the whole range. The order of the window's steps depends on the packs' numbers, which are random.
-
-    Args:
-        packs: int64 (S, n), of full steps.
-        costs: (K,), of all packs.
-        num_ranks: W.
-
-    Returns:
-        int64 (S, n).
+    The packs of a window of 8 steps are sorted by ``costs``, (K,), and divided into rounds of one pack a rank; each
+    step takes rounds from the whole range. The order of the window's steps depends on the packs' numbers, which are
+    random.
     """
     grouped = packs.copy()
     num_steps, num_packs = packs.shape
@@ -367,11 +348,10 @@ def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
     return grouped
 
 
-def share_out(items: Iterable[int], weights: Sequence[float], num_groups: int) -> list[list[int]]:
-    """Assign items, one after the other, to the group with the least weight so far; ties go to the lower group.
+def assign_to_lightest(items: Iterable[int], weights: Sequence[float], num_groups: int) -> list[list[int]]:
+    """Assign items, indices into ``weights``, one after the other to the group with the least weight so far.
 
-    Args:
-        items: indices into ``weights``; the heaviest first is LPT.
+    Ties go to the lower group. With the heaviest item first this is LPT.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     loads: list[tuple[float, int]] = [(0, group) for group in range(num_groups)]
@@ -385,28 +365,23 @@ def share_out(items: Iterable[int], weights: Sequence[float], num_groups: int) -
 def divide_evenly(
     sizes: Sequence[int], work: Sequence[float], num_groups: int, capacity: int
 ) -> list[list[int]] | None:
-    """Divide items into groups of limited size and about equal work; None where an item fits in no group.
+    """Divide items into groups of at most ``capacity`` and about equal work; None where an item fits in no group.
 
-    The heaviest item first, each to the group with the least work that has room. Ties go to the later item and the
-    lower group. Groups are in the order of falling work, the items of a group of ascending work.
-
-    Args:
-        sizes: (n,), of the items.
-        work: (n,), of each.
-        num_groups: some may stay empty.
-        capacity: maximum size of each group.
+    The heaviest item first, each to the group with the least work that has enough space. Ties go to the later item and
+    the lower group. Groups, some possibly empty, are in the order of falling work, their items of ascending work.
+    ``sizes`` and ``work`` are of the items, (n,).
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
-    room, lightest = [capacity] * num_groups, [(0.0, number) for number in range(num_groups)]
+    free, lightest = [capacity] * num_groups, [(0.0, number) for number in range(num_groups)]
     for item in sorted(range(len(work)), key=lambda i: (-work[i], -i)):
         full = []
-        while lightest and room[lightest[0][1]] < sizes[item]:
+        while lightest and free[lightest[0][1]] < sizes[item]:
             full.append(heapq.heappop(lightest))
         if not lightest:
             return None
         load, number = lightest[0]
         groups[number].append(item)
-        room[number] -= sizes[item]
+        free[number] -= sizes[item]
         heapq.heapreplace(lightest, (load + work[item], number))
         for other in full:
             heapq.heappush(lightest, other)
@@ -414,7 +389,7 @@ def divide_evenly(
 
 
 def imbalance(rank_costs: Costs) -> Costs:
-    """Work of the slowest rank divided by the mean rank's, (S,), from (S, W): 1 or more, 1 for a step without work."""
+    """Divide the work of the slowest rank by the mean rank's, (S,), from (S, W): 1 for a step without work."""
     mean = rank_costs.mean(axis=1)
     ratio: Costs = np.divide(rank_costs.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0)
     return ratio

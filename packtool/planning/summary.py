@@ -36,7 +36,7 @@ class BalanceFigures:
         return float(self.steps.mean())
 
     def figures(self) -> dict[str, float]:
-        """Mean and worst step, if packs were assigned in turn and as planned, by their names in JSON."""
+        """Return mean and worst step, if packs were assigned in turn and as planned, by their names in JSON."""
         return {
             "mean_before": float(self.steps_before.mean()),
             "worst_before": float(self.steps_before.max()),
@@ -50,7 +50,6 @@ class SkrullFigures:
     """Figures of Skrull's placement.
 
     Args:
-        options: of the schedule.
         num_micro_batches: micro-batches with samples, over all data-parallel ranks.
         num_tokens: of all samples, and of the padding of sharded ones.
         num_local_tokens: of samples that are local to a rank.
@@ -95,7 +94,7 @@ class SkrullFigures:
         )
 
     def figures(self, num_tokens: int) -> dict[str, Any]:
-        """All figures of an epoch of ``num_tokens`` tokens, by their names in JSON."""
+        """Return all figures of an epoch of ``num_tokens`` tokens, by their names in JSON."""
         return {
             "bucket_size": self.options.bucket_size,
             "sequence_parallel_size": self.options.sequence_parallel_size,
@@ -115,24 +114,18 @@ class PlanSummary:
     Args:
         num_cached: samples in the cache.
         num_filtered: those longer than ``max_length``, left out; of a saved plan those that it lacks.
-        num_distinct: those in the plan, a repeated one once.
-        num_samples: those in the plan, a repeated one each time.
-        num_tokens: tokens of the samples in the plan; those of shared prefixes count once.
+        num_distinct, num_samples: those in the plan; a repeated sample counts once, or each time.
+        num_tokens: of the samples in the plan; tokens of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
         longest: tokens of the longest sample in the plan, including its shared prefix.
-        options: that the plan was made with.
         num_packs: packs; without packing, padded rows; with Skrull the packs before they are divided into samples.
         lower_bound: minimum number of packs of ``packing_length`` for the tokens.
         fill: true tokens divided by all tokens computed, 0 to 1. With packing, by ``num_packs * packing_length``;
             without, by the tokens of batches padded to their longest rows. Dynamic batches have no padding, and with
             Skrull only sharded samples have some.
-        num_steps: optimizer steps.
-        num_steps_without_packing: steps if each pack were one sample.
-        num_empty_micro_batches: micro-batches without samples.
         efficient_attn_ratio: attention within samples divided by attention over whole packs: sum of len^2 over sum of
             squared pack sizes, 0 to 1.
-        balance: balance of the ranks' work, None if costs are unknown.
-        skrull: figures of Skrull's placement, None without.
+        balance: None if costs are unknown.
     """
 
     num_cached: int
@@ -160,17 +153,17 @@ class PlanSummary:
 
     @property
     def samples_per_pack(self) -> float:
-        """The mean number of samples a pack."""
+        """Mean number of samples of a pack."""
         return self.num_samples / self.num_packs
 
     @property
     def samples_per_step(self) -> float:
-        """The mean number of samples a step."""
+        """Mean number of samples of a step."""
         return self.num_samples / self.num_steps
 
     @property
     def targets_per_sample(self) -> float:
-        """The mean number of target tokens a sample."""
+        """Mean number of target tokens of a sample."""
         return self.num_target_tokens / self.num_samples
 
     @property
@@ -180,7 +173,7 @@ class PlanSummary:
 
 
 def pack_costs(packs: PackPlan, cost: CostModel, target_tokens: IntArray, towers: TowerWork | None = None) -> Costs:
-    """FLOPs of each pack, (K,); ``target_tokens`` and ``towers`` by cache position."""
+    """Compute the FLOPs of each pack, (K,); ``target_tokens`` (N,) and ``towers`` are by cache position."""
     tower_flops = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
     logits = target_tokens if towers is None or towers.logits is None else towers.logits
     targets = packs.sums_per_pack(logits[packs.samples])
@@ -190,7 +183,7 @@ def pack_costs(packs: PackPlan, cost: CostModel, target_tokens: IntArray, towers
 
 
 def computed_tokens(singles: PackPlan, steps: StepPlan, placement: Int64Array, alignment: int) -> Int64Array:
-    """Tokens computed for each sample of Skrull's ``singles``, with the padding of sharded ones; (N,)."""
+    """Compute the tokens of each sample (N,) of Skrull's ``singles``, with the padding of sharded ones."""
     tokens = singles.lengths.astype(np.int64)
     sharded = steps.order[placement == SHARDED]
     tokens[sharded] = -(-tokens[sharded] // alignment) * alignment
@@ -200,12 +193,9 @@ def computed_tokens(singles: PackPlan, steps: StepPlan, placement: Int64Array, a
 def device_costs(
     steps: StepPlan, placement: Int64Array, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
 ) -> Costs:
-    """FLOPs of every device in every step, (S, W N).
+    """Compute the FLOPs of every device in every step, (S, W N), from those of single samples, (N,), placed by Skrull.
 
-    Args:
-        steps, placement: of single samples, assigned by Skrull.
-        flops: (N,), of the samples.
-        towers: the towers' part of them, done by the rank that computes an image.
+    ``towers`` are the towers' part of them, which the rank does that computes an image.
     """
     num_groups = steps.num_steps * steps.world_size
     # The samples of a step are ordered by rank, so each group of devices has a slice of ``order``.
@@ -225,7 +215,7 @@ def device_costs(
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
-    """True tokens divided by all tokens if each row is padded to the longest of its micro-batch, 0 to 1."""
+    """Divide the true tokens by all tokens if each row is padded to the longest of its micro-batch."""
     sizes = steps.cell_sizes()
     used = sizes > 0
     longest = np.maximum.reduceat(packs.tokens_per_pack()[steps.order], steps.cell_offsets[:-1][used])
@@ -283,8 +273,8 @@ def batch_sentence(summary: PlanSummary, *, knows_targets: bool = True) -> str:
         packed += f" and {summary.samples_per_step * summary.targets_per_sample:,.0f} target tokens"
         plain += f" and {num_plain * summary.targets_per_sample:,.0f}"
     return (
-        f"a step holds {packed} on average, unpacked (batch size x accumulation x ranks: "
-        f"{' x '.join(map(str, factors))}) {plain}: {remedy} keeps that batch"
+        f"a step has {packed} on average; without packing (batch size x accumulation x ranks: "
+        f"{' x '.join(map(str, factors))}) it has {plain}: {remedy} keeps that batch"
     )
 
 
@@ -295,18 +285,18 @@ def learning_rate_advice(growth: float, optim: str = "") -> str:
     for Adaptive Gradient Algorithms", arXiv:2205.10287). SGD: in proportion (Goyal et al. 2017, "Accurate, Large
     Minibatch SGD: Training ImageNet in 1 Hour", arXiv:1706.02677). Other or unknown optimizers get both rules.
     """
-    adam = f"{math.sqrt(growth):.1f} times with Adam (square root: Malladi et al. 2022)"
-    sgd = f"{growth:.1f} times with SGD (linear: Goyal et al. 2017)"
+    adam = f"{math.sqrt(growth):.1f} with Adam (square root: Malladi et al. 2022)"
+    sgd = f"{growth:.1f} with SGD (linear: Goyal et al. 2017)"
     rules = [adam] if "adam" in optim else [sgd] if optim == "sgd" else [adam, sgd]
-    return f"{growth:.1f} times the batch: a learning rate tuned unpacked rises up to {', '.join(rules)}"
+    return f"{growth:.1f} times the batch: multiply a learning rate tuned without packing by up to {', '.join(rules)}"
 
 
-def own_steps_line(summary: PlanSummary, steps: StepPlan) -> str:
+def fixed_batch_clause(summary: PlanSummary, steps: StepPlan) -> str:
     """Describe the steps of ``--samples-per-step``, as the end of a sentence."""
     per_rank = np.diff(steps.step_offsets) // steps.world_size
     fewest, most = int(per_rank.min()), int(per_rank.max())
     number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
     return (
-        f"each has the {summary.options.samples_per_plain_step:,} samples that it has unpacked (--samples-per-step), "
-        f"in {number} micro-batch{'es' if most > 1 else ''} a rank"
+        f"each has the {summary.options.samples_per_plain_step:,} samples that it has without packing "
+        f"(--samples-per-step), in {number} micro-batch{'es' if most > 1 else ''} a rank"
     )

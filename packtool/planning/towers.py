@@ -5,10 +5,9 @@ each to the rank with the least tower work so far, local media included (LPT: Gr
 timing anomalies"), as in ``batch.collate_shard``. Ranks wait for each other after their towers, where features are
 exchanged, so tower work is balanced by itself.
 
-An image is computed by one rank, so ranks have unequal shares of a pack: of images of 5,000, 250 and 250 tokens four
-ranks get 5,000, 250, 250 and none. The index does not have the size of each image of a sample, but their number, their
-total tokens, and the squares of their patches. Of sounds it has the number, except for tracks of videos, and their
-total tokens.
+An image is computed by one rank, so ranks have unequal shares of a pack. The index of a cache has the number of images
+of a sample, their total tokens, and the squares of their patches, but not the size of each; of sounds it has the
+number, except for tracks of videos, and their total tokens.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class TowerWork:
 
     Args:
         flops: int64 (N,), of all its media: integers have the same sum in any order.
-        num_seen: (N,), its images, videos and sounds.
+        num_media: (N,), its images, videos and sounds.
         logits: int64 (N,), tokens of which logits are computed, with shared prefixes; None for all targets.
     """
 
     flops: Int64Array
-    num_seen: IntArray
+    num_media: IntArray
     logits: Int64Array | None = None
 
 
@@ -43,23 +42,20 @@ def assign_heaviest_first(
 ) -> Int64Array:
     """Assign items to ranks, (n,): the heaviest first, each to the rank with the least so far.
 
-    Ties go to the earlier item and the lower rank. Cost: O(n N), in as many rounds as the largest group has items.
-
-    Args:
-        weights: (n,), of the items.
-        loads: (N,), of each rank before; with groups (G, N).
-        groups: (n,), of each item, 0 to G - 1, for many groups of items and ranks at once.
+    Ties go to the earlier item and the lower rank. ``loads``, (N,), are those of each rank before. Given the group of
+    each item, ``groups`` (n,), many groups of ranks are assigned at once, with ``loads`` (G, N). Cost: O(n N), in as
+    many rounds as the largest group has items.
     """
-    weights, sums = np.asarray(weights, np.float64), np.array(loads, np.float64, ndmin=2)
+    weights, rank_loads = np.asarray(weights, np.float64), np.array(loads, np.float64, ndmin=2)
     groups, owners = np.zeros(len(weights), np.int64) if groups is None else groups, np.zeros(len(weights), np.int64)
-    order = np.lexsort((-weights, groups))
-    sizes = np.bincount(groups, minlength=len(sums))
-    round_of = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    by_round = order[np.argsort(round_of, kind="stable")]
+    by_group = np.lexsort((-weights, groups))
+    sizes = np.bincount(groups, minlength=len(rank_loads))
+    round_of = np.arange(len(by_group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    by_round = by_group[np.argsort(round_of, kind="stable")]
     for items in np.split(by_round, np.cumsum(np.bincount(round_of))[:-1]):
-        own = groups[items]
-        owners[items] = sums[own].argmin(axis=1)
-        sums[own, owners[items]] += weights[items]
+        item_groups = groups[items]
+        owners[items] = rank_loads[item_groups].argmin(axis=1)
+        rank_loads[item_groups, owners[items]] += weights[items]
     return owners
 
 
@@ -75,17 +71,16 @@ def _assign_media(weights: Costs, cells: Int64Array, placement: Int64Array, shap
 
 
 def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
-    """FLOPs of the images of sharded samples on each device in each step, (S W, N).
+    """Sum the FLOPs of the images of sharded samples on each device in each step, (S W, N).
 
     The images of a sample are assumed to be equal, as their sizes are unknown here.
 
     Args:
-        steps: of single samples.
-        placement: (K,), in the order of ``steps.order``: ``SHARDED``, or the rank of N that the sample is local to.
+        steps, placement: of single samples; ``placement`` is as in ``StepAssignment``, (K,).
         work: of the samples, by their numbers in ``steps.order``.
         sequence_parallel_size: N.
     """
-    flops, counts = work.flops[steps.order], np.maximum(work.num_seen[steps.order], 1)
+    flops, counts = work.flops[steps.order], np.maximum(work.num_media[steps.order], 1)
     num_cells = len(steps.cell_offsets) - 1
     counts[(placement != SHARDED) | (flops == 0)] = 1
     media_flops, media_placement = np.repeat(flops / counts, counts), np.repeat(placement, counts)
@@ -139,7 +134,6 @@ class Media:
         Args:
             tokens: (N,), of images and videos of each sample of a cache.
             squares: (N,), of their patches, frame by frame.
-            num_images, num_videos: (N,).
             patches_per_token: patches that one token stands for.
         """
         counts = (num_images + num_videos).astype(np.int64)
@@ -163,7 +157,6 @@ class Media:
         Args:
             tokens: (N,), of sounds, including those of videos.
             num_audios: (N,), sounds by themselves; without any, tokens are of videos.
-            num_videos: (N,).
         """
         samples = np.flatnonzero(tokens > 0)
         counts = np.where(num_audios[samples] > 0, num_audios[samples], np.maximum(num_videos[samples], 1))
@@ -184,10 +177,8 @@ class MediaShares:
     """Assignment of media to ranks in each of the C micro-batches of the data-parallel ranks.
 
     Args:
-        media: of the cache.
-        selected: int64 (m,), indices of the media that the epoch trains.
-        cells: int64 (m,), the micro-batch of each.
-        owners: int64 (m,), the rank that computes it.
+        selected: int64 (m,), indices of the ``media`` that the epoch trains.
+        cells, owners: int64 (m,), the micro-batch of each, and the rank that computes it.
         shape: C, and the ranks that share a micro-batch.
     """
 
@@ -201,12 +192,9 @@ class MediaShares:
     def of_plan(
         cls, media: Media, work: Costs, packs: PackPlan, steps: StepPlan, size: int, placement: Int64Array | None
     ) -> MediaShares:
-        """Assign media as ``collate_shard`` does: most work first, each to the rank with the least so far.
+        """Assign media by their work (n,), as ``collate_shard`` does: most work first, to the rank with the least.
 
-        Args:
-            work: (n,), of each medium.
-            packs, steps, placement: of the epoch, see ``EpochPlan``.
-            size: ranks that share a micro-batch.
+        ``packs``, ``steps`` and ``placement`` are of an ``EpochPlan``; ``size`` ranks share a micro-batch.
         """
         num_cells = len(steps.cell_offsets) - 1
         cell_of_pack = np.empty(packs.num_packs, np.int64)
@@ -225,7 +213,7 @@ class MediaShares:
         )
 
     def max_per_rank(self, values: Costs) -> Costs:
-        """Largest sum of ``values`` (n,) of the media of a rank, in each micro-batch; (C,)."""
+        """Find the largest sum of ``values`` (n,) of the media of a rank, in each micro-batch; (C,)."""
         num_cells, size = self.shape
         sums = np.bincount(self.cells * size + self.owners, values[self.selected], num_cells * size)
         return np.asarray(sums.reshape(self.shape).max(axis=1, initial=0.0))

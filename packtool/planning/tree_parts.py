@@ -1,6 +1,6 @@
 """Placement of trees that were split over several packs.
 
-A tree that is longer than a pack is kept in one step where a step has room for its packs. Parts made by
+A tree that is longer than a pack is kept in one step where a step has space for its packs. Parts made by
 ``--max-rows-per-tree`` are kept in several steps, and at least in several packs: that is why the tree was split. Only
 the order of packs changes, by which steps take them, and nothing changes where no tree is split.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from packtool.planning.pack_plan import Int64Array, IntArray, PackPlan, invert_order
-from packtool.planning.prefix_trees import NOTHING, PartsIn, PrefixTrees
+from packtool.planning.prefix_trees import NOTHING, PartPlacement, PrefixTrees
 
 _STEPS_AT_ONCE = 256
 _MAX_ATTEMPTS = 200_000  # a fraction of a second
@@ -32,15 +32,11 @@ class TreeParts:
 
     trees: Int64Array
     packs: Int64Array
-    placement: PartsIn
+    placement: PartPlacement
 
     @classmethod
     def of(cls, packs: PackPlan, trees: PrefixTrees | None) -> TreeParts | None:
-        """Find the parts in a plan of all or some samples of the trees; None if there are none to place.
-
-        Args:
-            trees: None without shared prefixes.
-        """
+        """Find the parts in a plan of all or some samples of the trees; None if there are none to place."""
         if trees is None or trees.parts == "any" or not packs.num_samples:
             return None
         tree_of = np.full(max(int(trees.samples.max(initial=0)), int(packs.samples.max())) + 1, NOTHING, np.int64)
@@ -56,7 +52,7 @@ class TreeParts:
         return cls(tree[is_split], pack[is_split], trees.parts) if is_split.any() else None
 
     def figures(self, step_of: IntArray) -> dict[str, int]:
-        """Count split trees, and how many are in one step or meet in a step; ``step_of`` (K,) is that of each pack."""
+        """Count split trees, and how many are in one step or meet in one; ``step_of`` (K,) is that of each pack."""
         starts = np.flatnonzero(np.diff(self.trees, prepend=NOTHING - 1))
         steps = step_of[self.packs]
         is_one = np.minimum.reduceat(steps, starts) == np.maximum.reduceat(steps, starts)
@@ -68,21 +64,18 @@ class TreeParts:
         }
 
     def reorder(self, order: Int64Array, packs_per_step: int) -> Int64Array:
-        """Reorder packs so that the parts of a tree are in one step, or apart; a pure function.
+        """Reorder all packs, int64 (K,), so that the parts of a tree are in one step, or apart; a pure function.
 
-        Trees that need more packs than a step has keep their order, and so do those that no step has room for, for all
-        steps are full. Cost: seconds for a million samples, all in split trees.
-
-        Args:
-            order: int64 (K,), all packs, in the order in which steps would take them.
-            packs_per_step: of a full one.
+        ``order`` is that in which steps would take them. Trees that need more packs than a step has keep their order,
+        and so do those that no step has space for, for all steps are full. Cost: seconds for a million samples in split
+        trees.
         """
         if packs_per_step >= len(order):
             return order
         return (self._separate if self.placement == "apart" else self._join)(order, packs_per_step)
 
     def move_together(self, num_packs: int) -> Int64Array:
-        """Order all packs by number, but those of one tree, and of others in the same packs, where the first comes."""
+        """Order all packs (K,) by number, but those connected by trees where the first of them comes."""
         first = np.arange(num_packs)
         for cluster in self._clusters(np.arange(num_packs), num_packs):
             first[cluster] = min(cluster)
@@ -105,7 +98,7 @@ class TreeParts:
         return order[np.argsort(step_of[order], kind="stable")]
 
     def _clusters(self, place: Int64Array, max_packs: int) -> list[list[int]]:
-        """Packs connected by trees, at most ``max_packs`` each, trees of few packs first."""
+        """Group packs connected by trees, at most ``max_packs`` each, trees of few packs first."""
         starts = np.flatnonzero(np.diff(self.trees, prepend=NOTHING - 1))
         sizes = np.diff(np.append(starts, len(self.trees)))
         packs, first = self.packs.tolist(), np.minimum.reduceat(place[self.packs], starts)
@@ -148,7 +141,7 @@ class TreeParts:
             if all(counts_in(step)[tree] == 1 for tree in trees_in(pack)):
                 continue  # the other part has moved
             stride = max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
-            for at in _around(step * packs_per_step, len(new_order), packs_per_step, stride):
+            for at in _nearby_indices(step * packs_per_step, len(new_order), packs_per_step, stride):
                 attempts -= 1
                 other_step, other = at // packs_per_step, new_order[at]
                 if may_replace(other, other_step, pack) and may_replace(pack, step, other):
@@ -173,12 +166,11 @@ def separate_parts(
         groups: packs of groups by number; ``lengths`` are the tokens of groups.
         trees: (G,), the tree of each group, or ``NOTHING``.
         media: (G,), media tokens of each; None without a limit.
-        max_media_tokens: of a pack.
     """
     pack_of = np.repeat(np.arange(groups.num_packs), np.diff(groups.offsets))
-    own = trees[groups.samples]
-    by_tree = np.lexsort((own, pack_of))
-    repeated = (np.diff(pack_of[by_tree]) == 0) & (np.diff(own[by_tree]) == 0) & (own[by_tree][1:] != NOTHING)
+    tree_of = trees[groups.samples]
+    by_tree = np.lexsort((tree_of, pack_of))
+    repeated = (np.diff(pack_of[by_tree]) == 0) & (np.diff(tree_of[by_tree]) == 0) & (tree_of[by_tree][1:] != NOTHING)
     if not repeated.any():
         return groups
     limits = [(groups.lengths.astype(np.int64), groups.capacity)]
@@ -187,47 +179,47 @@ def separate_parts(
     by_tokens = np.argsort(groups.lengths, kind="stable")
     rank, samples, attempts = invert_order(by_tokens), groups.samples.copy(), _MAX_ATTEMPTS
 
-    def pack_slice(place: int) -> slice:
-        return slice(*groups.offsets[pack_of[place] : pack_of[place] + 2])
+    def pack_slice(index: int) -> slice:
+        return slice(*groups.offsets[pack_of[index] : pack_of[index] + 2])
 
-    def num_of_tree(place: int, tree: int) -> int:
-        return int((own[pack_slice(place)] == tree).sum()) if tree != NOTHING else 0
+    def num_of_tree(index: int, tree: int) -> int:
+        return int((tree_of[pack_slice(index)] == tree).sum()) if tree != NOTHING else 0
 
-    def may_swap(one: int, other: int) -> bool:
-        if pack_of[one] == pack_of[other] or num_of_tree(other, own[one]) or num_of_tree(one, own[other]):
+    def may_swap(index: int, other: int) -> bool:
+        if pack_of[index] == pack_of[other] or num_of_tree(other, tree_of[index]) or num_of_tree(index, tree_of[other]):
             return False
         for values, limit in limits:
-            more = values[other] - values[one]
-            if values[pack_slice(one)].sum() + more > limit or values[pack_slice(other)].sum() - more > limit:
+            more = values[other] - values[index]
+            if values[pack_slice(index)].sum() + more > limit or values[pack_slice(other)].sum() - more > limit:
                 return False
         return True
 
-    for one in by_tree[1:][repeated].tolist():
-        if num_of_tree(one, own[one]) < 2:
+    for index in by_tree[1:][repeated].tolist():
+        if num_of_tree(index, tree_of[index]) < 2:
             continue  # the other part has moved
-        for at in _around(int(rank[one]), len(by_tokens), 1, 1):
+        for at in _nearby_indices(int(rank[index]), len(by_tokens), 1, 1):
             attempts -= 1
             other = int(by_tokens[at])
-            if may_swap(one, other):
-                for array in (own, samples, *(values for values, _ in limits)):
-                    array[[one, other]] = array[[other, one]]
+            if may_swap(index, other):
+                for array in (tree_of, samples, *(values for values, _ in limits)):
+                    array[[index, other]] = array[[other, index]]
                 break
         if attempts <= 0:
             break
     return replace(groups, samples=samples, lengths=limits[0][0].astype(np.int32))
 
 
-def _around(place: int, num: int, width: int, stride: int) -> list[int]:
-    """List places from 0 to ``num`` - 1, the nearest to the ``width`` places from ``place`` on, without these."""
+def _nearby_indices(place: int, num: int, width: int, stride: int) -> list[int]:
+    """List indices below ``num``, the nearest to the ``width`` indices from ``place`` on, without these."""
     distances = range(0, _MAX_ATTEMPTS_PER_PACK * stride, stride)
     places = [at for distance in distances for at in (place + width + distance, place - 1 - distance)]
     return [at for at in places if 0 <= at < num][:_MAX_ATTEMPTS_PER_PACK]
 
 
 def _find_free_step(free: IntArray, step: int, size: int) -> int:
-    """Find the first step from ``step`` on, or else of all, with room for ``size`` packs; or ``NOTHING``."""
+    """Find the first step from ``step`` on, or else of all, with space for ``size`` packs; or ``NOTHING``."""
     for start, stop in ((step, step + _STEPS_AT_ONCE), (step + _STEPS_AT_ONCE, len(free)), (0, step)):
-        has_room = free[start:stop] >= size
-        if has_room.any():
-            return start + int(has_room.argmax())
+        has_space = free[start:stop] >= size
+        if has_space.any():
+            return start + int(has_space.argmax())
     return NOTHING

@@ -107,7 +107,7 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
     launches = f"{constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us"
     node = f"{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs"
     groups = f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs"
-    groups += f", by {options.way}" if options.way else ""
+    groups += f", by {options.exchange_type}" if options.exchange_type else ""
     activations = f"{sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB per token"
     activations += ", recomputed in backward" if machine.recompute else ""
     batch = f"{options.padded_batch_size} with padding, {options.shared_batch_size} with context parallelism"

@@ -1,7 +1,7 @@
 """Accelerators: peak speed, memory and links, from their makers' data sheets.
 
 GB and TB are powers of ten, links are counted in one direction, and speeds of matrix products are dense bfloat16 (half
-of what data sheets print "with sparsity"). A machine of another kind is a file with the same fields, see ``of_fields``.
+of what data sheets print "with sparsity"). A file with the same fields describes other hardware (``read_hardware``).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from packtool.launch.world import gpu_names
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One accelerator and its links to others.
+    """One accelerator and its links to others; of links, bandwidths are in one direction.
 
     Args:
         peak_tflops: dense bfloat16, TFLOP/s.
-        memory_gb: of one accelerator.
         hbm_gb_per_s: bandwidth of its memory; only printed, since it bounds short kernels.
-        intra_node_gb_per_s: to the others of its node, one direction.
-        inter_node_gb_per_s: of each accelerator's network card, one direction.
+        intra_node_gb_per_s: to the others of its node.
+        inter_node_gb_per_s: of each accelerator's network card.
         gpus_per_node: joined by the faster links.
         latency_us: minimum microseconds of a collective in one node; 53 for 2 MB in Skrull's table (arXiv 2505.19609).
-        matmul_share: of the peak that large matrix products reach.
-        attention_share: of the peak that attention of long sequences reaches, forward and backward.
+        matmul_share, attention_share: of the peak that large matrix products reach, and attention of long sequences,
+            forward and backward.
         link_share: of a link's bandwidth that collectives reach.
     """
 
@@ -49,13 +48,11 @@ class Hardware:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], origin: str) -> Hardware:
-        """Read a machine from a file's names and numbers; fields with a default may be missing.
-
-        Args:
-            origin: the file, for messages.
+        """Read hardware from a file's names and numbers; fields with a default may be missing.
 
         Raises:
-            ConfigError: listing unknown and missing names, and values that are not positive numbers.
+            ConfigError: listing unknown and missing names, and values that are not positive numbers, with their
+                ``origin``.
         """
         declared = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [name for name in fields if name not in declared]
@@ -69,8 +66,8 @@ class Hardware:
                     problems.append(f"{origin}: {name} is missing")
                 continue
             value = fields[name]
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name != "latency_us"):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or value < 0 or (value == 0 and name != "latency_us"):
                 problems.append(f"{origin}: {name} is {value!r}, not a number above zero")
             elif name.endswith("_share") and value > 1:
                 problems.append(f"{origin}: {name} is {value!r}; a share is at most 1")
@@ -88,7 +85,7 @@ class Hardware:
         return self.peak_tflops * 1e12
 
     def collective_seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """Return the seconds of an all-gather that leaves ``num_bytes`` on every rank, or of such a reduce-scatter.
+        """Estimate the seconds of an all-gather that leaves ``num_bytes`` on every rank, or of such a reduce-scatter.
 
         Fixed below a size, linear above: each of n ranks, which fill nodes one after the other, receives (n - 1) / n of
         all. Over several nodes the slower of the links within and between nodes counts, and the fixed part grows with
@@ -99,13 +96,13 @@ class Hardware:
         return max(self.fixed_seconds(num_ranks), num_bytes / self.bytes_per_second(num_ranks))
 
     def fixed_seconds(self, num_ranks: int) -> float:
-        """Return the minimum seconds of a collective."""
+        """Estimate the minimum seconds of a collective."""
         return self.latency_us * 1e-6 * (1 + math.log2(-(-num_ranks // self.gpus_per_node)))
 
     def bytes_per_second(self, num_ranks: int, *, all_to_all: bool = False) -> float:
-        """Return the bytes per second that a large all-gather leaves on every rank.
+        """Estimate the bytes per second that a large all-gather leaves on every rank.
 
-        Or, in an all-to-all, that each rank sends, as many to every rank, to other nodes through its own card.
+        In an all-to-all, estimate those that each rank sends, to other nodes through its own card.
         """
         num_nodes, num_cards = -(-num_ranks // self.gpus_per_node), 1 if all_to_all else self.gpus_per_node
         inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
@@ -113,7 +110,7 @@ class Hardware:
         return self.link_share * 1e9 / max(inside, between)
 
     def hop_bytes_per_second(self, num_ranks: int) -> float:
-        """Return the bytes per second that each rank of a ring sends to the next, at the pace of the slowest link."""
+        """Estimate the bytes per second that each rank of a ring sends to the next, over the slowest link."""
         is_inside = num_ranks <= self.gpus_per_node
         link = self.intra_node_gb_per_s if is_inside else min(self.intra_node_gb_per_s, self.inter_node_gb_per_s)
         return self.link_share * 1e9 * link
@@ -194,11 +191,7 @@ HARDWARE_PRESETS = {
 
 
 def read_hardware(name: str | None) -> Hardware:
-    """Return a preset, or hardware from a YAML or JSON file; for None the local GPUs', or an H100.
-
-    Raises:
-        ConfigError: if it is neither, or the file's fields are wrong.
-    """
+    """Return a preset, or hardware from a YAML or JSON file; for None the local GPUs', or an H100."""
     if name is None:
         return nearest_preset(gpu_names())
     if name.lower() in HARDWARE_PRESETS:
@@ -214,5 +207,5 @@ def read_hardware(name: str | None) -> Hardware:
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--hardware {name}: {error}") from error
     if not isinstance(fields, Mapping):
-        raise ConfigError(f"--hardware {name}: expected names and values, found a {type(fields).__name__}")
+        raise ConfigError(f"--hardware {name}: the file must hold names and values, not a {type(fields).__name__}")
     return Hardware.of_fields(fields, f"--hardware {name}")

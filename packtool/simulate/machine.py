@@ -11,11 +11,11 @@ N ranks share a micro-batch; each sequence is local to one of them or sharded ov
     micro-batch  = max over j of time(j)
     step         = time of the slowest device + gradients out + weights back
 
-with f FLOPs of a token, h of a target and g of a unit of s^2 (``cost``), all for forward and backward, and once more
-forward with recomputation. With ZeRO-3 a micro-batch also takes no less than gathering all layers' weights, forward and
-backward, and the micro-batches of all devices run in lock-step.
+with f FLOPs of a token, h of a target and g of a unit of s^2 (``planning.cost``), all for forward and backward, and
+once more forward with recomputation. With ZeRO-3 a micro-batch also takes no less than gathering all layers' weights,
+forward and backward, and the micro-batches of all devices run in lock-step.
 
-Left out: towers of pictures and sounds, the optimizer's own time, loading, stragglers, congestion, and padding inside
+Left out: towers of images and sounds, the optimizer's own time, loading, stragglers, congestion, and padding inside
 kernels.
 """
 
@@ -75,10 +75,9 @@ class SimulatedSchedule:
         num_devices, num_steps: W and S.
         samples: int64 (K,), numbers of the sequences.
         tokens: int64 (K,), of each sequence, with padding.
-        places: int64 (K,), the rank of its micro-batch that it is local to, or ``SHARDED``.
+        placement: int64 (K,), the rank of its micro-batch that each sequence is local to, or ``SHARDED``.
         cells: int64 (K,), its micro-batch, ascending.
-        cell_steps: int64 (C,), step of each micro-batch, ascending.
-        cell_ranks: int64 (C,), N: devices that share it.
+        cell_steps, cell_ranks: int64 (C,), step of each micro-batch, ascending, and N, devices that share it.
         cell_devices: int64 (C,), the first of these; the others follow it.
     """
 
@@ -86,7 +85,7 @@ class SimulatedSchedule:
     num_steps: int
     samples: Int64Array
     tokens: Int64Array
-    places: Int64Array
+    placement: Int64Array
     cells: Int64Array
     cell_steps: Int64Array
     cell_ranks: Int64Array
@@ -126,7 +125,7 @@ class SimulatedSchedule:
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """A schedule with its times, by its R rows.
+    """Times of a schedule, by its R rows.
 
     Args:
         local, sharded: (R,), seconds of the sequences local to each rank, and of the shards.
@@ -134,7 +133,7 @@ class Timing:
         ranks: (R,), seconds until each rank is done.
         memory, tokens: (R,), bytes and tokens on each rank.
         synchronisation: seconds of gradients and weights, once a step.
-        in_step: micro-batches of all devices run in lock-step.
+        is_lock_step: each device begins its next micro-batch together with all others.
     """
 
     schedule: SimulatedSchedule
@@ -145,7 +144,7 @@ class Timing:
     memory: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.float64]
     synchronisation: float
-    in_step: bool = False
+    is_lock_step: bool = False
 
     @cached_property
     def launching(self) -> Seconds:
@@ -193,12 +192,13 @@ class Timing:
 
     @cached_property
     def _starts_and_ends(self) -> tuple[Seconds, Seconds]:
+        """(C,) start of each micro-batch in its step, and (S, W) end of each device's last micro-batch."""
         plan = self.schedule
         free = np.zeros((plan.num_steps, plan.num_devices))
         starts = np.zeros(plan.num_cells)
         row_rounds = plan.rounds[plan.row_cells]
         for number in range(int(plan.rounds.max(initial=-1)) + 1):
-            if self.in_step:
+            if self.is_lock_step:
                 free[:] = free.max(axis=1, keepdims=True)
             rows = np.flatnonzero(row_rounds == number)
             np.maximum.at(starts, plan.row_cells[rows], free.reshape(-1)[plan.row_keys[rows]])
@@ -211,7 +211,7 @@ class Timing:
         return np.asarray(self.device_seconds.max(axis=1) + self.synchronisation)
 
     @cached_property
-    def waited(self) -> Seconds:
+    def waited_seconds(self) -> Seconds:
         """(S,): seconds of exposed exchanges on the ranks that the slowest device waits for."""
         plan = self.schedule
         # The last row of each micro-batch in this order is that of its slowest rank.
@@ -232,7 +232,7 @@ class Machine:
     Args:
         world_size: devices, over which gradients and optimizer are sharded.
         recompute: activations are computed again in backward, which costs a third more and saves memory.
-        way: exchange of keys and values between ranks that share a sequence.
+        sequence_parallel_type: exchange of keys and values between ranks that share a sequence.
         zero_stage: 3 shards the weights, too.
     """
 
@@ -241,41 +241,43 @@ class Machine:
     world_size: int
     constants: Constants = Constants()
     recompute: bool = False
-    way: SequenceParallelType = "auto"
+    sequence_parallel_type: SequenceParallelType = "auto"
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Return the times and memory of every micro-batch on every rank; ``targets``, (K,), are the labels of each
-        sequence.
+        """Compute the times and memory of every micro-batch on every rank.
+
+        ``targets``, (K,), are the labels of each sequence.
         """
-        local = schedule.places != SHARDED
+        is_local = schedule.placement != SHARDED
         num_ranks = schedule.cell_ranks[schedule.row_cells].astype(np.float64)
-        row = schedule.row_starts[schedule.cells] + np.where(local, schedule.places, 0)
+        row_of_sequence = schedule.row_starts[schedule.cells] + np.where(is_local, schedule.placement, 0)
         sequence_parallel_sizes = schedule.cell_ranks[schedule.cells]
 
-        def own(values: npt.NDArray[Any]) -> Seconds:
-            return _sums(row[local], values[local], len(num_ranks))
+        def sum_local(values: npt.NDArray[Any]) -> Seconds:
+            return _sums(row_of_sequence[is_local], values[is_local], len(num_ranks))
 
-        def shared(values: npt.NDArray[Any]) -> Seconds:
-            return _sums(schedule.cells[~local], values[~local], schedule.num_cells)[schedule.row_cells]
+        def sum_sharded(values: npt.NDArray[Any]) -> Seconds:
+            return _sums(schedule.cells[~is_local], values[~is_local], schedule.num_cells)[schedule.row_cells]
 
-        own_tokens, sharded_tokens = own(schedule.tokens), shared(schedule.tokens)
-        tokens = own_tokens + sharded_tokens / num_ranks
-        linear = self.linear_seconds(tokens, own(targets) + shared(targets) / num_ranks)
+        local_tokens, sharded_tokens = sum_local(schedule.tokens), sum_sharded(schedule.tokens)
+        tokens = local_tokens + sharded_tokens / num_ranks
+        linear = self.linear_seconds(tokens, sum_local(targets) + sum_sharded(targets) / num_ranks)
+        # Seconds of a token on each rank.
         linear = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
-        own_attention = own(self.attention_seconds(schedule.tokens, 1))
-        shard_attention = shared(self.attention_seconds(schedule.tokens, sequence_parallel_sizes))
+        local_attention = sum_local(self.attention_seconds(schedule.tokens, 1))
+        sharded_attention = sum_sharded(self.attention_seconds(schedule.tokens, sequence_parallel_sizes))
         # Attention in windows runs at the speed of matrix products.
         window_speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
         cost = self.sizes.cost
         windows = np.asarray(cost.window_squares(schedule.tokens) * (cost.per_window / window_speed))
-        local_seconds = linear * own_tokens + own_attention + own(windows)
-        sharded_seconds = linear * sharded_tokens / num_ranks + shard_attention + shared(windows) / num_ranks
+        local_seconds = linear * local_tokens + local_attention + sum_local(windows)
+        sharded_seconds = linear * sharded_tokens / num_ranks + sharded_attention + sum_sharded(windows) / num_ranks
         exposed = np.zeros(len(tokens))
         for size in np.unique(schedule.cell_ranks).tolist():
             rows = num_ranks == size
             times = self.step_time(size)
-            exposed[rows] = times.waited(sharded_tokens[rows], own_attention[rows], shard_attention[rows])
+            exposed[rows] = times.exposed_seconds(sharded_tokens[rows], local_attention[rows], sharded_attention[rows])
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         ranks = np.where(tokens > 0, np.maximum(local_seconds + sharded_seconds + exposed, min_seconds), 0.0)
         gathered = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
@@ -288,7 +290,7 @@ class Machine:
             memory=self.state_bytes + tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered,
             tokens=tokens,
             synchronisation=self.synchronisation_seconds,
-            in_step=self.zero_stage == 3,
+            is_lock_step=self.zero_stage == 3,
         )
 
     @property
@@ -299,7 +301,7 @@ class Machine:
 
     @property
     def gather_seconds(self) -> float:
-        """ZeRO-3: seconds to gather the weights of all layers, forward and backward, in every micro-batch."""
+        """Seconds to gather the weights of all layers in a micro-batch, forward and backward; 0 without ZeRO-3."""
         if self.zero_stage != 3:
             return 0.0
         layer = self.sizes.weight_bytes / self.sizes.num_layers
@@ -316,25 +318,27 @@ class Machine:
         return 4.5 / 3.5 if self.recompute else 1.0
 
     def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
-        """Return the seconds of the matrix products on ``tokens``, with ``targets`` labels; of any shape."""
+        """Compute the seconds of the matrix products on ``tokens``, with ``targets`` labels; of any shape."""
         cost = self.sizes.cost
         flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
         return np.where(tokens > 0, flops / self._linear_speed, 0.0)
 
     def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
-        """Return the seconds (K,) of each sequence's attention on one of the ranks that share it; lengths in tokens."""
+        """Compute the seconds (K,) of the attention to each sequence on one of the ranks that share it."""
         speed = self.hardware.peak * self.hardware.attention_share
         queries = np.asarray(lengths, dtype=np.float64)
         work = queries * (queries / num_ranks + self.constants.attention_half_tokens)
         return work * (self._attention_passes * self.sizes.cost.per_square / speed)
 
     def step_time(self, num_ranks: int) -> StepTime:
-        """Return the same links, speeds and launches for Skrull's planner."""
+        """Convert links, speeds and launches to the model that Skrull plans with."""
         hardware, square, speed = self.hardware, self.sizes.cost.per_square, self._linear_speed
         slower = speed / (hardware.peak * hardware.attention_share / self._attention_passes)
         return StepTime(
             flops_per_second=speed,
-            exchanges=exchanges_of(self.way, self.sizes, hardware, num_ranks, recompute=self.recompute),
+            exchanges=exchanges_of(
+                self.sequence_parallel_type, self.sizes, hardware, num_ranks, recompute=self.recompute
+            ),
             attention_flops=square,
             square_flops=square * (slower - 1),
             query_flops=square * slower * self.constants.attention_half_tokens,
@@ -360,7 +364,7 @@ class Machine:
         return self.hardware.memory_gb * 1e9 * self.constants.usable_memory
 
     def largest_bucket(self, sequence_parallel_size: int) -> int:
-        """Return the tokens that fit on a device besides gathered keys and values, in full thousands if any."""
+        """Compute the tokens that fit on a device besides gathered keys and values, in full thousands if any."""
         free = self.usable_bytes - self.state_bytes
         gathered = self.sizes.kv_bytes * _GATHERED * sequence_parallel_size if sequence_parallel_size > 1 else 0
         tokens = int(free // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
@@ -376,12 +380,17 @@ def can_share_heads(sizes: ModelSizes, num_ranks: int) -> bool:
 
 
 def exchanges_of(
-    way: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int, *, recompute: bool
+    sequence_parallel_type: SequenceParallelType,
+    sizes: ModelSizes,
+    hardware: Hardware,
+    num_ranks: int,
+    *,
+    recompute: bool,
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges of a micro-batch among ranks that share a sequence, and the attention that hides them.
+    """List the exchanges of a micro-batch among ranks that share a sequence, and the attention that hides them.
 
-    It follows ``attention/parallel``, layer by layer and pass by pass. ``num_ranks`` is P; *own* is the first P-th of a
-    rank's attention to the sharded tokens, that to its own keys.
+    They follow ``attention/parallel``, layer by layer and pass by pass. ``num_ranks`` is P; *own* is the first P-th of
+    a rank's attention to the sharded tokens, that to its own keys.
 
     - all-gather: forward, K and V gathered behind local attention and own; backward the same, and 32-bit gradients of
       K and V summed in the open.
@@ -392,11 +401,11 @@ def exchanges_of(
     """
     if num_ranks == 1:
         return ()
-    way = way_of(way, sizes, hardware, num_ranks)
+    exchange_type = exchange_type_of(sequence_parallel_type, sizes, hardware, num_ranks)
     layers, fixed, passes = sizes.num_layers, hardware.fixed_seconds(num_ranks), 1 + recompute
     # Shares of a micro-batch's attention that run forward, in all passes, and backward.
     forward, backward = passes / (passes + _BACKWARD), _BACKWARD / (passes + _BACKWARD)
-    if way == "allgather":
+    if exchange_type == "allgather":
         gathered = sizes.kv_bytes / hardware.bytes_per_second(num_ranks)
         # The sum is an all-to-all of what every rank has for the others (``attention.parallel.exchange``).
         summed = 2 * sizes.kv_bytes / hardware.bytes_per_second(num_ranks, all_to_all=True)
@@ -405,7 +414,7 @@ def exchanges_of(
             Exchange(layers, fixed, gathered, backward, backward / num_ranks),
             Exchange(layers, fixed, summed),
         )
-    if way == "ring":
+    if exchange_type == "ring":
         hop = sizes.kv_bytes / num_ranks / hardware.hop_bytes_per_second(num_ranks)
         num_further, block = num_ranks - 2, backward / num_ranks
         return (
@@ -428,14 +437,14 @@ def exchanges_of(
     )
 
 
-def way_of(
-    way: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int
+def exchange_type_of(
+    sequence_parallel_type: SequenceParallelType, sizes: ModelSizes, hardware: Hardware, num_ranks: int
 ) -> Literal["allgather", "ring", "ulysses"]:
     """Resolve how keys and values, or heads, travel among ``num_ranks`` that share a sequence.
 
     ``auto`` is Ulysses within a node and all-gather beyond; where Ulysses cannot share the heads, all-gather.
     """
-    if way in ("ring", "allgather"):
-        return way
-    is_near = way == "ulysses" or num_ranks <= hardware.gpus_per_node
+    if sequence_parallel_type in ("ring", "allgather"):
+        return sequence_parallel_type
+    is_near = sequence_parallel_type == "ulysses" or num_ranks <= hardware.gpus_per_node
     return "ulysses" if is_near and can_share_heads(sizes, num_ranks) else "allgather"

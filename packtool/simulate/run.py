@@ -54,7 +54,7 @@ assert set(POINTS) == set(get_args(DistributionName))
 
 
 def quantiles(name: DistributionName, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Return the tokens below which these shares, 0 to 1, of the samples lie; arguments and result of any shape."""
+    """Compute the tokens below which these shares, 0 to 1, of the samples lie; arguments and result of any shape."""
     points, tokens = (np.array(column, dtype=np.float64) for column in zip(*POINTS[name], strict=True))
     lengths: npt.NDArray[Any] = np.exp(np.interp(shares, points, np.log(tokens)))
     return np.round(lengths).astype(np.int64)
@@ -81,11 +81,11 @@ def read_lengths(path: str) -> npt.NDArray[np.int64]:
             elif path.endswith(".txt"):
                 values = np.array(file.read().split(), dtype=np.int64)
             else:
-                raise ConfigError(f"--lengths {path}: neither .npy nor .json nor .txt")
+                raise ConfigError(f"--lengths {path}: the file must end in .npy, .json or .txt")
         if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-            raise ValueError(f"an array of {values.dtype} with shape {values.shape}, not one of whole numbers")
+            raise ValueError(f"the file holds {values.dtype} of shape {values.shape}, not a list of whole numbers")
     except ValueError as error:
-        raise DataError(f"--lengths {path}: {error}", "One whole number a sample is expected.") from error
+        raise DataError(f"--lengths {path}: {error}", "Give one whole number per sample.") from error
     return values.astype(np.int64)
 
 
@@ -99,7 +99,6 @@ class Outcome:
     """Cost of a strategy over its simulated steps.
 
     Args:
-        timing: of every micro-batch.
         num_tokens: true tokens, without padding.
         flops: of these tokens, forward and backward.
         local_share: share, 0 to 1, of the tokens of sequences on one device.
@@ -116,12 +115,12 @@ class Outcome:
 
     @property
     def num_sequences(self) -> int:
-        """The number of trained sequences."""
+        """Number of trained sequences."""
         return len(self.timing.schedule.samples)
 
     @property
     def title(self) -> str:
-        """The strategy's name for tables and pages."""
+        """Name of the strategy for tables and pages."""
         return TITLES[self.name]
 
     @property
@@ -135,7 +134,7 @@ class Outcome:
         return float(self.timing.step_seconds.sum()) / self.num_tokens
 
     def speedup_over(self, other: Outcome) -> float:
-        """Return the tokens per second relative to another outcome's."""
+        """Divide the tokens per second by another outcome's."""
         return other.seconds_per_token / self.seconds_per_token
 
     def figures(self, baseline: Outcome) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class Outcome:
             "mfu": self.flops / (float(steps.sum()) * machine.world_size * machine.hardware.peak),
             "balance": float(balance.mean()),
             "worst_balance": float(balance.max()),
-            "communication_share": float(timing.waited.sum() / steps.sum()),
+            "communication_share": float(timing.waited_seconds.sum() / steps.sum()),
             "shares": timing.shares,
             "local_share": self.local_share,
             "padding_share": 1 - self.num_tokens / computed,
@@ -170,11 +169,9 @@ class Outcome:
 
 
 def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | None = None) -> Sequences:
-    """Shuffle sequences by the seed, without those that no strategy could train.
+    """Shuffle sequences (N,) by the seed, without those that no strategy could train.
 
-    Args:
-        lengths: (N,), tokens.
-        targets: (N,), those with a label; None for all.
+    ``targets`` are the tokens with a label; None for all.
 
     Raises:
         DataError: if none is left, or one has no tokens.
@@ -213,7 +210,7 @@ def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, o
         timing=timing,
         num_tokens=int(lengths.sum()),
         flops=float(cost(lengths, cost.attention(lengths), target_tokens=targets).sum()),
-        local_share=float(lengths[plan.places != SHARDED].sum() / lengths.sum()),
+        local_share=float(lengths[plan.placement != SHARDED].sum() / lengths.sum()),
         out_of_memory=out_of_memory,
         options=options,
     )
@@ -230,11 +227,9 @@ class Simulation:
     """Outcomes, in the requested order, and their context.
 
     Args:
-        source: of the lengths.
-        name: the source without the folders of caches and files.
+        source, name: of the lengths, and the same without the folders of caches and files.
         num_sequences: available to plan from.
         num_left_out: longer than any strategy could train, or than ``--max-length``.
-        model: name of the model with the simulated sizes.
         seconds: of planning and timing.
     """
 
@@ -268,7 +263,7 @@ class Simulation:
             "hardware": dataclasses.asdict(options.machine.hardware),
             "constants": dataclasses.asdict(options.machine.constants),
             "gradient_checkpointing": options.machine.recompute,
-            "sequence_parallel_type": options.way,
+            "sequence_parallel_type": options.exchange_type,
             "zero_stage": options.machine.zero_stage,
             "seed": options.seed,
             "baseline": self.baseline.name,
@@ -287,14 +282,14 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         hardware=read_hardware(config.hardware),
         world_size=config.world_size,
         recompute=config.gradient_checkpointing,
-        way=config.sequence_parallel_type,
+        sequence_parallel_type=config.sequence_parallel_type,
         zero_stage=config.zero_stage,
     )
     if config.sequence_parallel_type == "ulysses" and not can_share_heads(sizes, config.sequence_parallel_size):
         raise ConfigError(
             f"--sequence-parallel-type ulysses: {sizes.num_heads} heads of Q and {sizes.num_key_heads} of K and V "
             f"cannot be shared evenly by {config.sequence_parallel_size} GPUs",
-            "Take ring or allgather, or another --sequence-parallel-size.",
+            "Use ring or allgather, or another --sequence-parallel-size.",
         )
     options = _options(config, machine, model)
     lengths, targets, source = _lengths(config, options, reader)
@@ -327,7 +322,7 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
         raise ConfigError(
             f"--model {model}: weights, gradients and optimizer take {machine.state_bytes / 1e9:,.0f} GB of a GPU, and "
             f"{machine.hardware.name} has {machine.usable_bytes / 1e9:,.0f} GB for them.",
-            "Take a smaller model, another --hardware, or --zero-stage 3.",
+            "Use a smaller model, another --hardware, or --zero-stage 3.",
         )
     per_step = config.world_size // config.sequence_parallel_size * config.sequences_per_rank
     return part_of(
@@ -354,7 +349,7 @@ def _lengths(
     typical = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
     typical = typical[typical <= min(options.longest, config.max_length or options.longest)]
     if not len(typical):
-        raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
+        raise DataError(f"No sample drawn from {config.distribution} fits.", "Raise --bucket-size or --max-length.")
     # A few more: the share of those that fit is not exactly the typical one.
     num = round(1.05 * options.num_steps * options.sequences_per_step * _NUM_TYPICAL / len(typical)) + 10
     lengths = draw_lengths(config.distribution, num, seed=config.seed)
@@ -362,7 +357,7 @@ def _lengths(
 
 
 def _model_of(requested: str | None, reader: CacheReader | None) -> tuple[str, ModelSizes]:
-    """Return the requested model, or the caches' if it is still in its place and its sizes are known, and its sizes."""
+    """Return the requested model, else the caches' if its sizes can be read, else the default; and its sizes."""
     if not requested and reader is not None:
         model = str(reader.manifests[0].identity.spec["model"])
         try:
@@ -379,16 +374,17 @@ def _sizes_of(model: str) -> ModelSizes:
         path = storage.join(model, "config.json")
         if not storage.exists(path):
             raise ConfigError(
-                f"--model {model}: no config.json is there.", f"Known without a directory: {', '.join(MODEL_PRESETS)}."
+                f"--model {model}: no config.json in this directory.",
+                f"Give a directory with one, or {', '.join(MODEL_PRESETS)}.",
             )
         with storage.open_read(path) as file:
             try:
                 config = load_json(file.read())
             except ValueError as error:
-                raise ConfigError(f"--model {model}: its config.json is no JSON: {error}") from error
+                raise ConfigError(f"--model {model}: its config.json is not valid JSON: {error}") from error
         if not isinstance(config, Mapping):
-            raise ConfigError(f"--model {model}: its config.json holds a {type(config).__name__}, not names and values")
+            raise ConfigError(f"--model {model}: its config.json is a {type(config).__name__}, not an object")
     try:
         return ModelSizes.of_config(config)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--model {model}: its config.json does not tell the sizes: {error}") from error
+        raise ConfigError(f"--model {model}: its config.json lacks the sizes of the model: {error}") from error

@@ -22,8 +22,8 @@ from packtool.planning.options import SkrullOptions
 from packtool.planning.pack_plan import Int32Array, Int64Array, IntArray
 from packtool.planning.packing import pack_singletons
 from packtool.planning.skrull import SHARDED, schedule_step
-from packtool.planning.steps import divide_evenly, share_out
-from packtool.simulate.machine import Machine, SimulatedSchedule, way_of
+from packtool.planning.steps import assign_to_lightest, divide_evenly
+from packtool.simulate.machine import Machine, SimulatedSchedule, exchange_type_of
 
 _TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
 """Times for one sequence that are tried, in units of the least time of a step."""
@@ -35,14 +35,13 @@ class PlacedBatch(NamedTuple):
     Args:
         first_device, num_devices: that share it.
         samples: int64 (n,).
-        places: int64 (n,), rank of these devices, or ``SHARDED``; None where all are sharded.
-        step: of the micro-batch.
+        placement: int64 (n,), rank of these devices, or ``SHARDED``; None where all are sharded.
     """
 
     first_device: int
     num_devices: int
     samples: Int64Array
-    places: Int64Array | None = None
+    placement: Int64Array | None = None
     step: int = 0
 
 
@@ -59,36 +58,33 @@ def place_in_groups(
                            [ 9 ][ 11 ]
 
     A group has a power of two devices, and begins at a multiple of it. Larger groups come first and contain the smaller
-    ones, so that devices begin each sequence together. A sequence gets the smallest group that holds it and finishes it
-    in a given time; several such times are tried. Cost: O(n W) for each.
+    ones, so that devices begin each sequence together. A sequence gets the smallest group that holds it (or the largest
+    group) and finishes it in a given time; several such times are tried. Cost: O(n W) for each.
 
-    Args:
-        lengths: (n,), tokens; sequences that the largest group cannot hold are placed there all the same.
-        targets: (n,), tokens with a label.
-        bucket_size: tokens that a device may hold.
+    ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
     """
     sizes = [1 << level for level in range((machine.world_size & -machine.world_size).bit_length())]
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
     cost, seconds = machine.sizes.cost, np.empty(tokens.shape)
     for level, size in enumerate(sizes):
         # Each sequence alone on a group of this size, without the cost of a micro-batch.
-        times, own = machine.step_time(size), tokens[level]
-        work, attention = times.work(own, cost(own, cost.attention(own), targets), size)
+        times, padded = machine.step_time(size), tokens[level]
+        work, attention = times.work(padded, cost(padded, cost.attention(padded), targets), size)
         work, attention = work / size / times.flops_per_second, attention / size / times.flops_per_second
-        seconds[level] = work + times.waited(own.astype(np.float64), np.zeros(len(own)), attention)
+        seconds[level] = work + times.exposed_seconds(padded.astype(np.float64), np.zeros(len(padded)), attention)
     fits = tokens <= bucket_size * np.array(sizes)[:, None]
     smallest = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes) - 1)
-    unit = seconds[0].sum() / machine.world_size
-    before = None
+    even_seconds = seconds[0].sum() / machine.world_size
+    last_levels = None
     for limit in _TIME_LIMITS:
-        quick = seconds <= limit * unit
-        levels = np.maximum(smallest, np.where(quick.any(axis=0), quick.argmax(axis=0), seconds.argmin(axis=0)))
-        if before is None or (levels != before).any():
-            yield _placed(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
-        before = levels
+        is_quick = seconds <= limit * even_seconds
+        levels = np.maximum(smallest, np.where(is_quick.any(axis=0), is_quick.argmax(axis=0), seconds.argmin(axis=0)))
+        if last_levels is None or (levels != last_levels).any():
+            yield _place_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
+        last_levels = levels
 
 
-def _placed(
+def _place_levels(
     levels: Int64Array,
     seconds: npt.NDArray[np.float64],
     tokens: Int64Array,
@@ -96,7 +92,10 @@ def _placed(
     bucket_size: int,
     world_size: int,
 ) -> list[PlacedBatch]:
-    """Place the largest groups first; in each size the slowest sequence first, on the group with the least work."""
+    """Place each sequence on a group of ``sizes[level]`` devices, ``levels`` (n,); tokens and seconds are (levels, n).
+
+    The largest groups come first; in each size the slowest sequence first, on the group with the least work.
+    """
     loads, batches = np.zeros(world_size), list[PlacedBatch]()
     for level in range(len(sizes) - 1, -1, -1):
         size = sizes[level]
@@ -112,13 +111,13 @@ def _placed(
     return batches
 
 
-def _micro_batches(samples: list[int], tokens: Int64Array, room: int) -> list[Int64Array]:
+def _micro_batches(samples: list[int], tokens: Int64Array, capacity: int) -> list[Int64Array]:
     """Divide a group's sequences into the fewest micro-batches that fit, each sequence going to the emptiest one."""
     sizes = tokens.tolist()
     descending = sorted(samples, key=lambda i: (-sizes[i], i))
-    for num in range(min(-(-int(tokens[samples].sum()) // room), len(samples)), len(samples) + 1):
-        batches = share_out(descending, sizes, num)
-        if num == len(samples) or max(int(tokens[batch].sum()) for batch in batches) <= room:
+    for num in range(min(-(-int(tokens[samples].sum()) // capacity), len(samples)), len(samples) + 1):
+        batches = assign_to_lightest(descending, sizes, num)
+        if num == len(samples) or max(int(tokens[batch].sum()) for batch in batches) <= capacity:
             return [np.array(sorted(batch), np.int64) for batch in batches]
     return []
 
@@ -155,7 +154,7 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(StrategyOptions):
-    """The declared options of a simulation, and the values derived from them.
+    """Declared options of a simulation, and the values derived from them.
 
     Args:
         sequence_parallel_size: N, ranks that share a micro-batch, in strategies that share; divides the devices.
@@ -182,7 +181,7 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def skrull(self) -> SkrullOptions:
-        """The options of Skrull on these devices."""
+        """Options of Skrull on these devices."""
         return SkrullOptions(
             bucket_size=self.bucket_size,
             sequence_parallel_size=self.sequence_parallel_size,
@@ -196,10 +195,12 @@ class SimulateOptions(StrategyOptions):
         return self.skrull.max_length
 
     @property
-    def way(self) -> str:
+    def exchange_type(self) -> str:
         """Exchange of keys and values, or heads, among the devices of a group; "" if nothing is shared."""
         machine, size = self.machine, self.sequence_parallel_size
-        return way_of(machine.way, machine.sizes, machine.hardware, size) if size > 1 else ""
+        return (
+            exchange_type_of(machine.sequence_parallel_type, machine.sizes, machine.hardware, size) if size > 1 else ""
+        )
 
 
 def alignment_of(num_ranks: int) -> int:
@@ -210,8 +211,7 @@ def alignment_of(num_ranks: int) -> int:
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
     """Schedule sequences, in a random order and none longer than ``options.longest``, by a strategy.
 
-    Returns:
-        The first steps, at most ``options.num_steps``: full ones, or a single partial step if there are no full ones.
+    It has at most ``options.num_steps`` steps: the first full ones, or a single partial step if there are no full ones.
     """
     per_step = options.sequences_per_step
     num_steps = min(max(len(sequences) // per_step, 1), options.num_steps)
@@ -220,8 +220,8 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     if name == "sorted":
         rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
         order = group_by_length(rows, per_step).samples
-    is_alone = name in ("padded", "packed", "packed-balanced")
-    num_groups = options.machine.world_size if is_alone else options.num_groups
+    is_unshared = name in ("padded", "packed", "packed-balanced")
+    num_groups = options.machine.world_size if is_unshared else options.num_groups
     batches: list[PlacedBatch] = []
     for step, first in enumerate(range(0, len(order), per_step)):
         samples = order[first : first + per_step]
@@ -230,37 +230,40 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     return schedule_of(batches, sequences, options, is_padded=name in ("padded", "context-parallel", "sorted"))
 
 
-def _rows(part: Sequences, options: SimulateOptions, num_groups: int, max_rows: int) -> Iterator[PlacedBatch]:
+def _rows(sequences: Sequences, options: SimulateOptions, num_groups: int, max_rows: int) -> Iterator[PlacedBatch]:
     """Yield micro-batches of padded rows, in their order, given to the groups in turn."""
     num_rows = max(1, min(max_rows, options.sequences_per_step // num_groups))
     size = options.machine.world_size // num_groups
-    for number, start in enumerate(range(0, len(part), num_rows)):
-        yield PlacedBatch(number % num_groups * size, size, np.arange(start, min(start + num_rows, len(part))))
+    for number, start in enumerate(range(0, len(sequences), num_rows)):
+        yield PlacedBatch(number % num_groups * size, size, np.arange(start, min(start + num_rows, len(sequences))))
 
 
-def _equal_tokens(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+def _shared_rows(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+    return _rows(sequences, options, num_groups, options.shared_batch_size)
+
+
+def _equal_tokens(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     """Yield packs of a step's sequences as ``--dynamic-batch-tokens`` makes them: few, and about equally full."""
     size = options.machine.world_size // num_groups
     capacity = options.packing_length * size
     # Sequences longer than a pack get one of their own, and are out of memory.
-    lengths = np.minimum(_aligned(part.lengths, alignment_of(size)), capacity)
-    assignment = assign_by_tokens(lengths, samples_per_step=len(part), num_ranks=num_groups, max_tokens=capacity)
+    lengths = np.minimum(_aligned(sequences.lengths, alignment_of(size)), capacity)
+    assignment = assign_by_tokens(lengths, samples_per_step=len(sequences), num_ranks=num_groups, max_tokens=capacity)
     packs = np.split(assignment.order, np.cumsum(assignment.cell_sizes)[:-1])
     for number, samples in enumerate(packs):
         yield PlacedBatch(number // (len(packs) // num_groups) * size, size, samples)
 
 
-def _equal_work(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
-    """Yield packs of a step's sequences that take equally long, attention and all else together, as many on every rank.
+def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+    """Yield packs of a step's sequences that take equally long, attention included, as many on every rank.
 
-    As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), without its queue for outliers, which changes a step's
-    sequences.
+    As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), without its queue for outliers, which changes steps.
     """
     size = options.machine.world_size // num_groups
     capacity = options.packing_length * size
     times, cost = options.machine.step_time(size), options.machine.sizes.cost
-    tokens = _aligned(part.lengths.astype(np.int64), alignment_of(size))
-    loads = times.loads(tokens, cost(tokens, tokens**2, part.targets), size)
+    tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(size))
+    loads = times.loads(tokens, cost(tokens, tokens**2, sequences.targets), size)
     sizes, work = np.minimum(tokens, capacity).tolist(), [load.flops for load in loads]
     packs: list[list[int]] | None = None
     num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
@@ -271,23 +274,23 @@ def _equal_work(part: Sequences, options: SimulateOptions, num_groups: int) -> I
         yield PlacedBatch(number % num_groups * size, size, np.array(sorted(pack), np.int64))
 
 
-def _skrull(part: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
+def _skrull(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     size, cost = options.sequence_parallel_size, options.machine.sizes.cost
-    lengths = part.lengths.astype(np.int64)
-    flops = cost(lengths, cost.attention(lengths), target_tokens=part.targets)
+    lengths = sequences.lengths.astype(np.int64)
+    flops = cost(lengths, cost.attention(lengths), target_tokens=sequences.targets)
     for group, micro_batches in enumerate(schedule_step(lengths, flops, options.skrull, num_ranks=num_groups)):
         for batch in micro_batches:
             yield PlacedBatch(group * size, size, np.array(batch.samples), np.array(batch.placement))
 
 
-def _dynamic_cp(part: Sequences, options: SimulateOptions, num_groups: int) -> list[PlacedBatch]:
+def _dynamic_cp(sequences: Sequences, options: SimulateOptions, num_groups: int) -> list[PlacedBatch]:
     """Return the fastest of several placements of a step's sequences in groups of their own sizes."""
 
     def seconds(batches: list[PlacedBatch]) -> float:
-        plan = schedule_of(batches, part, options)
-        return float(options.machine.time(plan, part.targets[plan.samples]).step_seconds[0])
+        plan = schedule_of(batches, sequences, options)
+        return float(options.machine.time(plan, sequences.targets[plan.samples]).step_seconds[0])
 
-    return min(place_in_groups(part.lengths, part.targets, options.machine, options.bucket_size), key=seconds)
+    return min(place_in_groups(sequences.lengths, sequences.targets, options.machine, options.bucket_size), key=seconds)
 
 
 def schedule_of(
@@ -296,10 +299,10 @@ def schedule_of(
     """Join micro-batches, which come by step, to a schedule without empty ones; ``is_padded`` pads to the longest."""
     cells = [batch for batch in batches if len(batch.samples)]
     samples = np.concatenate([batch.samples for batch in cells]).astype(np.int64)
-    places = np.concatenate(
+    placement = np.concatenate(
         [
-            batch.places
-            if batch.places is not None and batch.num_devices > 1
+            batch.placement
+            if batch.placement is not None and batch.num_devices > 1
             else np.full(len(batch.samples), SHARDED if batch.num_devices > 1 else 0, np.int64)
             for batch in cells
         ]
@@ -313,8 +316,8 @@ def schedule_of(
         num_devices=options.machine.world_size,
         num_steps=1 + max(batch.step for batch in cells),
         samples=samples,
-        tokens=np.where(places == SHARDED, _aligned(tokens, 2 * np.repeat(ranks, sizes)), tokens),
-        places=places,
+        tokens=np.where(placement == SHARDED, _aligned(tokens, 2 * np.repeat(ranks, sizes)), tokens),
+        placement=placement,
         cells=np.repeat(np.arange(len(cells)), sizes),
         cell_steps=np.array([batch.step for batch in cells], dtype=np.int64),
         cell_ranks=ranks,
@@ -327,11 +330,11 @@ def _aligned(tokens: _Integers, alignment: int | Int64Array) -> _Integers:
 
 
 _STRATEGIES: dict[StrategyName, Callable[[Sequences, SimulateOptions, int], Iterable[PlacedBatch]]] = {
-    "padded": lambda part, options, num_groups: _rows(part, options, num_groups, options.padded_batch_size),
+    "padded": lambda sequences, options, num_groups: _rows(sequences, options, num_groups, options.padded_batch_size),
     "packed": _equal_tokens,
     "packed-balanced": _equal_work,
-    "context-parallel": lambda part, options, num_groups: _rows(part, options, num_groups, options.shared_batch_size),
-    "sorted": lambda part, options, num_groups: _rows(part, options, num_groups, options.shared_batch_size),
+    "context-parallel": _shared_rows,
+    "sorted": _shared_rows,
     "packed-shared": _equal_tokens,
     "wlb": _equal_work,
     "dynamic-cp": _dynamic_cp,

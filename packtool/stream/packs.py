@@ -25,7 +25,7 @@ from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
 from packtool.planning.pack_plan import Int64Array, PackPlan, select_packs, to_offsets
 from packtool.planning.packing import pack, pack_trees
-from packtool.planning.prefix_trees import PartsIn, Prefixes, PrefixTrees, plan_trees
+from packtool.planning.prefix_trees import PartPlacement, Prefixes, PrefixTrees, plan_trees
 from packtool.planning.shuffle import RandomStream
 from packtool.planning.tree_parts import TreeParts
 from packtool.rows.sample import Dropped
@@ -49,7 +49,7 @@ class IntervalSharing:
     worth: float
     max_rows: int | None = None
     max_media_tokens: int | None = None
-    parts: PartsIn = "any"
+    parts: PartPlacement = "any"
 
     def find_trees(self, samples: Sequence[EncodedSample], capacity: int) -> tuple[PrefixTrees, PrefixHashes] | None:
         """Find the trees of samples, and all prefixes, end to end; None if too little would be saved.

@@ -100,7 +100,7 @@ def test_lengths_of_a_cache_and_of_a_file(
     np.save(tmp_path / "lengths.npy", np.array([100, 200, 300, 10**7]))
     words = ("--lengths", str(tmp_path / "lengths.npy"), "--max-length", "250", "--model")
     assert run(["simulate", *words, str(model)]) == 2
-    assert "does not tell the sizes: 'hidden_size'" in capsys.readouterr().err
+    assert "lacks the sizes of the model: 'hidden_size'" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(MODEL_PRESETS["qwen2.5-7b"]))
     found = simulated(capsys, *words, str(tmp_path))
     assert (found["num_samples"], found["filtered"]) == (2, 2)
@@ -118,7 +118,7 @@ def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "inter_node_gb_per_s is missing" in capsys.readouterr().err
     path.write_text("[1, 2]")
     assert run(["simulate", *words]) == 2
-    assert "found a list" in capsys.readouterr().err
+    assert "not a list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("--distribution", "wikipedia", "--bucket-size", "many"), "as in 8192 or 26K"),
         (("--distribution", "wikipedia", "--bucket-size", "1K", "--packing-length", "2000"), "no pack would fit"),
         (("--distribution", "wikipedia", "--strategies", "magic"), "known are padded, packed"),
-        (("--distribution", "wikipedia", "--shared-batch-size", "65"), "is over --sequences-per-rank 64"),
+        (("--distribution", "wikipedia", "--shared-batch-size", "65"), "is greater than --sequences-per-rank 64"),
         (("--distribution", "wikipedia", "--hardware", "b900"), "neither h100, h200, a100, 910b nor"),
-        (("--distribution", "wikipedia", "--model", "nowhere"), "no config.json is there"),
+        (("--distribution", "wikipedia", "--model", "nowhere"), "no config.json in this directory"),
         (("--distribution", "wikipedia", "--zero-stage", "1"), "--zero-stage"),
         (
             ("--distribution", "wikipedia", "--model", "qwen2.5-0.5b", "--sequence-parallel-type", "ulysses"),

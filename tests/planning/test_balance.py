@@ -30,17 +30,17 @@ def test_every_pack_is_assigned_once_and_ranks_get_equally_many(steps: int, rank
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_close_to_the_best_assignment_there_is(seed: int) -> None:
+def test_assignment_is_close_to_the_optimum(seed: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0, 0.5, (1, 8))
-    found = loads(costs, assign_evenly(costs, 2)).max()
+    result = loads(costs, assign_evenly(costs, 2)).max()
     best = min(
         max(costs[0, list(packs)].sum(), costs.sum() - costs[0, list(packs)].sum())
         for packs in itertools.combinations(range(8), 4)
     )
-    assert found <= best * 1.02
+    assert result <= best * 1.02
 
 
-def test_swapping_never_makes_a_step_worse_than_cards() -> None:
+def test_swapping_never_makes_a_step_less_even_than_longest_first() -> None:
     costs = np.random.default_rng(0).lognormal(0, 0.4, (200, 32))
     cards = costs.reshape(200, 4, 8).sum(axis=1)
     assigned = loads(costs, assign_evenly(costs, 8))
@@ -63,7 +63,9 @@ def test_a_window_makes_packs_that_run_together_alike() -> None:
 
 @pytest.mark.parametrize("balance", ["none", "within-step", "window"])
 @pytest.mark.parametrize(("num", "ranks", "accumulation", "batch"), [(997, 4, 2, 1), (500, 3, 1, 2), (3, 8, 1, 1)])
-def test_steps_lose_nothing(balance: str, num: int, ranks: int, accumulation: int, batch: int) -> None:
+def test_exchanging_packs_between_steps_loses_none(
+    balance: str, num: int, ranks: int, accumulation: int, batch: int
+) -> None:
     rng = np.random.default_rng(1)
     lengths = rng.integers(10, 1000, num).astype(np.int32)
     targets = rng.integers(1, 10, num)
@@ -95,7 +97,9 @@ def test_steps_lose_nothing(balance: str, num: int, ranks: int, accumulation: in
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.floats(0, 100)), max_size=30), st.integers(1, 8), st.integers(15, 60))
-def test_packs_of_even_work_keep_to_their_room(things: list[tuple[int, float]], num_packs: int, capacity: int) -> None:
+def test_packs_of_even_work_do_not_exceed_the_capacity(
+    things: list[tuple[int, float]], num_packs: int, capacity: int
+) -> None:
     sizes, work = [size for size, _ in things], [float(one) for _, one in things]
     packs = divide_evenly(sizes, work, num_packs, capacity)
     if packs is None:

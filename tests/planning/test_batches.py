@@ -20,7 +20,7 @@ def test_each_sample_once(batch_size: int) -> None:
     check(plan, LENGTHS[:300])
 
 
-def test_the_last_pack_goes_on() -> None:
+def test_a_batch_continues_the_last_pack() -> None:
     options = PackOptions(packing_algorithm="binpacking", packing_batch_size=2, shuffle=False)
     plan = pack([9, 3, 7, 1], 10, options, seed=0)
     # 9 | 3 from the first batch; 3 goes on and finds the 7 there.
@@ -33,17 +33,17 @@ def test_nothing() -> None:
     assert plan.num_samples == plan.num_packs == 0
 
 
-def test_processes_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_does_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_MIN_SAMPLES_FOR_CHAIN_PROCESSES", 0)
     options = [
         PackOptions(packing_algorithm="binpacking", packing_batch_size=10, packing_num_proc=num_proc)
         for num_proc in (1, 2, 3)
     ]
-    plans = [pack(LENGTHS, 10240, told, seed=3, epoch=1) for told in options]
+    plans = [pack(LENGTHS, 10240, changed, seed=3, epoch=1) for changed in options]
     assert len({plan.fingerprint for plan in plans}) == 1
 
 
-def test_every_epoch_has_new_companions() -> None:
+def test_epochs_have_different_packs() -> None:
     lengths = (np.arange(5000) * 37 % 97 + 1).astype(np.int32)
     options = PackOptions(packing_algorithm="binpacking")
     first, second = (pack(lengths, 128, options, seed=1, epoch=epoch) for epoch in (0, 1))

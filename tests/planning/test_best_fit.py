@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int]:
 @example(([1] * 100, 7))
 @example(([3] * 10 + [2] * 9, 11))
 @example(([1025, 1024, 1, 3072], 4097))
-def test_as_if_placed_one_by_one(problem: tuple[list[int], int]) -> None:
+def test_same_packs_as_placing_samples_one_by_one(problem: tuple[list[int], int]) -> None:
     lengths, capacity = problem
     counts = sorted(Counter(lengths).items(), reverse=True)
     placements = place_best_fit([length for length, _ in counts], [count for _, count in counts], capacity)
@@ -62,12 +62,12 @@ def test_as_if_placed_one_by_one(problem: tuple[list[int], int]) -> None:
     assert sorted(capacity - sum(pack) for pack in packs) == one_by_one(lengths, capacity)
 
 
-def test_samples_are_given_in_falling_order() -> None:
+def test_placements_are_in_falling_order_of_length() -> None:
     placements = place_best_fit([9, 4, 3, 1], [2, 5, 5, 5], 10)
     assert placements.length.tolist() == sorted(placements.length.tolist(), reverse=True)
 
 
-def test_work_does_not_grow_with_the_samples() -> None:
+def test_number_of_placements_does_not_grow_with_the_samples() -> None:
     lengths = list(range(400, 0, -1))
     few, many = (len(place_best_fit(lengths, [count] * 400, 1000).slot) for count in (100, 10_000))
     assert many < 2 * few

@@ -58,7 +58,7 @@ def test_fill(median: float, sigma: float, text: float, limits: dict[str, int], 
     assert over_bound(plan, media, options) <= over
 
 
-def test_packs_that_are_full_in_both_are_found_again() -> None:
+def test_packs_full_in_both_budgets_are_recovered() -> None:
     # Cut from packs that were full: nobody can do with fewer.
     bits = np.asarray(np.random.PCG64(0).random_raw(36_000))
     uniform = (bits >> np.uint64(11)).astype(np.float64).reshape(4000, 9) / 2**53
@@ -74,7 +74,7 @@ def test_packs_that_are_full_in_both_are_found_again() -> None:
     assert plan.num_packs <= 1.02 * 4000
 
 
-def test_every_epoch_has_new_companions_in_equally_many_packs() -> None:
+def test_epochs_differ_in_packs_but_not_in_their_number() -> None:
     lengths, media = with_media(5000, median=1500, sigma=1.0, text=0.3)
     options = PackOptions(max_media_tokens_per_pack=5120, max_samples_per_pack=9)
     plans = [pack(lengths, CAPACITY, options, seed=1, epoch=epoch, media_tokens=media) for epoch in range(4)]
@@ -85,7 +85,7 @@ def test_every_epoch_has_new_companions_in_equally_many_packs() -> None:
         assert len(crowded & companions(plans[0])) < 0.3 * len(crowded)
 
 
-def test_limits_that_bind_nobody_change_nothing() -> None:
+def test_limits_above_all_packs_change_nothing() -> None:
     lengths, media = with_media(3000, median=1500, sigma=1.0, text=0.3)
     free = pack(lengths, CAPACITY, seed=1)
     options = PackOptions(max_media_tokens_per_pack=CAPACITY, max_samples_per_pack=CAPACITY)
@@ -101,5 +101,5 @@ def test_a_sample_over_the_budget_is_an_error(algorithm: Any) -> None:
         pack([50, 60, 70], 100, options, seed=0, media_tokens=np.array([20, 21, 40]))
     assert error.value.remedy is not None
     assert "--max-media-tokens-per-pack to 40" in error.value.remedy
-    with pytest.raises(ConfigError, match="media tokens of the samples are not known"):
+    with pytest.raises(ConfigError, match="media tokens of the samples are unknown"):
         pack([50], 100, options, seed=0)

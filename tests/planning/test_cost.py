@@ -34,7 +34,7 @@ def test_a_dense_model_costs_six_flops_a_weight_and_token() -> None:
     assert cost.per_square == 36 * 3.5 * 2 * 32 * 128
 
 
-def test_experts_count_as_often_as_they_are_visited() -> None:
+def test_experts_count_once_per_routed_token() -> None:
     moe = {**QWEN3_8B, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     per_layer = 6 * (4096 * 128 * 80 + 8 * 3 * 4096 * 768 + 4096 * 128)
     assert CostModel.of_config(moe).per_token == 36 * per_layer
@@ -48,14 +48,14 @@ def test_only_full_attention_is_quadratic() -> None:
 
 @settings(max_examples=30)
 @given(length=st.integers(1, 40), shared=st.integers(0, 40), window=st.integers(1, 30))
-def test_sliding_layers_pay_for_the_tokens_that_they_see(length: int, shared: int, window: int) -> None:
+def test_sliding_layers_cost_the_tokens_in_their_windows(length: int, shared: int, window: int) -> None:
     shared = min(shared, length - 1)
     cost = CostModel(per_token=0, per_square=0, per_window=1, window=window)
     behind = np.arange(length)[:, None] - np.arange(length)
     pairs = ((behind >= 0) & (behind < window))[shared:].sum()
-    found = float(cost.attention(np.array(length), np.array(shared)))
+    result = float(cost.attention(np.array(length), np.array(shared)))
     # As in squares, what tokens see of themselves counts half.
-    assert 2 * pairs - (min(length, window) - min(shared, window)) == found
+    assert 2 * pairs - (min(length, window) - min(shared, window)) == result
     cost, chunk = dataclasses.replace(cost, in_chunks=True), np.arange(length) // window
     pairs = ((behind >= 0) & (chunk[:, None] == chunk))[shared:].sum()
     assert 2 * pairs - (length - shared) == float(cost.attention(np.array(length), np.array(shared)))
@@ -72,7 +72,7 @@ def test_sliding_layers_pay_for_the_tokens_that_they_see(length: int, shared: in
         ("mistral", {"attention_chunk_size": 512, "layer_types": ["chunked_attention", "full_attention"] * 4}),
     ],
 )
-def test_which_layers_slide_is_what_transformers_says(kind: str, layers: dict[str, Any]) -> None:
+def test_sliding_layers_are_those_of_transformers(kind: str, layers: dict[str, Any]) -> None:
     sizes = {**QWEN3_8B, "model_type": kind, "num_hidden_layers": 8, **layers}
     config = AutoConfig.for_model(**sizes)
     cost = CostModel.of_config(sizes)
@@ -88,7 +88,7 @@ VISION = {"text_config": QWEN3_8B, "vision_config": TOWER}
 FROZEN_TOWERS = LearningOptions(train_type="full")
 
 
-def test_a_large_picture_costs_more_than_small_ones_of_as_many_tokens() -> None:
+def test_one_large_image_costs_more_than_small_ones_of_as_many_tokens() -> None:
     cost = CostModel.of_config(VISION, FROZEN_TOWERS)
     tokens = np.array([256, 1000, 5000])
     # Measured with torch's counter on the real tower, from a reduced width: TFLOP of a forward pass.
@@ -107,7 +107,7 @@ def test_a_frozen_tower_goes_forward_only_and_adapters_leave_weights_without_gra
     assert lora.per_square == frozen.per_square
 
 
-def test_below_what_learns_nothing_goes_backward() -> None:
+def test_frozen_layers_below_the_first_trained_one_have_no_backward_pass() -> None:
     first = CostModel.of_config(QWEN3_8B, dataclasses.replace(ALL_WEIGHTS, freeze_llm=True))
     behind = CostModel.of_config(VISION, LearningOptions(train_type="full", freeze_llm=True, freeze_aligner=False))
     assert behind.per_token == 2 * first.per_token == 4 * sum(_weights())
@@ -118,7 +118,7 @@ def _weights() -> list[int]:
     return [4096 * 128 * 80 + 3 * 4096 * 12288] * 36
 
 
-def test_recomputing_costs_a_forward_pass_more_of_what_goes_backward() -> None:
+def test_recomputation_costs_one_more_forward_pass_of_layers_with_a_backward_pass() -> None:
     model = CostModel.of_config(VISION, FROZEN_TOWERS)
     hardware = CostModel.of_config(VISION, FROZEN_TOWERS, recomputes_language=True, recomputes_towers=True)
     assert hardware.per_token == model.per_token * 4 / 3
@@ -127,7 +127,7 @@ def test_recomputing_costs_a_forward_pass_more_of_what_goes_backward() -> None:
     assert hardware.per_vision_token == model.per_vision_token
 
 
-def test_a_tower_that_makes_all_pictures_one_size_costs_by_the_picture() -> None:
+def test_a_tower_of_fixed_image_size_costs_the_same_per_image() -> None:
     siglip = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 256, "patch_size": 14, "image_size": 56}
     config = {"text_config": QWEN3_8B, "vision_config": siglip, "mm_tokens_per_image": 4}
     cost = CostModel.of_config(config, FROZEN_TOWERS)
@@ -140,8 +140,8 @@ def test_costs_add_up() -> None:
     cost = CostModel(2, 0.5, 1, per_vision_token=3, per_patch_square=0.25, per_audio_token=4)
     towers = cost.towers(np.array([0, 5]), np.array([0, 400]), np.array([0, 6]))
     assert towers.tolist() == [0, 15 + 100 + 24]
-    found = cost(np.array([10, 20]), cost.attention(np.array([10, 20])), np.array([1, 2]), towers)
-    assert found.tolist() == [20 + 50 + 1, 40 + 200 + 2 + 139]
+    result = cost(np.array([10, 20]), cost.attention(np.array([10, 20])), np.array([1, 2]), towers)
+    assert result.tolist() == [20 + 50 + 1, 40 + 200 + 2 + 139]
 
 
 def test_a_config_without_sizes_is_an_error() -> None:

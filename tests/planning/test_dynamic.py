@@ -23,23 +23,23 @@ def test_every_sample_once_within_both_limits(
     lengths: list[int], samples_per_step: int, num_ranks: int, max_tokens: int, max_samples: int | None
 ) -> None:
     array = np.array(lengths, np.int32)
-    found = assign_by_tokens(
+    result = assign_by_tokens(
         array, samples_per_step=samples_per_step, num_ranks=num_ranks, max_tokens=max_tokens, max_samples=max_samples
     )
-    assert sorted(found.order.tolist()) == list(range(len(lengths)))
-    np.testing.assert_array_equal(found.order[found.inverse], np.arange(len(lengths)))
-    assert found.cell_sizes.sum() == len(lengths)
-    assert len(found.cell_sizes) == found.cells_per_step.sum()
-    assert (found.cells_per_step % num_ranks == 0).all()
-    starts = np.concatenate(([0], np.cumsum(found.cell_sizes)))
+    assert sorted(result.order.tolist()) == list(range(len(lengths)))
+    np.testing.assert_array_equal(result.order[result.inverse], np.arange(len(lengths)))
+    assert result.cell_sizes.sum() == len(lengths)
+    assert len(result.cell_sizes) == result.cells_per_step.sum()
+    assert (result.cells_per_step % num_ranks == 0).all()
+    starts = np.concatenate(([0], np.cumsum(result.cell_sizes)))
     for start, stop in pairwise(starts):
-        cell = found.order[start:stop]
+        cell = result.order[start:stop]
         assert array[cell].sum() <= max_tokens
         assert max_samples is None or len(cell) <= max_samples
     # The samples of a step stay in it.
-    ends = np.concatenate(([0], np.cumsum(found.cells_per_step)))
+    ends = np.concatenate(([0], np.cumsum(result.cells_per_step)))
     for step, (first, last) in enumerate(pairwise(ends)):
-        inside = found.order[starts[first] : starts[last]]
+        inside = result.order[starts[first] : starts[last]]
         assert set(inside.tolist()) == set(
             range(step * samples_per_step, min((step + 1) * samples_per_step, len(lengths)))
         )
@@ -47,18 +47,18 @@ def test_every_sample_once_within_both_limits(
 
 def test_the_example_in_the_docstring() -> None:
     lengths = np.array([7, 1, 1, 5, 2, 3, 4, 4])
-    found = assign_by_tokens(lengths, samples_per_step=8, num_ranks=2, max_tokens=8)
-    assert found.cells_per_step.tolist() == [4]
-    starts = np.concatenate(([0], np.cumsum(found.cell_sizes)))
-    cells = [lengths[found.order[a:b]].tolist() for a, b in pairwise(starts)]
+    result = assign_by_tokens(lengths, samples_per_step=8, num_ranks=2, max_tokens=8)
+    assert result.cells_per_step.tolist() == [4]
+    starts = np.concatenate(([0], np.cumsum(result.cell_sizes)))
+    cells = [lengths[result.order[a:b]].tolist() for a, b in pairwise(starts)]
     assert cells == [[7], [3, 4], [1, 1, 5], [2, 4]]
 
 
 def test_fewer_micro_batches_than_by_count() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 4096).clip(16, 8192).astype(np.int32)
-    found = assign_by_tokens(lengths, samples_per_step=128, num_ranks=8, max_tokens=8192)
+    result = assign_by_tokens(lengths, samples_per_step=128, num_ranks=8, max_tokens=8192)
     fewest = [-(-int(step.sum()) // 8192) for step in lengths.reshape(-1, 128)]
-    assert found.cells_per_step.sum() <= sum(-(-bins // 8) * 8 for bins in fewest) * 1.1
+    assert result.cells_per_step.sum() <= sum(-(-bins // 8) * 8 for bins in fewest) * 1.1
 
 
 def test_a_sample_longer_than_a_micro_batch_is_an_error() -> None:

@@ -100,7 +100,7 @@ def test_more_ranks_than_rows_still_have_a_fill() -> None:
     world_size=st.integers(1, 4),
     packing=st.booleans(),
 )
-def test_filtered_and_trained_make_the_whole(
+def test_filtered_and_trained_samples_add_up_to_the_cache(
     lengths: list[int], max_length: int, world_size: int, packing: bool
 ) -> None:
     array = np.array(lengths, dtype=np.int32)
@@ -129,7 +129,7 @@ def test_a_pure_function(packing: bool) -> None:
     assert more_procs.fingerprint == plans[0].fingerprint
 
 
-def test_nothing_left() -> None:
+def test_no_samples_left_is_an_error() -> None:
     with pytest.raises(DataError, match=r"holds 1,000, and all are longer than 0 tokens"):
         plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, max_length=0), seed=0)
     with pytest.raises(DataError, match="the cache is empty"):
@@ -150,7 +150,7 @@ def drawn(num: int = 3000) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("balance", ["within-step", "window"])
-def test_balancing_is_told_before_and_after(balance: str) -> None:
+def test_balance_is_reported_before_and_after(balance: str) -> None:
     lengths, targets = drawn()
     options = PlanOptions(
         balance="none",
@@ -170,7 +170,7 @@ def test_balancing_is_told_before_and_after(balance: str) -> None:
     assert plan_epoch(lengths, targets, dataclasses.replace(options, cost=None), seed=1).summary.balance is None
 
 
-def test_attention_within_packs_is_a_part_of_that_over_them() -> None:
+def test_efficient_attention_ratio() -> None:
     lengths = np.full(8, 10, np.int32)
     summary = plan_epoch(
         lengths, lengths, PlanOptions(balance="none", max_length=40, packing_length=40), seed=0
@@ -289,7 +289,7 @@ def test_skrull_keeps_each_steps_samples(packing: bool) -> None:
     assert 1 <= plan.summary.balance.mean <= figures.mean
 
 
-def test_skrulls_places_are_part_of_the_fingerprint() -> None:
+def test_fingerprint_includes_the_placement_of_skrull() -> None:
     lengths, targets = drawn(300)
     plan = plan_epoch(lengths, targets, SKRULL, seed=1)
     assert plan.fingerprint == plan_epoch(lengths, targets, SKRULL, seed=1).fingerprint
@@ -299,7 +299,7 @@ def test_skrulls_places_are_part_of_the_fingerprint() -> None:
     assert dataclasses.replace(plan, placement=places).fingerprint != plan.fingerprint
 
 
-def test_a_device_is_as_busy_as_what_is_local_to_it_and_its_share() -> None:
+def test_device_costs_are_local_samples_and_a_share_of_sharded_ones() -> None:
     lengths = np.array([8, 4, 4, 2])
     singles = PackPlan(np.arange(4), np.arange(5), lengths.astype(np.int32), 8)
     places = np.array([SHARDED, 1, 0, SHARDED])
@@ -309,7 +309,7 @@ def test_a_device_is_as_busy_as_what_is_local_to_it_and_its_share() -> None:
     assert computed_tokens(singles, steps, places, 3).tolist() == [9, 4, 4, 3]
 
 
-def test_skrull_says_what_does_not_fit() -> None:
+def test_skrull_names_samples_that_do_not_fit() -> None:
     lengths, targets = drawn()
     options = dataclasses.replace(SKRULL, skrull=SkrullOptions(bucket_size=500, sequence_parallel_size=4, alignment=8))
     with pytest.raises(ConfigError, match="--bucket-size 500"):

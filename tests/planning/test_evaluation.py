@@ -34,8 +34,8 @@ def test_every_sample_once_and_back_in_order(
     # Each rank returns its samples' lengths in its own order; put together, they are in the samples' order again.
     results = np.zeros(len(lengths), np.int64)
     for rank, share in enumerate(shares):
-        found = np.concatenate([np.zeros(0, np.int64), *share])
-        results[plan.order_positions(rank)] = array[found]
+        result = np.concatenate([np.zeros(0, np.int64), *share])
+        results[plan.order_positions(rank)] = array[result]
     assert results[plan.batches.inverse].tolist() == lengths
 
 
@@ -51,24 +51,24 @@ def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) ->
     hashes = np.repeat(np.arange(len(sizes)), [len(tree) for tree in sizes]).astype(np.uint64)
     prefixes = Prefixes(offsets, np.full(len(lengths), 20, np.int32), hashes)
     trees = plan_trees(lengths, prefixes, capacity=64, min_shared=8)
-    whole = plan_evaluation(lengths, num_ranks=num_ranks, max_tokens=64)
-    plan = dataclasses.replace(whole, trees=trees)
+    without_trees = plan_evaluation(lengths, num_ranks=num_ranks, max_tokens=64)
+    plan = dataclasses.replace(without_trees, trees=trees)
     shared = np.zeros(len(lengths), np.int64)
     shared[trees.samples] = trees.shared
-    found = [batch for rank in range(num_ranks) for batch in plan.micro_batches(rank)]
+    result = [batch for rank in range(num_ranks) for batch in plan.micro_batches(rank)]
     assert len({len(plan.micro_batches(rank)) for rank in range(num_ranks)}) == 1
-    assert sorted(sample for batch in found for sample in batch) == list(range(len(lengths)))
-    for batch in found:
+    assert sorted(sample for batch in result for sample in batch) == list(range(len(lengths)))
+    for batch in result:
         assert (lengths[batch] - shared[batch]).sum() <= 64
-    of_batch = {int(sample): number for number, batch in enumerate(found) for sample in batch}
+    of_batch = {int(sample): number for number, batch in enumerate(result) for sample in batch}
     for group in np.split(trees.samples, trees.offsets[1:-1]):
         assert len({of_batch[int(sample)] for sample in group}) <= 1
-    assert plan.num_tokens == sum(int((lengths[batch] - shared[batch]).sum()) for batch in found)
+    assert plan.num_tokens == sum(int((lengths[batch] - shared[batch]).sum()) for batch in result)
     places = np.concatenate([plan.order_positions(rank) for rank in range(num_ranks)])
     results = np.zeros(len(lengths), np.int64)
-    results[places] = np.concatenate([np.zeros(0, np.int64), *(lengths[batch] for batch in found)])
+    results[places] = np.concatenate([np.zeros(0, np.int64), *(lengths[batch] for batch in result)])
     assert results[plan.batches.inverse].tolist() == lengths.tolist()
-    assert plan.one_sample_each().fingerprint == whole.one_sample_each().fingerprint
+    assert plan.one_sample_each().fingerprint == without_trees.one_sample_each().fingerprint
 
 
 def test_windows_follow_one_another_and_fill_well() -> None:
@@ -80,7 +80,7 @@ def test_windows_follow_one_another_and_fill_well() -> None:
     assert sorted(plan.batches.order[:first].tolist()) == list(range(first))
 
 
-def test_the_cap_is_hard_and_has_a_default() -> None:
+def test_token_limit_is_hard_and_has_a_default() -> None:
     lengths = np.array([3, 9000, 5])
     with pytest.raises(ConfigError):
         plan_evaluation(lengths, num_ranks=1, max_tokens=8999)
@@ -92,7 +92,7 @@ def test_the_cap_is_hard_and_has_a_default() -> None:
         plan_evaluation(lengths, num_ranks=1, max_tokens=9000, alignment=16)
 
 
-def test_alone_and_fingerprints() -> None:
+def test_one_sample_each_and_fingerprints() -> None:
     lengths = np.array([3, 7, 5, 5])
     plan = plan_evaluation(lengths, num_ranks=2, max_tokens=10)
     alone = plan.one_sample_each()

@@ -54,7 +54,7 @@ def test_pairs_fill_packs() -> None:
     assert sorted(map(sorted, pack_sums(place_exact_fit([6, 3, 2, 1], [2, 1, 2, 1], 10)))) == [[1, 3, 6], [2, 2, 6]]
 
 
-def test_scarce_places_are_filled_evenly() -> None:
+def test_scarce_slots_are_filled_evenly() -> None:
     lengths = list(range(100, 0, -1))
     even = place_exact_fit(lengths, [1] * 100, 110, max_samples=2, evenness=1e9)
     assert even.total_packs <= 56

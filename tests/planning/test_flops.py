@@ -190,24 +190,24 @@ def _inputs(family: str) -> tuple[dict[str, Any], int, int]:
         *((family, name) for family in ("qwen3", "qwen3_vl") for name in SUBSETS),
     ],
 )
-def test_costs_are_what_torch_counts(family: str, setting: str) -> None:
-    found, counted = _found_and_counted(family, _run(family, setting))
-    assert found == pytest.approx(counted, rel=0.02)
+def test_costs_equal_the_flops_that_torch_counts(family: str, setting: str) -> None:
+    result, counted = _found_and_counted(family, _run(family, setting))
+    assert result == pytest.approx(counted, rel=0.02)
 
 
 def _run(family: str, setting: str) -> TrainConfig:
-    given = SETTINGS.get(setting) or SUBSETS[setting]
+    settings = SETTINGS.get(setting) or SUBSETS[setting]
     place = "model.language_model" if _sees(family) else "model"
     if family == "qwen3_next" and setting == "lora":  # peft takes its shared expert's modules for the routed experts'
-        given = given | {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "out_proj")}
+        settings = settings | {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "out_proj")}
 
     def placed(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(placed, value))
         return value.replace("TEXT", place) if isinstance(value, str) else value
 
-    given = {name: placed(value) for name, value in given.items()}
-    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", gradient_checkpointing=False, **given)
+    settings = {name: placed(value) for name, value in settings.items()}
+    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", gradient_checkpointing=False, **settings)
 
 
 def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
@@ -224,7 +224,7 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
     towers = cost.towers(np.array(seen), np.array(squares), np.array(heard))
     # torch counts the whole square of causal attention, and of windows.
     attention = cost.attention_of(np.array(2 * tokens**2), np.array(2 * tokens**2))
-    found = float(cost(np.array(tokens), attention, np.array(tokens), towers))
+    result = float(cost(np.array(tokens), attention, np.array(tokens), towers))
     counted = counter.get_total_flops()
     if "layer_types" in FAMILIES[family].get("text_config", FAMILIES[family]):
         # Without what layers with a state compute besides products with weights, and without convolutions: torch takes
@@ -233,12 +233,12 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
         counted -= sum(counter.get_flop_counts()["Global"].get(op, 0) for op in left_out)
         layers = ModelLayers.of_config(_config(family))
         trained = run.train_type == "full"
-        found -= 3.5 * tokens * sum(step.local for step in layers.language)
+        result -= 3.5 * tokens * sum(step.per_unit for step in layers.language)
         narrow = sum(step.num_products for step in layers.language if step.kind == "convolution")
-        found -= 2 * tokens * narrow * (3 if trained and not run.freeze_llm else 2)
+        result -= 2 * tokens * narrow * (3 if trained and not run.freeze_llm else 2)
         patches = sum(step.num_products for step in layers.vision if step.kind == "convolution")
-        found -= 2 * seen * patches * (2 if trained and not run.freeze_vit else 1)
-    return found, counted
+        result -= 2 * seen * patches * (2 if trained and not run.freeze_vit else 1)
+    return result, counted
 
 
 def test_a_layer_with_a_state_costs_its_products_and_two_triangular_systems() -> None:
@@ -249,7 +249,7 @@ def test_a_layer_with_a_state_costs_its_products_and_two_triangular_systems() ->
     counted = counter.get_flop_counts()["Global"][aten.bmm]
     solved = 2 * 4 * tokens * 64 * (16 + 16)  # layers, heads, half a square of each chunk, twice: multiply and add
     steps = ModelLayers.of_config(FAMILIES["qwen3_5_text"]).language
-    assert sum(step.local for step in steps) * tokens == counted + solved
+    assert sum(step.per_unit for step in steps) * tokens == counted + solved
 
 
 @pytest.mark.parametrize("family", FAMILIES)

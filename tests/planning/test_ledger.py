@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.planning.epoch import plan_epoch
-from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger, joined_counts, without
+from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger, concatenate_counts, remove_rows
 from packtool.planning.options import PlanOptions
 
 ROWS = st.lists(st.integers(0, 19), max_size=60)
@@ -20,12 +20,12 @@ def counted(rows: list[int]) -> list[int]:
 
 @pytest.mark.smoke
 @given(ROWS, ROWS)
-def test_counts_add_up(some: list[int], more: list[int]) -> None:
-    a, b = (RowCounts.of_rows(20, np.array(rows, np.int64)) for rows in (some, more))
-    assert (a + b).counts().tolist() == counted(some + more)
-    assert (a + b).total == len(some + more)
-    assert (a + b).num_rows == len(set(some + more))
-    again = RowCounts.of(np.array(counted(some)))
+def test_counts_add_up(first_rows: list[int], more_rows: list[int]) -> None:
+    a, b = (RowCounts.of_rows(20, np.array(rows, np.int64)) for rows in (first_rows, more_rows))
+    assert (a + b).counts().tolist() == counted(first_rows + more_rows)
+    assert (a + b).total == len(first_rows + more_rows)
+    assert (a + b).num_rows == len(set(first_rows + more_rows))
+    again = RowCounts.of(np.array(counted(first_rows)))
     assert [plane.tolist() for plane in again.planes] == [plane.tolist() for plane in a.planes]
 
 
@@ -35,12 +35,12 @@ def test_planes_are_as_drawn() -> None:
 
 
 @given(ROWS, st.data())
-def test_what_is_left_out_is_taken_away_once(rows: list[int], data: st.DataObject) -> None:
+def test_skipped_rows_are_removed_as_often_as_listed(rows: list[int], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True) if rows else st.just([]))
     left_out = [rows[place] for place in chosen]
-    found = without(np.sort(np.array(rows, np.int64)), np.sort(np.array(left_out, np.int64)))
+    result = remove_rows(np.sort(np.array(rows, np.int64)), np.sort(np.array(left_out, np.int64)))
     expected = [row for place, row in enumerate(rows) if place not in chosen]
-    assert found.tolist() == sorted(expected)
+    assert result.tolist() == sorted(expected)
 
 
 @settings(max_examples=30)
@@ -51,7 +51,7 @@ def test_what_is_left_out_is_taken_away_once(rows: list[int], data: st.DataObjec
     st.integers(0, 99),
     st.data(),
 )
-def test_the_ledger_of_some_steps_is_what_an_independent_count_says(
+def test_ledger_equals_an_independent_count(
     sizes: list[int], world_size: int, packing: bool, seed: int, data: st.DataObject
 ) -> None:
     num = sum(sizes)
@@ -72,22 +72,22 @@ def test_the_ledger_of_some_steps_is_what_an_independent_count_says(
         for sample in pack
     ]
     skipped = trained[::3]
-    found = ledger.plus(plan, range(first, stop), lengths, lengths // 2, skipped)
+    result = ledger.plus(plan, range(first, stop), lengths, lengths // 2, skipped)
     kept = [sample for sample in trained if sample not in skipped]
-    assert joined_counts([each.epoch for each in found.sources]).tolist() == [
+    assert concatenate_counts([each.epoch for each in result.sources]).tolist() == [
         int(sample in kept) for sample in range(num)
     ]
-    assert found.step == stop - first
-    assert sum(source.tokens for source in found.sources) == lengths[kept].sum()
-    assert sum(source.target_tokens for source in found.sources) == (lengths[kept] // 2).sum()
+    assert result.step == stop - first
+    assert sum(source.tokens for source in result.sources) == lengths[kept].sum()
+    assert sum(source.target_tokens for source in result.sources) == (lengths[kept] // 2).sum()
     starts = np.cumsum([0, *sizes])
-    told = [int(row) + starts[n] for n, source in enumerate(found.sources) for row in source.skipped]
-    assert told == sorted(skipped)
-    later = found.in_next_epoch().plus(plan, range(first, stop), lengths, lengths)
+    skipped_rows = [int(row) + starts[n] for n, source in enumerate(result.sources) for row in source.skipped]
+    assert skipped_rows == sorted(skipped)
+    later = result.in_next_epoch().plus(plan, range(first, stop), lengths, lengths)
     times = np.concatenate([source.trained.counts() for source in later.sources])
     assert times.tolist() == [(sample in kept) + (sample in trained) for sample in range(num)]
 
 
-def test_what_is_left_counts_as_often_as_it_is_wanted() -> None:
+def test_remaining_counts_of_a_data_change() -> None:
     change = DataChange(3, 0, (RowCounts.of(np.array([0, 2])), RowCounts.of(np.array([1]))))
     assert change.samples().tolist() == [0, 2, 1]

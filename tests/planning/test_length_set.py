@@ -10,20 +10,20 @@ from packtool.planning.best_fit import LengthSet
 
 @given(
     lengths=st.sets(st.integers(1, 70_000) | st.integers(1, 30), max_size=40),
-    gone=st.integers(0, 40),
+    num_removed=st.integers(0, 40),
     number=st.integers(0, 80_000) | st.integers(0, 40),
 )
-def test_neighbours(lengths: set[int], gone: int, number: int) -> None:
-    some = LengthSet(lengths)
-    for length in sorted(lengths, key=lambda length: length * 7919 % 1009)[:gone]:
-        some.remove(length)
+def test_nearest_lengths(lengths: set[int], num_removed: int, number: int) -> None:
+    length_set = LengthSet(lengths)
+    for length in sorted(lengths, key=lambda length: length * 7919 % 1009)[:num_removed]:
+        length_set.remove(length)
         lengths.remove(length)
-    assert (some.longest() >= 0) == bool(lengths)
-    assert some.longest() == max(lengths, default=-1)
-    assert some.at_most(number) == max((length for length in lengths if length <= number), default=-1)
-    assert some.at_least(number) == min((length for length in lengths if length >= number), default=-1)
+    assert (length_set.longest() >= 0) == bool(lengths)
+    assert length_set.longest() == max(lengths, default=-1)
+    assert length_set.at_most(number) == max((length for length in lengths if length <= number), default=-1)
+    assert length_set.at_least(number) == min((length for length in lengths if length >= number), default=-1)
     for longest in lengths:
-        nearest = some.nearest(number, longest)
+        nearest = length_set.nearest(number, longest)
         assert nearest in lengths
         assert nearest <= longest
         assert abs(nearest - number) == min(abs(length - number) for length in lengths if length <= longest)

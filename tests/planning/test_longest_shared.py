@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packtool.planning.cost import Exchange, Load, StepTime
 from packtool.planning.skrull import SHARDED, _Step
 
-TIMES = StepTime(flops_per_second=1.0, exchanges=(Exchange(1, 2.0, 0.0, behind_local=0.5),))
+TIMES = StepTime(flops_per_second=1.0, exchanges=(Exchange(1, 2.0, 0.0, overlap_local=0.5),))
 
 
 def sequences(sizes: list[int], num_ranks: int, bucket_size: int) -> _Step:
@@ -31,7 +31,7 @@ def test_the_example() -> None:
     assert step.shard_longest(list(range(7)), placed.seconds) is None
 
 
-def test_what_has_no_room_is_not_placed() -> None:
+def test_sequences_that_do_not_fit_are_not_placed() -> None:
     assert sequences([9, 9, 9], 2, 10).shard_longest([0, 1, 2], math.inf) is None
     placed = sequences([9, 9, 2], 2, 10).shard_longest([0, 1, 2], math.inf)
     assert placed is not None
@@ -39,20 +39,20 @@ def test_what_has_no_room_is_not_placed() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(2, 4), st.integers(20, 100))
-def test_none_of_its_kind_is_faster(sizes: list[int], num_ranks: int, bucket_size: int) -> None:
+def test_no_number_of_sharded_sequences_is_faster(sizes: list[int], num_ranks: int, bucket_size: int) -> None:
     step = sequences(sizes, num_ranks, bucket_size)
     falling = list(range(len(sizes)))[::-1]
     best = step.shard_longest(falling[::-1], math.inf)
     seconds = []
     for num in range(len(sizes) + 1):
-        room = step.room - sum(step.padded[i] for i in falling[:num])
-        placed = step.to_lightest(falling[num:], room) if room >= 0 else None
+        free = step.capacity - sum(step.padded[i] for i in falling[:num])
+        placed = step.to_lightest(falling[num:], free) if free >= 0 else None
         if placed is not None:
             ranks, loads = placed
             tokens = [0] * num_ranks
             for sequence, rank in zip(falling[num:], ranks, strict=True):
                 tokens[rank] += step.sizes[sequence]
-            assert max(tokens) * num_ranks <= room
+            assert max(tokens) * num_ranks <= free
             shared = Load.sum(step.sharded[i] for i in falling[:num])
             seconds.append(TIMES.micro_batch(loads, shared, sum(step.padded[i] for i in falling[:num]), num_ranks))
     assert (best is None) == (not seconds)

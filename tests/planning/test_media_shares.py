@@ -31,7 +31,7 @@ def media_of(pictures: list[list[int]], videos: list[int] | None = None) -> Medi
 
 
 @given(st.lists(st.lists(st.integers(1, 5000), max_size=6), min_size=1, max_size=8))
-def test_the_largest_picture_is_no_larger_than_told(pictures: list[list[int]]) -> None:
+def test_largest_image_does_not_exceed_the_estimate(pictures: list[list[int]]) -> None:
     media = media_of(pictures)
     for number, each in enumerate(pictures):
         mine = media.samples == number
@@ -43,7 +43,7 @@ def test_the_largest_picture_is_no_larger_than_told(pictures: list[list[int]]) -
             assert media.tokens[mine].min() >= 0
 
 
-def test_one_large_picture_is_found() -> None:
+def test_one_large_image_is_estimated_exactly() -> None:
     assert media_of([[5000, 250, 250]]).tokens.tolist() == pytest.approx([5000, 250, 250])
     assert media_of([[250] * 4]).tokens.tolist() == pytest.approx([250] * 4)
     assert media_of([[300, 7]], videos=[1]).tokens.tolist() == [306, 1], "squares are of frames, not of videos"
@@ -51,7 +51,7 @@ def test_one_large_picture_is_found() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 500), max_size=4), st.booleans()), min_size=1, max_size=6))
-def test_the_longest_sound_is_no_longer_than_told(samples: list[tuple[list[int], bool]]) -> None:
+def test_longest_sound_does_not_exceed_the_estimate(samples: list[tuple[list[int], bool]]) -> None:
     """Of sounds by themselves, or of as many videos: the index tells their tokens together."""
     tokens = np.array([sum(each) for each, _ in samples], np.int64)
     num_audios, num_videos = (
@@ -69,7 +69,7 @@ def test_the_longest_sound_is_no_longer_than_told(samples: list[tuple[list[int],
 
 
 @given(st.data())
-def test_all_micro_batches_at_once_are_as_one_by_one(data: st.DataObject) -> None:
+def test_all_micro_batches_at_once_equal_one_by_one(data: st.DataObject) -> None:
     pictures = data.draw(st.lists(st.lists(st.integers(1, 60), max_size=4), min_size=1, max_size=12))
     size, num = data.draw(st.integers(1, 4)), len(pictures)
     ends = sorted(data.draw(st.sets(st.integers(1, num), max_size=3)) | {num})
@@ -82,7 +82,7 @@ def test_all_micro_batches_at_once_are_as_one_by_one(data: st.DataObject) -> Non
     place = st.sampled_from([SHARDED, *range(size)])
     places = np.array(data.draw(st.lists(place, min_size=num, max_size=num)))
     media = media_of(pictures)
-    found = MediaShares.of_plan(media, media.tokens, packs, steps, size, places).max_per_rank(media.tokens)
+    result = MediaShares.of_plan(media, media.tokens, packs, steps, size, places).max_per_rank(media.tokens)
     for cell, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         loads, weights = np.zeros(size), list[float]()
         for position in range(start, stop):
@@ -93,4 +93,4 @@ def test_all_micro_batches_at_once_are_as_one_by_one(data: st.DataObject) -> Non
                 loads[places[position]] += its_tokens.sum()
         np.add.at(loads, assign_heaviest_first(weights, loads.tolist()), weights)
         # Equal weights in another order go to other ranks, which then have as much.
-        assert found[cell] == pytest.approx(loads.max())
+        assert result[cell] == pytest.approx(loads.max())

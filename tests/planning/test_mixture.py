@@ -69,7 +69,7 @@ def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
     amounts=st.lists(st.sampled_from(["1", "17", "20%", "50%", "100%", "2.5x", "3x", "0.9x"]), min_size=4, max_size=4),
     seed=st.integers(0, 5),
 )
-def test_what_an_epoch_takes(sizes: list[int], amounts: list[str], seed: int) -> None:
+def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], seed: int) -> None:
     mixture = made(sizes, of(*amounts[: len(sizes)]), seed)
     first = planned(mixture)
     for epoch in (0, 1, 5):
@@ -98,7 +98,7 @@ def test_what_an_epoch_takes(sizes: list[int], amounts: list[str], seed: int) ->
     share=st.floats(0, 1),
     resample=st.booleans(),
 )
-def test_what_other_data_have_trained_is_of_the_epoch(
+def test_epoch_counts_after_training_with_other_data(
     sizes: list[int], amounts: list[str], share: float, resample: bool
 ) -> None:
     """The amounts of a recipe change within an epoch; a source is taken as often as it says, in all."""
@@ -106,9 +106,9 @@ def test_what_other_data_have_trained_is_of_the_epoch(
     before, after = (
         replace(made(sizes, of(*own), 0), resample=resample) for own in (amounts[:num], amounts[num : 2 * num])
     )
-    some = before.draw(1)
-    trained = np.bincount(some[: round(share * len(some))], minlength=sum(sizes))
-    assert np.array_equal(before.epoch_counts(1, trained * 0), np.bincount(some, minlength=sum(sizes)))
+    drawn_samples = before.draw(1)
+    trained = np.bincount(drawn_samples[: round(share * len(drawn_samples))], minlength=sum(sizes))
+    assert np.array_equal(before.epoch_counts(1, trained * 0), np.bincount(drawn_samples, minlength=sum(sizes)))
     left = np.maximum(after.epoch_counts(1, trained) - trained, 0)
     for start, stop, count in zip(after.offsets, after.offsets[1:], after.counts, strict=False):
         own = slice(start, stop)
@@ -117,7 +117,7 @@ def test_what_other_data_have_trained_is_of_the_epoch(
         assert left[own].sum() == max(count - trained[own].sum(), least)
 
 
-def test_samples_are_drawn_alike_often_and_anew() -> None:
+def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
     mixture = made([400], of("30%"))
     draws = [mixture.draw(epoch) for epoch in range(400)]
     often = np.bincount(np.concatenate(draws), minlength=400) / 400
@@ -138,7 +138,7 @@ def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
     assert len({mixture.fingerprint for mixture in (plain, *scaled)}) == 3
 
 
-def test_places_waste_little() -> None:
+def test_slots_are_little_larger_than_their_samples() -> None:
     mixture = made([4000, 3000], of("35%", "1.3x"))
     waste = int(mixture.slots.lengths.sum()) / int(mixture.lengths[mixture.draw(2)].sum()) - 1
     assert 0 <= waste < 0.02
@@ -162,14 +162,14 @@ def test_temperature_flattens_sizes() -> None:
     assert counts == [(1600, 100), (400, 100)]  # 16 to 1, and its root
 
 
-def test_filters_and_what_they_leave() -> None:
+def test_filters_by_length() -> None:
     sources = [SourceRecipe(path="a", min_length=20, max_length=100), SourceRecipe(path="b")]
     mixture = made([300, 50], sources)
     own = mixture.lengths[mixture.draw(0)[mixture.draw(0) < 300]]
     assert own.min() >= 20
     assert own.max() <= 100
     assert planned(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(own)
-    with pytest.raises(DataError, match="nothing is left of a"):
+    with pytest.raises(DataError, match="no samples remain of a"):
         made([300, 50], [replace(sources[0], min_length=MAX - 1, max_length=MAX - 1), sources[1]])
 
 
@@ -199,7 +199,7 @@ def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, pac
     assert summary.num_distinct + summary.num_filtered + summary.num_not_drawn == summary.num_cached
 
 
-def test_other_ranks_see_the_same_epoch_and_a_resumed_one_its_rest() -> None:
+def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
     mixture = made([500, 200], of("1.5x", "50%"))
     one, four = (planned(mixture, 1, world_size=size) for size in (1, 4))
     assert one.packs.fingerprint == four.packs.fingerprint
@@ -229,7 +229,7 @@ def test_other_ranks_see_the_same_epoch_and_a_resumed_one_its_rest() -> None:
         {"packing_window": 100},
     ],
 )
-def test_every_way_of_packing_takes_repeated_samples(changes: dict[str, object]) -> None:
+def test_every_algorithm_packs_repeated_samples(changes: dict[str, object]) -> None:
     mixture = made([200, 90], of("2.5x", "40%"))
     plans = [planned(mixture, epoch, **changes) for epoch in (0, 1)]
     assert plans[0].packs.num_packs == plans[1].packs.num_packs

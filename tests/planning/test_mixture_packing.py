@@ -74,16 +74,16 @@ def drawn_lengths(rng: np.random.Generator, packs_per_step: int, num_sources: in
     weights = 2 ** rng.uniform(0, 5, num_sources)
     num_tokens = _WINDOW * rng.uniform(1.3, 2.5) * packs_per_step * _CAPACITY
     sizes = np.maximum(weights * num_tokens / (weights * medians).sum(), 3).astype(int)
-    found = []
+    result = []
     for kind, median, size in zip(kinds, medians, sizes, strict=True):
         if kind == "lognormal":
-            found.append(rng.lognormal(np.log(median), rng.uniform(0.3, 1), size))
+            result.append(rng.lognormal(np.log(median), rng.uniform(0.3, 1), size))
         elif kind == "equal" and median < _CAPACITY / 16:
-            found.append(np.full(size, median))
+            result.append(np.full(size, median))
         else:
             width = 0.15 if kind == "narrow" else 0.7
-            found.append(median * rng.uniform(1 - width, 1 + width, size))
-    return found
+            result.append(median * rng.uniform(1 - width, 1 + width, size))
+    return result
 
 
 @settings(max_examples=12)
@@ -128,7 +128,7 @@ def test_short_samples_fill_no_packs_of_their_own() -> None:
     assert plain.sums_per_pack(mixture.source_of(plain.samples) == 0).max() > 80
 
 
-def test_epochs_have_as_many_packs_and_other_companions() -> None:
+def test_epochs_have_equally_many_and_different_packs() -> None:
     mixture = few_short_ones(3000)
     plans = [plan_mixture(mixture, options(), seed=3, epoch=epoch) for epoch in (0, 0, 1, 2)]
     assert len({plan.packs.num_packs for plan in plans}) == 1
@@ -141,11 +141,11 @@ def test_epochs_have_as_many_packs_and_other_companions() -> None:
 
 def companions(plan: EpochPlan) -> set[tuple[int, int]]:
     """Pairs of samples that share a pack."""
-    found = set()
+    result = set()
     for number in range(plan.packs.num_packs):
         samples = np.sort(plan.packs.pack(number)).tolist()
-        found |= {(one, other) for place, one in enumerate(samples) for other in samples[place + 1 :]}
-    return found
+        result |= {(one, other) for place, one in enumerate(samples) for other in samples[place + 1 :]}
+    return result
 
 
 @pytest.mark.parametrize(
@@ -161,22 +161,22 @@ def companions(plan: EpochPlan) -> set[tuple[int, int]]:
 def test_all_budgets_are_kept_by_every_algorithm(changes: dict[str, object]) -> None:
     rng = np.random.default_rng(1)
     lengths = [np.full(100, 60), rng.integers(300, 1500, 300), rng.lognormal(5.5, 0.8, 300)]
-    whole = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
-    media = np.where(rng.random(len(whole)) < 0.4, whole // 3, 0).astype(np.int32)
+    all_lengths = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
+    media = np.where(rng.random(len(all_lengths)) < 0.4, all_lengths // 3, 0).astype(np.int32)
     mixture = mixed(lengths, media=np.minimum(media, 500))
-    asked = options(**changes)
-    plans = [plan_mixture(mixture, asked, seed=0, epoch=epoch).packs for epoch in (0, 1)]
-    plain = pack(mixture.lengths, _CAPACITY, asked, seed=0, media_tokens=mixture.media_tokens)
+    pack_options = options(**changes)
+    plans = [plan_mixture(mixture, pack_options, seed=0, epoch=epoch).packs for epoch in (0, 1)]
+    plain = pack(mixture.lengths, _CAPACITY, pack_options, seed=0, media_tokens=mixture.media_tokens)
     assert plans[0].num_packs == plans[1].num_packs <= plain.num_packs * 1.005 + 2
     for packs in plans:
         assert np.array_equal(np.sort(packs.samples), np.arange(mixture.num_drawn))
         assert packs.tokens_per_pack().max() <= _CAPACITY
-        most = asked.max_media_tokens_per_pack
+        most = pack_options.max_media_tokens_per_pack
         assert most is None or packs.sums_per_pack(mixture.media_tokens[packs.samples]).max() <= most
-        assert np.diff(packs.offsets).max() <= (asked.max_samples_per_pack or _CAPACITY)
+        assert np.diff(packs.offsets).max() <= (pack_options.max_samples_per_pack or _CAPACITY)
 
 
-def test_samples_are_drawn_into_places_that_take_them() -> None:
+def test_samples_fit_their_slots() -> None:
     """What a place draws in later epochs may be shorter than the place, never longer, whoever changes places."""
     rng = np.random.default_rng(2)
     mixture = mixed([rng.integers(20, 60, 900), rng.integers(200, 900, 900)])
@@ -188,7 +188,7 @@ def test_samples_are_drawn_into_places_that_take_them() -> None:
         assert packs.tokens_per_pack().max() <= _CAPACITY
 
 
-def test_what_would_cost_many_packs_is_left_as_it_is() -> None:
+def test_slots_are_not_joined_where_that_costs_many_packs() -> None:
     """Two samples fill a pack, and none of them has room for a short one beside it."""
     mixture = mixed([np.full(40, 30), np.full(1000, _CAPACITY // 2)])
     packs, taken = pack_mixture(mixture.slots, options(), seed=0, epoch=0)

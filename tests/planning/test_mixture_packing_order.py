@@ -50,7 +50,7 @@ def test_every_window_of_100_steps_has_each_source_within_a_tenth(
     assert worst_windows(even, sources[even.samples], values[even.samples], each).max() < 0.1
 
 
-def test_chance_is_less_even() -> None:
+def test_random_order_is_less_even() -> None:
     """The property above is one that the order makes: packs by chance do not have it."""
     rng = np.random.default_rng(0)
     sources = (rng.random(6000) < 0.05).astype(np.int64)

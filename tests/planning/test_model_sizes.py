@@ -27,7 +27,7 @@ def test_recomputation_keeps_layers_inputs_and_one_layer() -> None:
     assert sizes.kv_bytes == 2 * 2 * 128
 
 
-def test_experts_are_all_held_and_few_are_visited() -> None:
+def test_memory_counts_all_experts_and_activations_the_routed_ones() -> None:
     dense = MODEL_PRESETS["qwen2.5-0.5b"]
     sparse = {**dense, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4864}
     one, many = ModelSizes.of_config(dense), ModelSizes.of_config(sparse)

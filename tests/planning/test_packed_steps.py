@@ -161,7 +161,7 @@ def test_other_steps_in_the_state_of_a_run_with_other_samples() -> None:
     assert len({plan.steps.fingerprint for plan in (first, more_ranks, larger_steps)}) == 3
 
 
-def test_a_sample_that_is_too_much_for_a_pack_is_told() -> None:
+def test_a_sample_larger_than_a_pack_is_an_error() -> None:
     lengths = np.array([3, 9, 4], np.int32)
     options = PlanOptions(max_length=9, packing_length=8, samples_per_step=2)
     with pytest.raises(DataError, match="1 of 3 samples are longer than a pack of 8 tokens"):

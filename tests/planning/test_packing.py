@@ -121,8 +121,8 @@ def test_every_algorithm_keeps_its_promises(
         limits["max_samples_per_pack"] = max_samples
     if options["packing_algorithm"] in ("best_fit", "sequential") and max_media is not None:
         limits["max_media_tokens_per_pack"] = max(1, int(max_media * capacity), int(media.max(initial=1)))
-    told = PackOptions(**options, **limits)
-    plans = [pack(lengths, capacity, told, seed=seed, epoch=epoch, media_tokens=media) for epoch in (0, 1, 1)]
+    pack_options = PackOptions(**options, **limits)
+    plans = [pack(lengths, capacity, pack_options, seed=seed, epoch=epoch, media_tokens=media) for epoch in (0, 1, 1)]
     for plan in plans:
         check(plan, lengths)
         assert np.diff(plan.offsets).max(initial=0) <= (limits.get("max_samples_per_pack") or len(lengths))
@@ -130,7 +130,7 @@ def test_every_algorithm_keeps_its_promises(
         assert plan.sums_per_pack(media[plan.samples]).max(initial=0) <= most
     assert len({plan.num_packs for plan in plans}) == 1
     assert plans[1].fingerprint == plans[2].fingerprint
-    if not told.shuffle:
+    if not pack_options.shuffle:
         assert plans[0].fingerprint == plans[1].fingerprint
         assert (np.diff(plans[0].samples[plans[0].offsets[:-1]]) > 0).all()
 
@@ -188,7 +188,7 @@ def test_edges(options: dict[str, Any], capacity: int, lengths_of: Callable[[int
     check(plan, lengths)
 
 
-def test_companions_in_the_order_of_the_cache() -> None:
+def test_packs_in_the_order_of_the_cache() -> None:
     plan = pack([5, 3, 5, 5, 5, 3], 10, PackOptions(shuffle=False), seed=0)
     assert [plan.pack(index).tolist() for index in range(3)] == [[0, 2], [1, 5], [3, 4]]
 
@@ -210,7 +210,7 @@ def test_options_out_of_range() -> None:
         ("binpacking", {"max_samples_per_pack": 3}),
         ("binpacking", {"max_media_tokens_per_pack": 3}),
     ):
-        with pytest.raises(ConfigError, match=f"{algorithm} knows no --max"):
+        with pytest.raises(ConfigError, match=f"{algorithm} does not support --max"):
             pack([1], 8, PackOptions(packing_algorithm=algorithm, **limit), seed=0)  # type: ignore[arg-type]
 
 
@@ -257,7 +257,7 @@ def test_other_seed_or_epoch_other_order_same_fill(packer: Packer) -> None:
 
 
 @pytest.mark.parametrize(("num", "share"), [(300, 0.35), (3000, 0.2), (20_000, 0.15), (150_000, 0.1)])
-def test_every_epoch_has_new_companions(num: int, share: float) -> None:
+def test_epochs_have_different_packs(num: int, share: float) -> None:
     # With few samples most lengths occur once, and only the order of placing can bring others together.
     lengths = lognormal_lengths(num, median=1500, sigma=1.0)
     assert repeated_packs(lengths, 10240) < share
@@ -284,7 +284,7 @@ def test_plans_are_pinned() -> None:
     assert pack_singletons(few, 128, seed=42, epoch=1).fingerprint.startswith("9d27be94b52134ebdc3a7a7a8d3ac34c")
 
 
-def test_fingerprint_sees_everything() -> None:
+def test_fingerprint_depends_on_every_field() -> None:
     plan = pack([6, 4, 7, 3, 5], 10, seed=0)
     others = [
         PackPlan(plan.samples[::-1], plan.offsets, plan.lengths, plan.capacity),

@@ -33,7 +33,7 @@ Rows = list[list[int]]
 
 def prefixes_of(rows: Rows, ends: Sequence[Sequence[int]]) -> Prefixes:
     """Hashes of the first so many tokens of each row."""
-    flat = [(end, row[:end]) for row, some in zip(rows, ends, strict=True) for end in some]
+    flat = [(end, row[:end]) for row, sample_ends in zip(rows, ends, strict=True) for end in sample_ends]
     hashes = [int.from_bytes(hashlib.sha256(bytes(prefix)).digest()[:8], "little") for _, prefix in flat]
     offsets = np.cumsum([0, *map(len, ends)])
     return Prefixes(offsets, np.array([end for end, _ in flat], np.int32), np.array(hashes, np.uint64))
@@ -41,8 +41,8 @@ def prefixes_of(rows: Rows, ends: Sequence[Sequence[int]]) -> Prefixes:
 
 def planned(rows: Rows, ends: Sequence[Sequence[int]] | None = None, **options: int) -> tuple[PrefixTrees, np.ndarray]:
     lengths = np.array([len(row) for row in rows], np.int32)
-    given = prefixes_of(rows, ends or [range(1, len(row) + 1) for row in rows])
-    return plan_trees(lengths, given, **({"capacity": 1000, "min_shared": 1} | options)), lengths
+    given_prefixes = prefixes_of(rows, ends or [range(1, len(row) + 1) for row in rows])
+    return plan_trees(lengths, given_prefixes, **({"capacity": 1000, "min_shared": 1} | options)), lengths
 
 
 def test_the_trees_are_as_drawn() -> None:
@@ -91,7 +91,7 @@ def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
             assert len(inside) == 1
 
 
-def test_a_tree_that_does_not_fit_is_cut_and_pays_for_its_prefix_again() -> None:
+def test_each_part_of_a_split_tree_computes_the_prefix() -> None:
     rows = [[1] * 10 + [2 + number] * 3 for number in range(5)]
     ends = [[10]] * 5
     trees, lengths = planned(rows, ends, capacity=22)
@@ -112,14 +112,14 @@ def test_a_group_keeps_a_second_budget(media: list[int], of_prefix: int, most: i
     prefixes = prefixes_of(rows, [[10]] * len(rows))
     values, of = np.array(media) + of_prefix, np.full(len(rows), of_prefix)
     lengths = np.array([len(row) for row in rows], np.int32)
-    given = {"capacity": 40, "min_shared": 1}
-    trees = plan_trees(lengths, prefixes, **given, media_tokens=(values, of), max_media_tokens=most)
+    given_prefixes = {"capacity": 40, "min_shared": 1}
+    trees = plan_trees(lengths, prefixes, **given_prefixes, media_tokens=(values, of), max_media_tokens=most)
     assert sorted(trees.samples.tolist()) == list(range(len(rows)))
     sums = trees.sums_per_group(trees.added(values, of)[trees.samples])
     assert ((sums <= most) | (np.diff(trees.offsets) == 1)).all()
     assert (trees.sums_per_group(trees.new_tokens(lengths)) <= 40).all()
-    ample = plan_trees(lengths, prefixes, **given, media_tokens=(values, of), max_media_tokens=1000)
-    assert ample.offsets.tolist() == plan_trees(lengths, prefixes, **given).offsets.tolist()
+    ample = plan_trees(lengths, prefixes, **given_prefixes, media_tokens=(values, of), max_media_tokens=1000)
+    assert ample.offsets.tolist() == plan_trees(lengths, prefixes, **given_prefixes).offsets.tolist()
 
 
 def test_short_prefixes_are_not_shared() -> None:
@@ -128,7 +128,7 @@ def test_short_prefixes_are_not_shared() -> None:
     assert planned(rows, [[3], [3]], min_shared=3)[0].shared.tolist() == [0, 0]
 
 
-def test_what_a_prefix_has_besides_tokens_is_added_once() -> None:
+def test_media_of_a_prefix_count_once() -> None:
     rows = [[1, 1, 2], [1, 1, 3], [4]]
     trees, _ = planned(rows, [[2], [2], []])
     media, of_prefixes = np.array([7, 9, 5]), np.array([6, 6])
@@ -161,21 +161,23 @@ def test_no_samples_and_no_prefixes() -> None:
     assert trees.expand(pack([1, 1], 10, seed=0), lengths).num_samples == 2
 
 
-def options_for(capacity: int, **given: Any) -> PlanOptions:
+def options_for(capacity: int, **given_prefixes: Any) -> PlanOptions:
     cost = CostModel(per_token=3.0, per_square=0.5)
-    return PlanOptions(**({"max_length": capacity, "packing_length": capacity, "cost": cost, "world_size": 2} | given))
+    return PlanOptions(
+        **({"max_length": capacity, "packing_length": capacity, "cost": cost, "world_size": 2} | given_prefixes)
+    )
 
 
-def test_an_epoch_is_planned_by_what_is_computed() -> None:
+def test_epoch_is_planned_by_computed_tokens() -> None:
     """Forty pictures of ten tokens with four questions of one to three; their attention is that of the rows alone."""
     rows = [[1 + i, 2 + i, *[90] * 8, *[5 + k] * (1 + k % 3)] for i in range(40) for k in range(4)]
     rows.append([99] * 70)
     lengths = np.array([len(row) for row in rows], np.int32)
-    given = prefixes_of(rows, [[10]] * len(rows[:-1]) + [[]])
+    given_prefixes = prefixes_of(rows, [[10]] * len(rows[:-1]) + [[]])
     targets = np.ones(len(rows), np.int64)
-    trees = plan_trees(lengths, given, capacity=60, min_shared=5, max_length=50)
+    trees = plan_trees(lengths, given_prefixes, capacity=60, min_shared=5, max_length=50)
     towers = TowerWork(np.append(np.full(160, 100), 0), np.append(np.ones(160, np.int64), 0))
-    added = TowerWork(trees.added(towers.flops, np.full(len(given.lengths), 100)), towers.num_seen)
+    added = TowerWork(trees.added(towers.flops, np.full(len(given_prefixes.lengths), 100)), towers.num_media)
     options = options_for(60, max_length=50)
     plans = [plan_epoch(lengths, targets, options, seed=1, epoch=epoch, towers=added, trees=trees) for epoch in (0, 1)]
     plan = plans[0]
@@ -183,9 +185,9 @@ def test_an_epoch_is_planned_by_what_is_computed() -> None:
     assert plan.summary.num_samples == 160
     assert plan.packs.num_packs == plans[1].packs.num_packs
     assert plan.packs.samples.tolist() != plans[1].packs.samples.tolist()
-    whole = plan_epoch(lengths, targets, options, seed=1, towers=towers)
-    assert plan.summary.num_target_tokens == whole.summary.num_target_tokens
-    assert plan.packs.num_packs < 0.5 * whole.packs.num_packs
+    without_trees = plan_epoch(lengths, targets, options, seed=1, towers=towers)
+    assert plan.summary.num_target_tokens == without_trees.summary.num_target_tokens
+    assert plan.packs.num_packs < 0.5 * without_trees.packs.num_packs
     for number in range(plan.packs.num_packs):
         members = [rows[i] for i in plan.packs.pack(number)]
         # Without the last token of what is alike, which each question has for itself.
@@ -202,7 +204,7 @@ def test_an_epoch_is_planned_by_what_is_computed() -> None:
     )
 
 
-def test_a_rest_of_an_epoch_keeps_what_is_shared() -> None:
+def test_rest_of_an_epoch_keeps_shared_prefixes() -> None:
     rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
     lengths = np.array([len(row) for row in rows], np.int32)
     trees = plan_trees(lengths, prefixes_of(rows, [[9]] * len(rows)), capacity=30, min_shared=5)
@@ -218,24 +220,24 @@ def test_a_rest_of_an_epoch_keeps_what_is_shared() -> None:
     assert unlike.fingerprint != rest.fingerprint != dataclasses.replace(rest, shared=None).fingerprint
 
 
-def test_trees_and_samples_alone_come_in_the_order_of_their_first_samples() -> None:
+def test_groups_are_in_the_order_of_their_first_samples() -> None:
     rows = [[7] * 5, [1] * 9, [8] * 5, [2] * 9, [1] * 9, [2] * 9]
     trees, _ = planned(rows, [[], [8], [], [8], [8], [8]])
     assert trees.samples.tolist() == [0, 1, 4, 2, 3, 5]
     assert trees.offsets.tolist() == [0, 1, 3, 4, 6]
 
 
-def test_trees_are_found_again_in_a_plan() -> None:
+def test_trees_are_rebuilt_from_a_plan() -> None:
     rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
     lengths = np.array([len(row) for row in rows], np.int32)
     prefixes = prefixes_of(rows, [[9]] * len(rows))
     trees = plan_trees(lengths, prefixes, capacity=30, min_shared=5)
     plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
-    found = rebuild_trees(plan.packs, prefixes, min_shared=5)
-    assert found is not None
+    result = rebuild_trees(plan.packs, prefixes, min_shared=5)
+    assert result is not None
     media, of_prefixes = np.full(36, 4), np.full(len(prefixes.lengths), 4)
-    assert found.added(media, of_prefixes).tolist() == trees.added(media, of_prefixes).tolist()
-    assert found.num_shared_tokens == trees.num_shared_tokens
+    assert result.added(media, of_prefixes).tolist() == trees.added(media, of_prefixes).tolist()
+    assert result.num_shared_tokens == trees.num_shared_tokens
     assert rebuild_trees(plan.packs, prefixes_of(rows, [[8]] * len(rows)), min_shared=5) is None
     assert rebuild_trees(plan.packs, prefixes_of(rows, [[]] * len(rows)), min_shared=5) is None
 
@@ -256,7 +258,7 @@ def _alike(one: list[int], other: list[int]) -> int:
     capacity=st.integers(9, 40),
     max_samples=st.integers(1, 5),
 )
-def test_all_that_neighbours_have_in_common_is_shared(
+def test_neighbors_share_their_whole_common_prefix(
     rows: Rows, min_shared: int, capacity: int, max_samples: int
 ) -> None:
     trees, lengths = planned(rows, min_shared=min_shared, capacity=capacity, max_samples=max_samples)
@@ -281,7 +283,7 @@ def test_all_that_neighbours_have_in_common_is_shared(
 
 @settings(max_examples=200)
 @given(rows=some_rows, data=st.data())
-def test_never_more_is_shared_than_is_alike(rows: Rows, data: st.DataObject) -> None:
+def test_shared_prefixes_are_equal(rows: Rows, data: st.DataObject) -> None:
     """Whichever prefixes of each sample were kept."""
     ends = [sorted(data.draw(st.sets(st.integers(1, len(row))))) for row in rows]
     trees, lengths = planned(rows, ends)

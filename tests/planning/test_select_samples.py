@@ -10,13 +10,13 @@ from tests.planning.test_prefix_trees import Rows, planned, some_rows
 
 @settings(max_examples=50)
 @given(some_rows.filter(len), st.data())
-def test_trees_without_some_samples_share_what_is_left_between_neighbours(rows: Rows, data: st.DataObject) -> None:
+def test_selected_neighbors_share_what_all_between_them_shared(rows: Rows, data: st.DataObject) -> None:
     trees, lengths = planned(rows)
     stay = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     stay[data.draw(st.integers(0, len(rows) - 1))] = True
-    found = select_samples(trees, stay)
+    result = select_samples(trees, stay)
     kept = [int(sample) for sample in trees.samples if stay[sample]]
-    assert found.samples.tolist() == kept
+    assert result.samples.tolist() == kept
     expected, last, least = [], -1, 0
     group = np.repeat(np.arange(len(trees.offsets) - 1), np.diff(trees.offsets))
     for at, sample in enumerate(trees.samples):
@@ -24,7 +24,7 @@ def test_trees_without_some_samples_share_what_is_left_between_neighbours(rows: 
         if stay[sample]:
             expected.append(least if last == group[at] else 0)
             last, least = group[at], len(rows[sample])
-    assert found.shared.tolist() == expected
-    assert found.offsets[-1] == len(kept)
-    assert (found.shared[found.offsets[:-1]] == 0).all()
-    assert (found.sums_per_group(found.new_tokens(lengths)) > 0).all()
+    assert result.shared.tolist() == expected
+    assert result.offsets[-1] == len(kept)
+    assert (result.shared[result.offsets[:-1]] == 0).all()
+    assert (result.sums_per_group(result.new_tokens(lengths)) > 0).all()

@@ -39,11 +39,11 @@ def test_the_order_is_pinned() -> None:
     assert seeded_order(8, seed=42, epoch=3, stream=1, falling=falling).tolist() == [2, 4, 6, 0, 1, 5, 3, 7]
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     falling = np.arange(1000) % 7
-    whole = seeded_order(1000, seed=1, epoch=2, stream=3, falling=falling)
+    expected = seeded_order(1000, seed=1, epoch=2, stream=3, falling=falling)
     monkeypatch.setattr(shuffle, "CHUNK", 64)
-    assert np.array_equal(seeded_order(1000, seed=1, epoch=2, stream=3, falling=falling), whole)
+    assert np.array_equal(seeded_order(1000, seed=1, epoch=2, stream=3, falling=falling), expected)
 
 
 def test_seed_epoch_and_stream_are_independent() -> None:
@@ -63,7 +63,7 @@ def test_all_orders_are_equally_likely() -> None:
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(-1, 0), (0, -1)])
-def test_negative_is_refused(seed: int, epoch: int) -> None:
+def test_negative_seeds_and_epochs_are_errors(seed: int, epoch: int) -> None:
     with pytest.raises(ConfigError):
         seeded_order(3, seed=seed, epoch=epoch, stream=0)
 
@@ -79,10 +79,10 @@ def test_streams_keep_their_numbers() -> None:
     assert [of_window(number) for number in range(3)] == [16, 32, 48]
 
 
-def test_nothing_is_drawn_but_from_a_stream() -> None:
+def test_all_random_numbers_use_a_stream() -> None:
     """Who draws from the seed names a ``RandomStream``: a bare number would be one that another may have."""
     keys = re.compile(r"stream=([^,)]+)|default_rng\(([\[(][^)\]]*)[)\]]\)")
-    found = [
+    result = [
         key
         for folder in ("planning", "simulate", "stream")
         for path in (Path(packtool.__file__).parent / folder).glob("*.py")
@@ -90,5 +90,5 @@ def test_nothing_is_drawn_but_from_a_stream() -> None:
         for key in match.groups()
         if key is not None
     ]
-    assert len(found) > 10
-    assert not [key for key in found if not re.search(r"RandomStream\.|stream\b|of_window", key)]
+    assert len(result) > 10
+    assert not [key for key in result if not re.search(r"RandomStream\.|stream\b|of_window", key)]

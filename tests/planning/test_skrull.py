@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
-from packtool.planning.cost import NOTHING, CostModel, Exchange, Load, StepTime
+from packtool.planning.cost import NO_LOAD, CostModel, Exchange, Load, StepTime
 from packtool.planning.options import SkrullOptions
 from packtool.planning.skrull import SHARDED, PlacedMicroBatch
 from packtool.planning.skrull import schedule_step as schedule
@@ -79,7 +79,7 @@ def planned_time(
     for micro_batches in ranks:
         seconds = 0.0
         for batch in micro_batches:
-            local, sharded, tokens = [NOTHING] * sequence_parallel_size, NOTHING, 0
+            local, sharded, tokens = [NO_LOAD] * sequence_parallel_size, NO_LOAD, 0
             for sample, place in zip(batch.samples.tolist(), batch.placement.tolist(), strict=True):
                 if place == SHARDED:
                     sharded, tokens = sharded.plus(shared_loads[sample]), tokens + int(padded[sample])
@@ -111,7 +111,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, int], StepTime]:
 
 @settings(max_examples=200)
 @given(steps())
-def test_what_always_holds(step: tuple[np.ndarray, dict[str, int], StepTime]) -> None:
+def test_invariants(step: tuple[np.ndarray, dict[str, int], StepTime]) -> None:
     lengths, options, times = step
     num, bucket, alignment = options["sequence_parallel_size"], options["bucket_size"], options["alignment"]
     flops = flops_of(lengths)
@@ -158,14 +158,14 @@ def drawn(lengths: list[int], flops: Any, times: StepTime, **options: int) -> li
     """Micro-batches of one data-parallel rank as text: the lengths that are on each rank, and behind | all share."""
     array = np.array(lengths)
     (rank,) = schedule_step(array, np.asarray(flops, float), num_ranks=1, times=times, **options)
-    found = []
+    result = []
     for batch in rank:
         groups = [
             " ".join(str(array[i]) for i in batch.samples[batch.placement == place])
             for place in (*range(options["sequence_parallel_size"]), SHARDED)
         ]
-        found.append(" / ".join(groups[:-1]) + " | " + groups[-1])
-    return found
+        result.append(" / ".join(groups[:-1]) + " | " + groups[-1])
+    return result
 
 
 # Links so slow that nothing is sharded which need not be: what is seen is the paper's own heuristic.
@@ -175,12 +175,12 @@ NEVER = StepTime(exchanges=(Exchange(1, 1e9, 0.0),))
 @pytest.mark.smoke
 def test_the_example_of_the_module() -> None:
     lengths = [20, 2, 1, 3, 5]
-    behind = Exchange(1, fixed_seconds=4.0, token_seconds=0.2, behind_local=0.8)
+    behind = Exchange(1, fixed_seconds=4.0, token_seconds=0.2, overlap_local=0.8)
     times = StepTime(flops_per_second=1.0, exchanges=(behind,), attention_flops=1.0)
     assert drawn(lengths, lengths, times, sequence_parallel_size=2, bucket_size=16) == ["1 5 / 2 3 | 20"]
 
 
-def test_a_roll_back_makes_room() -> None:
+def test_a_roll_back_frees_tokens() -> None:
     """Half of 8 does not fit beside 4, so 4 is shared too."""
     assert drawn([4, 1, 8], [4, 1, 8], NEVER, sequence_parallel_size=2, bucket_size=7) == ["1 /  | 4 8"]
 
@@ -230,25 +230,25 @@ def test_ties_go_to_the_lower_rank_and_the_earlier_sequence() -> None:
     assert [batch.placement.tolist() for batch in (*first, *second)] == [[0, 1], [0, 1]]
 
 
-def test_a_lone_sequence_is_shared_rather_than_leave_ranks_idle() -> None:
+def test_a_single_sequence_is_sharded_instead_of_leaving_ranks_idle() -> None:
     fast = StepTime(exchanges=())
     assert drawn([4000], flops_of([4000]), fast, sequence_parallel_size=4, bucket_size=4000) == [" /  /  /  | 4000"]
     assert drawn([4000], flops_of([4000]), NEVER, sequence_parallel_size=4, bucket_size=4000) == ["4000 /  /  /  | "]
 
 
-def test_long_ones_are_parted_before_there_are_more_micro_batches() -> None:
+def test_long_sequences_are_sharded_before_adding_micro_batches() -> None:
     """Interleaved, 7 and 6 share a micro-batch of 2 x 6 tokens and do not fit; the longest first, they are parted."""
     lengths = [1, 1, 1, 2, 6, 7, 6]
-    found = drawn(lengths, lengths, NEVER, sequence_parallel_size=2, bucket_size=6, alignment=1)
-    assert len(found) == 2
+    result = drawn(lengths, lengths, NEVER, sequence_parallel_size=2, bucket_size=6, alignment=1)
+    assert len(result) == 2
 
 
 def test_attention_hides_exchanges_and_nothing_else_does() -> None:
-    behind = Exchange(1, fixed_seconds=2.0, token_seconds=0.1, behind_local=0.5, behind_sharded=0.25)
+    behind = Exchange(1, fixed_seconds=2.0, token_seconds=0.1, overlap_local=0.5, overlap_sharded=0.25)
     times = StepTime(flops_per_second=1.0, exchanges=(behind,))
-    assert behind.travel(0) == 0
-    assert behind.travel(1) == behind.travel(20) == 2
-    assert behind.travel(50) == 5
+    assert behind.seconds(0) == 0
+    assert behind.seconds(1) == behind.seconds(20) == 2
+    assert behind.seconds(50) == 5
     # Of 2 s, half of a rank's 3 s of local attention hides 1.5 s; a quarter of 4 / 2 s of the sharded one the rest.
     loads = [Load(1, 0), Load(3, 3)]
     assert times.micro_batch([Load(3, 3)], Load(8, 0), 20, 2) == 3 + 0.5 + 4
@@ -256,12 +256,12 @@ def test_attention_hides_exchanges_and_nothing_else_does() -> None:
     assert times.micro_batch(loads, Load(8, 0), 20, 2) == max(1 + 2, 3 + 0.5) + 4
     assert times.micro_batch(loads, Load(8, 0), 50, 2) == max(1 + 5, 3 + 3.5) + 4
     # Without anything shared, and alone, nobody waits.
-    assert times.micro_batch(loads, NOTHING, 0, 2) == 3
+    assert times.micro_batch(loads, NO_LOAD, 0, 2) == 3
     assert times.micro_batch([Load(3, 3)], Load(8, 0), 50, 1) == 3 + 8
 
 
 @given(st.data())
-def test_many_ranks_at_once_wait_as_each_alone(data: st.DataObject) -> None:
+def test_exposed_seconds_of_many_ranks_equal_those_of_each(data: st.DataObject) -> None:
     """The simulation's arrays and the planner's numbers are one formula."""
     seconds, shares = st.floats(0, 10), st.floats(0, 0.4)
     exchanges = data.draw(
@@ -269,9 +269,9 @@ def test_many_ranks_at_once_wait_as_each_alone(data: st.DataObject) -> None:
     )
     times = StepTime(flops_per_second=1.0, exchanges=tuple(exchanges))
     tokens, local, sharded = data.draw(st.integers(0, 50)), data.draw(seconds), data.draw(seconds)
-    found = times.waited(*(np.array([float(value)]) for value in (tokens, local, sharded)))
+    result = times.exposed_seconds(*(np.array([float(value)]) for value in (tokens, local, sharded)))
     alone = times.micro_batch([Load(local, local)], Load(2 * sharded, 2 * sharded), tokens, 2) - local - sharded
-    assert alone == pytest.approx(found[0], abs=1e-9)
+    assert alone == pytest.approx(result[0], abs=1e-9)
 
 
 def test_short_sequences_lose_by_being_sharded() -> None:
@@ -309,7 +309,7 @@ def best_of_all(lengths: Any, flops: Any, bucket_size: int, num: int, times: Ste
 @pytest.mark.parametrize(
     ("times", "mean", "worst"), [(StepTime(), 1.01, 1.06), (SLOW_LINKS, 1.015, 1.06)], ids=["fast links", "slow links"]
 )
-def test_how_near_the_best_of_all_placements(times: StepTime, mean: float, worst: float) -> None:
+def test_placement_is_close_to_the_optimum(times: StepTime, mean: float, worst: float) -> None:
     """Six sequences that nearly fill two buckets: few, so each that is in the wrong place shows."""
     rng = np.random.default_rng(0)
     ratios = []
@@ -319,24 +319,24 @@ def test_how_near_the_best_of_all_placements(times: StepTime, mean: float, worst
         bucket = int(max(lengths.sum() / 2 * 1.15, 16))
         (rank,) = schedule_step(lengths, flops, num_ranks=1, sequence_parallel_size=2, bucket_size=bucket, times=times)
         assert len(rank) == 1
-        found = planned_time([rank], lengths, flops, sequence_parallel_size=2, times=times)
-        ratios.append(found / best_of_all(lengths, flops, bucket, 2, times))
+        result = planned_time([rank], lengths, flops, sequence_parallel_size=2, times=times)
+        ratios.append(result / best_of_all(lengths, flops, bucket, 2, times))
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(ratios) < mean
     assert max(ratios) < worst
 
 
-def test_a_sequence_without_room_is_told_with_what_to_do() -> None:
+def test_a_sequence_that_does_not_fit_is_an_error_with_a_remedy() -> None:
     lengths = np.array([5, 90, 100])
     step = {"num_ranks": 2, "sequence_parallel_size": 4, "alignment": 8}
     with pytest.raises(
-        ConfigError, match=r"--bucket-size 20: 2 samples have more than the 80 tokens .* has 100"
-    ) as told:
+        ConfigError, match=r"--bucket-size 20: 2 samples have more than 80 tokens, the most that fit, .* has 100"
+    ) as raised:
         schedule_step(lengths, lengths * 1.0, bucket_size=20, **step)
-    assert "Raise it to 26" in str(told.value)
-    assert "--max-length 80" in str(told.value)
+    assert "Raise it to 26" in str(raised.value)
+    assert "--max-length 80" in str(raised.value)
     schedule_step(lengths, lengths * 1.0, bucket_size=26, **step)
-    with pytest.raises(ConfigError, match="more than the 99 tokens that there is room for; the longest has 100"):
+    with pytest.raises(ConfigError, match="more than 99 tokens, the most that fit; the longest has 100"):
         schedule_step(lengths, lengths * 1.0, num_ranks=1, sequence_parallel_size=1, bucket_size=99, alignment=2)
     schedule_step(lengths, lengths * 1.0, num_ranks=1, sequence_parallel_size=1, bucket_size=100, alignment=2)
 

@@ -109,7 +109,7 @@ def test_targets_of_packed_samples() -> None:
         assert steps.target_tokens(step) == targets[samples].sum()
 
 
-def test_a_step_does_not_depend_on_who_shares_it() -> None:
+def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
     plan = singletons(100)
     ways = [(1, 12, 1), (12, 1, 1), (2, 3, 2), (3, 1, 4)]
     plans = [
@@ -138,7 +138,7 @@ def test_no_packs_no_steps() -> None:
     assert (steps.num_steps, steps.num_packs, steps.num_empty_micro_batches) == (0, 0, 0)
 
 
-def test_places_that_do_not_exist() -> None:
+def test_indices_out_of_range() -> None:
     steps = plan_steps(singletons(5), np.ones(5), world_size=2, gradient_accumulation_steps=2, packs_per_micro_batch=1)
     for step, rank, micro_batch in ((2, 0, 0), (-1, 0, 0), (0, 2, 0), (0, 0, 2), (1, 0, 1), (0, 0, -1)):
         with pytest.raises(IndexError):
@@ -147,7 +147,7 @@ def test_places_that_do_not_exist() -> None:
         steps.target_tokens(2)
 
 
-def test_all_mistakes_are_named_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         plan_steps(singletons(5), np.ones(5), world_size=0, gradient_accumulation_steps=-1, packs_per_micro_batch=1)
     assert "world_size is 0" in str(error.value)

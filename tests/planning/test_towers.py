@@ -17,7 +17,7 @@ from packtool.planning.towers import TowerWork, assign_heaviest_first
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1, max_size=8))
-def test_media_are_shared_out_evenly(weights: list[int], loads: list[int]) -> None:
+def test_media_are_assigned_evenly(weights: list[int], loads: list[int]) -> None:
     owners = assign_heaviest_first(weights, loads)
     sums = np.bincount(owners, weights, len(loads)) + loads if weights else np.array(loads)
     for owner, weight in zip(owners.tolist(), weights, strict=True):
@@ -26,12 +26,12 @@ def test_media_are_shared_out_evenly(weights: list[int], loads: list[int]) -> No
     assert assign_heaviest_first(weights, loads).tolist() == owners.tolist()
 
 
-def test_what_a_rank_has_already_counts() -> None:
+def test_loads_of_ranks_count() -> None:
     assert assign_heaviest_first([50, 100], [0, 0]).tolist() == [1, 0]
     assert assign_heaviest_first([50, 100], [0, 120]).tolist() == [0, 0]
 
 
-def test_a_device_has_the_pictures_that_it_looks_at() -> None:
+def test_device_costs_include_the_images_of_the_device() -> None:
     lengths = np.array([8, 4, 4, 2])
     singles = PackPlan(np.arange(4), np.arange(5), lengths.astype(np.int32), 8)
     places = np.array([SHARDED, 1, 0, SHARDED])

@@ -36,17 +36,18 @@ def steps_of_trees(plan: Any, trees: PrefixTrees) -> dict[int, list[int]]:
     numbers = dict(zip(trees.samples.tolist(), trees.tree_ids.tolist(), strict=True))
     step_of = plan.steps.locations()[:, 0].tolist()
     pairs = {(numbers[int(i)], k) for k in range(plan.packs.num_packs) for i in plan.packs.pack(k)}
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for tree, number in sorted(pairs):
         if tree != NOTHING:
-            found.setdefault(tree, []).append(step_of[number])
-    return found
+            result.setdefault(tree, []).append(step_of[number])
+    return result
 
 
-def planned(each: list[int], parts: str, options: PlanOptions, **given: Any) -> tuple[Any, PrefixTrees, np.ndarray]:
+def planned(each: list[int], parts: str, options: PlanOptions, **arguments: Any) -> tuple[Any, PrefixTrees, np.ndarray]:
     lengths, trees, _ = questions(each)
     trees = replace(trees, parts=parts)  # type: ignore[arg-type]
-    return plan_epoch(lengths, np.ones(len(lengths), np.int64), options, seed=3, trees=trees, **given), trees, lengths
+    targets = np.ones(len(lengths), np.int64)
+    return plan_epoch(lengths, targets, options, seed=3, trees=trees, **arguments), trees, lengths
 
 
 def test_a_tree_that_is_longer_than_a_pack_is_in_one_step() -> None:
@@ -73,7 +74,7 @@ def test_with_any_number_of_ranks_and_balance() -> None:
             assert all(len(set(steps)) == 1 for steps in steps_of_trees(plan, trees).values())
 
 
-def test_what_was_left_of_an_epoch_keeps_trees_in_one_step_with_other_ranks() -> None:
+def test_rest_of_an_epoch_keeps_trees_in_one_step_with_other_ranks() -> None:
     plan, trees, lengths = planned(
         [8] * 12 + [1] * 40, "together", options_for(CAPACITY, gradient_accumulation_steps=2)
     )
@@ -84,22 +85,22 @@ def test_what_was_left_of_an_epoch_keeps_trees_in_one_step_with_other_ranks() ->
         assert all(len(set(steps)) == 1 for steps in steps_of_trees(again, trees).values())
 
 
-def test_a_saved_plan_and_a_part_of_the_data_know_their_trees() -> None:
+def test_trees_of_a_saved_plan_and_of_a_part_of_the_data() -> None:
     lengths, trees, prefixes = questions([8] * 8 + [1] * 30)
     trees, options = replace(trees, parts="together"), options_for(CAPACITY, gradient_accumulation_steps=2)
     targets = np.ones(len(lengths), np.int64)
     plan = plan_epoch(lengths, targets, options, seed=3, trees=trees)
-    found = rebuild_trees(plan.packs, prefixes, min_shared=5)
-    assert found is not None
-    again = assign_packs(plan.packs, targets, options, trees=replace(found, parts="together"))
+    result = rebuild_trees(plan.packs, prefixes, min_shared=5)
+    assert result is not None
+    again = assign_packs(plan.packs, targets, options, trees=replace(result, parts="together"))
     assert again.fingerprint == plan.fingerprint
-    wanted = np.flatnonzero(np.arange(len(lengths)) % 5)
-    some = select_samples(trees, np.isin(np.arange(len(lengths)), wanted))
-    left = plan_epoch(lengths, targets, options, seed=3, trees=some, wanted=wanted)
-    assert all(len(set(steps)) == 1 for steps in steps_of_trees(left, some).values())
+    untrained = np.flatnonzero(np.arange(len(lengths)) % 5)
+    selected = select_samples(trees, np.isin(np.arange(len(lengths)), untrained))
+    rest = plan_epoch(lengths, targets, options, seed=3, trees=selected, untrained=untrained)
+    assert all(len(set(steps)) == 1 for steps in steps_of_trees(rest, selected).values())
 
 
-def test_plans_without_cut_trees_stay_as_they_are() -> None:
+def test_plans_without_split_trees_do_not_change() -> None:
     for parts in ("together", "apart"):
         options = options_for(CAPACITY)
         plan, _, _ = planned([4] * 12 + [1] * 9, parts, options)
@@ -107,12 +108,12 @@ def test_plans_without_cut_trees_stay_as_they_are() -> None:
         assert TreeParts.of(plan.packs, replace(questions([4] * 12 + [1] * 9)[1], parts=parts)) is None  # type: ignore[arg-type]
 
 
-def test_rows_that_a_bound_has_cut_apart_are_in_different_packs_and_steps() -> None:
+def test_trees_split_by_max_rows_are_in_different_packs_and_steps() -> None:
     rows = [[1 + picture, *[90] * 9, 40 + number, 2, 3] for picture in range(12) for number in range(6)]
     lengths = np.array([len(row) for row in rows], np.int32)
-    given: dict[str, Any] = {"capacity": 40, "min_shared": 5, "max_samples": 2}
+    arguments: dict[str, Any] = {"capacity": 40, "min_shared": 5, "max_samples": 2}
     prefixes = prefixes_of(rows, [[10]] * len(rows))
-    trees = plan_trees(lengths, prefixes, **given)
+    trees = plan_trees(lengths, prefixes, **arguments)
     targets, met = np.ones(len(rows), np.int64), []
     for parts in ("any", "apart"):
         of = replace(trees, parts=parts)  # type: ignore[arg-type]
@@ -120,8 +121,8 @@ def test_rows_that_a_bound_has_cut_apart_are_in_different_packs_and_steps() -> N
         for seed in range(8):
             plan = plan_epoch(lengths, targets, options_for(40), seed=seed, trees=of)
             steps = steps_of_trees(plan, trees).values()
-            worst += sum(len(found) - len(set(found)) for found in steps)
-            worst += sum(3 - len(found) for found in steps)  # two parts in one pack
+            worst += sum(len(result) - len(set(result)) for result in steps)
+            worst += sum(3 - len(result) for result in steps)  # two parts in one pack
             assert plan.packs.tokens_per_pack().max() <= 40
             assert sorted(plan.packs.samples.tolist()) == list(range(len(rows)))
         met.append(worst)
@@ -129,7 +130,7 @@ def test_rows_that_a_bound_has_cut_apart_are_in_different_packs_and_steps() -> N
     assert met[1] == 0
 
 
-def test_media_tokens_bound_what_changes_places() -> None:
+def test_exchanges_keep_the_media_budget() -> None:
     """Two groups of one tree in a pack, and others of as many tokens that have too many media."""
     groups = PackPlan(np.arange(6), np.array([0, 2, 4, 6]), np.full(6, 5, np.int32), 10)
     trees, media = np.array([7, 7, 8, NOTHING, NOTHING, NOTHING]), np.array([1, 1, 9, 9, 2, 1])
@@ -142,10 +143,10 @@ def test_media_tokens_bound_what_changes_places() -> None:
     assert separate_parts(groups, np.full(6, NOTHING), None, None) is groups
 
 
-def parts_of(packs_of_trees: list[list[int]], wanted: str) -> TreeParts:
+def parts_of(packs_of_trees: list[list[int]], placement: str) -> TreeParts:
     pairs = [(tree, pack) for tree, packs in enumerate(packs_of_trees) for pack in sorted(packs)]
     trees, packs = np.array(pairs).reshape(-1, 2).T
-    return TreeParts(trees, packs, wanted)  # type: ignore[arg-type]
+    return TreeParts(trees, packs, placement)  # type: ignore[arg-type]
 
 
 drawn_trees = st.integers(2, 24).flatmap(
@@ -158,21 +159,21 @@ drawn_trees = st.integers(2, 24).flatmap(
 
 @settings(max_examples=100)
 @given(drawn=drawn_trees, each=st.integers(1, 8), data=st.data())
-def test_every_pack_stays_once_and_more_is_as_wanted(
+def test_reordering_keeps_all_packs_and_satisfies_more_trees(
     drawn: tuple[int, list[list[int]]], each: int, data: st.DataObject
 ) -> None:
     num, trees = drawn
     order = np.array(data.draw(st.permutations(range(num))))
     before, after = np.empty(num, np.int64), np.empty(num, np.int64)
     before[order] = np.arange(num) // each
-    for wanted in ("together", "apart"):
-        parts = parts_of(trees, wanted)
+    for placement in ("together", "apart"):
+        parts = parts_of(trees, placement)
         placed = parts.reorder(order, each)
         assert sorted(placed.tolist()) == list(range(num))
         assert placed.tolist() == parts.reorder(order, each).tolist()
         after[placed] = np.arange(num) // each
         was, now = parts.figures(before), parts.figures(after)
-        if wanted == "apart":
+        if placement == "apart":
             meeting = [sum(len(packs) - len({int(of[k]) for k in packs}) for packs in trees) for of in (before, after)]
             assert meeting[1] <= meeting[0]
         # A tree alone fits wherever a step has as many packs.
@@ -181,11 +182,11 @@ def test_every_pack_stays_once_and_more_is_as_wanted(
         assert now["trees_in_several_packs"] == was["trees_in_several_packs"] == len(trees)
 
 
-def test_a_tree_of_more_packs_than_a_step_stays_as_it_comes() -> None:
+def test_a_tree_of_more_packs_than_a_step_keeps_its_order() -> None:
     order = np.random.default_rng(0).permutation(40)
     assert parts_of([list(range(9))], "together").reorder(order, 8).tolist() == order.tolist()
-    whole = parts_of([list(range(9)), [20, 21]], "together").reorder(order, 8).tolist()
-    assert whole.index(20) // 8 == whole.index(21) // 8
+    reordered = parts_of([list(range(9)), [20, 21]], "together").reorder(order, 8).tolist()
+    assert reordered.index(20) // 8 == reordered.index(21) // 8
 
 
 def test_in_a_stream_parts_follow_one_another() -> None:
@@ -193,7 +194,7 @@ def test_in_a_stream_parts_follow_one_another() -> None:
     assert order.tolist() == [0, 1, 5, 8, 2, 9, 3, 4, 6, 7]
 
 
-def test_what_cannot_be_had_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_separation_terminates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pack has the same two trees: nothing to be done, and not tried for ever."""
     monkeypatch.setattr(tree_parts, "_MAX_ATTEMPTS", 50)
     parts = parts_of([list(range(12))] * 2, "apart")
@@ -202,7 +203,7 @@ def test_what_cannot_be_had_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert separate_parts(groups, np.zeros(8, np.int64), None, None).samples.tolist() == list(range(8))
 
 
-def test_a_budget_of_media_tokens_cuts_trees_like_any_other() -> None:
+def test_media_budget_splits_trees() -> None:
     lengths, _, prefixes = questions([6] * 6 + [1] * 30)
     media = np.full(len(lengths), 3)
     trees = plan_trees(
@@ -223,5 +224,5 @@ def test_a_budget_of_media_tokens_cuts_trees_like_any_other() -> None:
     kept = replace(trees, parts="apart")
     packs = pack_trees(kept, lengths, CAPACITY, options, seed=1, media_tokens=added)
     assert packs.sums_per_pack(added[packs.samples]).max() <= 9
-    some = select_packs(packs, np.arange(1))
-    assert TreeParts.of(some, kept) is None, "one pack has no tree that is in several"
+    selected = select_packs(packs, np.arange(1))
+    assert TreeParts.of(selected, kept) is None, "one pack has no tree that is in several"

@@ -28,11 +28,11 @@ def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[Pref
 def test_packs_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_trees, "WIDE", 2)
     lengths, capacity = np.array([5, 4, 2, 3, 1, 3]) + 2, 8
-    shared, found = np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
-    places, shared, found = prefix_trees._pack_wide_trees(lengths, shared, found, capacity)
+    shared, result = np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
+    places, shared, result = prefix_trees._pack_wide_trees(lengths, shared, result, capacity)
     assert places.tolist() == [0, 4, 1, 2, 3, 5]
     assert shared.tolist() == [0, 2, 0, 2, 0, 2]
-    assert found.tolist() == [-1, 7, -1, 7, -1, 7]
+    assert result.tolist() == [-1, 7, -1, 7, -1, 7]
 
 
 @settings(max_examples=40)
@@ -40,7 +40,7 @@ def test_packs_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     tails=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=BRANCHES, max_size=90),
     capacity=st.integers(TRUNK + 20, 60),
 )
-def test_every_sample_is_there_once_and_no_pack_is_too_full(tails: list[list[int]], capacity: int) -> None:
+def test_every_sample_once_and_no_pack_over_capacity(tails: list[list[int]], capacity: int) -> None:
     trees, lengths = planned(tails, capacity)
     assert sorted(trees.samples.tolist()) == list(range(len(lengths)))
     tokens = trees.sums_per_group(trees.new_tokens(lengths))
@@ -59,7 +59,7 @@ def test_every_sample_is_there_once_and_no_pack_is_too_full(tails: list[list[int
     assert again.samples.tolist() == trees.samples.tolist()
 
 
-def test_a_branch_that_is_longer_than_a_pack_is_cut_by_itself() -> None:
+def test_a_branch_longer_than_a_pack_is_split() -> None:
     tails = [[9, *[5] * 9], *[[3]] * BRANCHES]
     trees, lengths = planned(tails, 30)
     assert (trees.sums_per_group(trees.new_tokens(lengths)) <= 30).all()

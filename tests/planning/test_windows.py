@@ -17,7 +17,7 @@ LENGTHS = lognormal_lengths(4000, median=1500, sigma=1.0)
 MEDIA = (LENGTHS // 2).astype(np.int32)
 
 
-def test_windows_hold_everything_once() -> None:
+def test_every_sample_is_in_one_window() -> None:
     windows = draw_windows(1000, 300, seed=1)
     assert [len(samples) for samples in windows] == [250] * 4
     assert sorted(np.concatenate(windows).tolist()) == list(range(1000))
@@ -38,14 +38,14 @@ def test_windows_hold_everything_once() -> None:
     ],
     ids=["best_fit", "unshuffled", "sequential", "budget"],
 )
-def test_processes_do_not_show(options: PackOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_does_not_depend_on_the_number_of_processes(options: PackOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_MIN_SAMPLES_FOR_PROCESSES", 0)
     # Semaphores have names, and stay behind when the whole group is killed.
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", None)
     plans = []
     for num_proc in (1, 2, 3):
-        told = PackOptions(**{**vars(options), "packing_num_proc": num_proc})
-        plans.append(pack(LENGTHS, 10240, told, seed=3, epoch=1, media_tokens=MEDIA))
+        changed = PackOptions(**{**vars(options), "packing_num_proc": num_proc})
+        plans.append(pack(LENGTHS, 10240, changed, seed=3, epoch=1, media_tokens=MEDIA))
     check(plans[0], LENGTHS)
     assert len({plan.fingerprint for plan in plans}) == 1
 
@@ -58,7 +58,7 @@ def test_sorted_caches_are_packed_as_well() -> None:
     assert plan.num_packs <= 1.005 * plan.lower_bound
 
 
-def test_every_epoch_has_new_companions_in_equally_many_packs() -> None:
+def test_epochs_differ_in_packs_but_not_in_their_number() -> None:
     options = PackOptions(packing_window=1000)
     first, second = (pack(LENGTHS, 10240, options, seed=1, epoch=epoch) for epoch in (0, 1))
     assert first.num_packs == second.num_packs
@@ -76,7 +76,7 @@ def refuse(job: int) -> int:
     raise DataError(f"job {job}", "Give others.")
 
 
-def test_what_a_process_met_is_told() -> None:
+def test_errors_of_processes_are_raised() -> None:
     with pytest.raises(DataError, match=r"job \d\nGive others"):
         map_on_processes(refuse, [1, 2, 3], 2)
 

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes, StepTime
 from packtool.simulate.hardware import HARDWARE_PRESETS
-from packtool.simulate.machine import exchanges_of, way_of
+from packtool.simulate.machine import exchange_type_of, exchanges_of
 
 SIZES = ModelSizes.of_config(MODEL_PRESETS["8b"])
 NODE = replace(HARDWARE_PRESETS["h100"], link_share=1.0)
 
 
-def test_the_way_that_is_gone() -> None:
-    assert way_of("auto", SIZES, NODE, 8) == "ulysses"
-    assert way_of("auto", SIZES, NODE, 16) == "allgather"
-    assert way_of("ulysses", SIZES, NODE, 16) == "ulysses"
-    assert way_of("ring", SIZES, NODE, 8) == "ring"
+def test_resolved_exchange_type() -> None:
+    assert exchange_type_of("auto", SIZES, NODE, 8) == "ulysses"
+    assert exchange_type_of("auto", SIZES, NODE, 16) == "allgather"
+    assert exchange_type_of("ulysses", SIZES, NODE, 16) == "ulysses"
+    assert exchange_type_of("ring", SIZES, NODE, 8) == "ring"
     # 14 heads of Q and 2 of K and V cannot be shared among eight.
     small = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])
-    assert way_of("auto", small, NODE, 8) == way_of("ulysses", small, NODE, 8) == "allgather"
+    assert exchange_type_of("auto", small, NODE, 8) == exchange_type_of("ulysses", small, NODE, 8) == "allgather"
     assert exchanges_of("ring", SIZES, NODE, 1, recompute=False) == ()
 
 
@@ -93,7 +93,7 @@ def ulysses(clock: Clock, local: float, block: float, there: float, back: float,
     st.floats(0, 0.05),
     st.sampled_from([1.0, 20.0, 450.0]),
 )
-def test_times_are_those_of_the_runtimes_order(
+def test_exchanges_take_the_time_of_the_runtimes_order(
     way: Any, num: int, recompute: bool, tokens: int, local: float, sharded: float, links: float
 ) -> None:
     node = replace(NODE, intra_node_gb_per_s=links, latency_us=20)
@@ -122,7 +122,7 @@ def test_times_are_those_of_the_runtimes_order(
                 there, back = travel(inputs / num, rate), travel(queries / num, rate)
                 ulysses(clock, own, block, *((back, there) if goes_back else (there, back)), num)
     times = StepTime(exchanges=exchanges_of(way, SIZES, node, num, recompute=recompute))
-    found = times.waited(np.array([float(tokens)]), np.array([local]), np.array([sharded]))
+    result = times.exposed_seconds(np.array([float(tokens)]), np.array([local]), np.array([sharded]))
     # A hop of K and V beside gradients is one message here, of which only one part may be below the fixed time.
     slack = 20e-6 * SIZES.num_layers * num if way == "ring" else 0.0
-    assert local + sharded + found[0] == pytest.approx(clock.now, rel=1e-9, abs=slack + 1e-12)
+    assert local + sharded + result[0] == pytest.approx(clock.now, rel=1e-9, abs=slack + 1e-12)

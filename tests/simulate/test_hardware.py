@@ -17,23 +17,31 @@ def fields(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", HARDWARE_PRESETS)
-def test_presets_are_as_their_own_fields(name: str) -> None:
+def test_presets_equal_their_fields(name: str) -> None:
     assert Hardware.of_fields(dataclasses.asdict(HARDWARE_PRESETS[name]), name) == HARDWARE_PRESETS[name]
 
 
-def test_what_has_a_default_may_be_left_out() -> None:
+def test_fields_with_defaults_are_optional() -> None:
     needed = {"peak_tflops": 100, "memory_gb": 32, "hbm_gb_per_s": 1000}
-    found = Hardware.of_fields({**needed, "intra_node_gb_per_s": 100, "inter_node_gb_per_s": 10}, "mine.yaml")
-    assert (found.name, found.gpus_per_node, found.peak) == ("mine.yaml", 8, 1e14)
+    result = Hardware.of_fields({**needed, "intra_node_gb_per_s": 100, "inter_node_gb_per_s": 10}, "mine.yaml")
+    assert (result.name, result.gpus_per_node, result.peak) == ("mine.yaml", 8, 1e14)
 
 
-def test_all_mistakes_of_a_file_at_once() -> None:
+def test_all_errors_of_a_file_at_once() -> None:
     wrong = fields(peak_tflops="fast", memory_gb=-1, matmul_share=2, gpus_per_node=1.5, colour="red", latency_us=True)
     del wrong["hbm_gb_per_s"]
     with pytest.raises(ConfigError) as error:
         Hardware.of_fields(wrong, "mine.yaml")
-    for told in ("peak_tflops", "memory_gb", "share is at most 1", "whole number", "colour", "hbm_gb_per_s", "latency"):
-        assert told in str(error.value)
+    for problem in (
+        "peak_tflops",
+        "memory_gb",
+        "share is at most 1",
+        "whole number",
+        "colour",
+        "hbm_gb_per_s",
+        "latency",
+    ):
+        assert problem in str(error.value)
 
 
 def test_collectives_are_fixed_and_then_linear() -> None:
@@ -52,7 +60,7 @@ def test_nodes_are_joined_by_slower_links() -> None:
     assert seconds == sorted(seconds)
 
 
-def test_what_goes_to_other_nodes_takes_each_ranks_own_card() -> None:
+def test_all_to_all_between_nodes_uses_one_card_per_rank() -> None:
     machine = Hardware.of_fields(fields(link_share=1.0, inter_node_gb_per_s=1, intra_node_gb_per_s=100), "test")
     assert machine.bytes_per_second(8, all_to_all=True) == machine.bytes_per_second(8) == pytest.approx(8 / 7 * 100e9)
     assert machine.bytes_per_second(16, all_to_all=True) == pytest.approx(2e9)  # half of it through one card
@@ -62,7 +70,7 @@ def test_what_goes_to_other_nodes_takes_each_ranks_own_card() -> None:
     assert machine.hop_bytes_per_second(16) == 1e9
 
 
-def test_the_measured_all_gathers_of_skrulls_machine() -> None:
+def test_all_gathers_measured_by_skrull() -> None:
     """2, 64 and 1024 MB took 53, 489 and 6468 us; a line through the last one meets the middle one to a sixth."""
     intra = 7 / 8 * 1024e6 / 6468e-6 / 1e9
     machine = Hardware.of_fields(fields(link_share=1.0, intra_node_gb_per_s=intra, latency_us=53), "paper")
@@ -81,7 +89,7 @@ def test_the_measured_all_gathers_of_skrulls_machine() -> None:
         (("Tesla T4",), "h100"),
     ],
 )
-def test_the_preset_for_the_devices_that_are_there(names: tuple[str, ...], preset: str) -> None:
+def test_preset_of_installed_devices(names: tuple[str, ...], preset: str) -> None:
     assert nearest_preset(names) is HARDWARE_PRESETS[preset]
 
 
@@ -95,5 +103,5 @@ def test_the_preset_for_the_devices_that_are_there(names: tuple[str, ...], prese
         ("a card of tomorrow", None),
     ],
 )
-def test_a_device_is_known_by_its_name(device: str, peak: float | None) -> None:
+def test_peak_tflops_by_device_name(device: str, peak: float | None) -> None:
     assert peak_tflops(device) == peak

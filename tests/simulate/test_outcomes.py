@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
-from packtool.planning.cost import MODEL_PRESETS, NOTHING, ModelSizes
+from packtool.planning.cost import MODEL_PRESETS, NO_LOAD, ModelSizes
 from packtool.planning.skrull import SHARDED
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
 from packtool.simulate.machine import Constants, Machine, SimulatedSchedule, Timing
@@ -43,7 +43,7 @@ def sequences_for(chosen: SimulateOptions, name: Any = "wikipedia") -> Sequences
 
 
 def outcomes(chosen: SimulateOptions, data: Any = "wikipedia") -> dict[StrategyName, Outcome]:
-    return {found.name: found for found in simulate(sequences_for(chosen, data), STRATEGIES, chosen)}
+    return {result.name: result for result in simulate(sequences_for(chosen, data), STRATEGIES, chosen)}
 
 
 def one_sequence(of: Machine, tokens: int, num_ranks: int = 1) -> Timing:
@@ -75,18 +75,18 @@ def test_sliding_layers_cost_what_samples_have_in_windows() -> None:
 
 
 def test_only_labels_cost_logits() -> None:
-    found, zero = machine(1), np.zeros(1, dtype=np.int64)
+    result, zero = machine(1), np.zeros(1, dtype=np.int64)
     plan = SimulatedSchedule(1, 1, zero, np.array([1000]), zero, zero, zero, np.array([1]), zero)
-    most, few = (found.time(plan, np.array([num])).local[0] for num in (1000, 100))
+    most, few = (result.time(plan, np.array([num])).local[0] for num in (1000, 100))
     assert most - few == pytest.approx(900 * SIZES.cost.per_target_token / (989e12 * 0.8))
 
 
 def test_one_sharded_sequence() -> None:
-    found = machine(8)
-    timing = one_sequence(found, 8000, 8)
+    result = machine(8)
+    timing = one_sequence(result, 8000, 8)
     flops = (1000 + 300) * SIZES.cost.per_token + 1000 * SIZES.cost.per_target_token
     attention = 8000 * (1000 + 512) * SIZES.cost.per_square / (989e12 * 0.35)
-    link, num_bytes = found.hardware, 8000 * SIZES.kv_bytes
+    link, num_bytes = result.hardware, 8000 * SIZES.kv_bytes
     # K and V behind an eighth of attention, forward and backward; their gradients of 32 bits in the open.
     exposed = 24 * max(link.fixed_seconds(8), 2 * num_bytes / link.bytes_per_second(8, all_to_all=True))
     for share in (1 / 3.5, 2.5 / 3.5):
@@ -94,38 +94,38 @@ def test_one_sharded_sequence() -> None:
     assert timing.exposed == pytest.approx(np.full(8, exposed))
     assert timing.ranks == pytest.approx(np.full(8, flops / (989e12 * 0.8) + attention + exposed))
     assert timing.step_seconds[0] == pytest.approx(timing.ranks[0] + timing.synchronisation)
-    assert timing.waited[0] == pytest.approx(exposed + timing.synchronisation)
+    assert timing.waited_seconds[0] == pytest.approx(exposed + timing.synchronisation)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_skrulls_planner_is_told_what_the_simulation_knows(recompute: bool) -> None:
-    found = replace(machine(8), recompute=recompute)
-    times, tokens = found.step_time(8), np.array([300, 5000])
+def test_planner_of_skrull_gets_the_constants_of_the_simulation(recompute: bool) -> None:
+    result = replace(machine(8), recompute=recompute)
+    times, tokens = result.step_time(8), np.array([300, 5000])
     for num_ranks in (1, 8):
         loads = times.loads(tokens, SIZES.cost(tokens, SIZES.cost.attention(tokens), tokens), num_ranks)
         for load, size in zip(loads, tokens, strict=True):
             one = np.array([size])
-            attention = found.attention_seconds(one, num_ranks)[0]
+            attention = result.attention_seconds(one, num_ranks)[0]
             assert load.attention / num_ranks / times.flops_per_second == pytest.approx(attention)
-            linear = found.linear_seconds(one, one)[0] - times.batch_flops / times.flops_per_second
+            linear = result.linear_seconds(one, one)[0] - times.batch_flops / times.flops_per_second
             seconds = load.flops / num_ranks / times.flops_per_second
             assert seconds == pytest.approx(linear / num_ranks + attention)
-    assert times.launch_seconds == found.launch_seconds
+    assert times.launch_seconds == result.launch_seconds
 
 
 @pytest.mark.parametrize("data", ["wikipedia", "chatqa2"])
 @pytest.mark.parametrize("way", ["ring", "allgather"])
 def test_the_planner_and_the_simulation_time_a_schedule_alike(data: str, way: Any) -> None:
-    chosen = options(replace(machine(), way=way), num_steps=1)
+    chosen = options(replace(machine(), sequence_parallel_type=way), num_steps=1)
     sequences = sequences_for(chosen, data)
-    found = schedule("skrull", sequences, chosen)
-    timing = chosen.machine.time(found, sequences.targets[found.samples])
+    result = schedule("skrull", sequences, chosen)
+    timing = chosen.machine.time(result, sequences.targets[result.samples])
     times = chosen.machine.step_time(8)
-    true = sequences.lengths[found.samples].astype(np.int64)
-    for cell in range(found.num_cells):
-        local, sharded, tokens = [NOTHING] * 8, NOTHING, 0
-        for one in np.flatnonzero(found.cells == cell):
-            cost, place = found.tokens[one : one + 1], found.places[one]
+    true = sequences.lengths[result.samples].astype(np.int64)
+    for cell in range(result.num_cells):
+        local, sharded, tokens = [NO_LOAD] * 8, NO_LOAD, 0
+        for one in np.flatnonzero(result.cells == cell):
+            cost, place = result.tokens[one : one + 1], result.placement[one]
             flops = SIZES.cost(cost, SIZES.cost.attention(cost), target_tokens=true[one : one + 1])
             (load,) = times.loads(cost, flops, 8 if place == SHARDED else 1)
             if place == SHARDED:
@@ -136,11 +136,11 @@ def test_the_planner_and_the_simulation_time_a_schedule_alike(data: str, way: An
 
 
 def test_a_gpu_is_never_faster_than_its_launches() -> None:
-    found = machine(1, Constants(launch_us=5))
-    assert found.launch_seconds == pytest.approx(24 * 150 * 5e-6)
-    timing = one_sequence(found, 10)
-    assert timing.step_seconds[0] == found.launch_seconds
-    assert timing.launching[0] == pytest.approx(found.launch_seconds - timing.local[0])
+    result = machine(1, Constants(launch_us=5))
+    assert result.launch_seconds == pytest.approx(24 * 150 * 5e-6)
+    timing = one_sequence(result, 10)
+    assert timing.step_seconds[0] == result.launch_seconds
+    assert timing.launching[0] == pytest.approx(result.launch_seconds - timing.local[0])
 
 
 def test_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
@@ -164,19 +164,19 @@ def test_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
 def test_every_sequence_once_at_equal_global_batches(name: StrategyName, data: str) -> None:
     chosen = options()
     sequences = sequences_for(chosen, data)
-    found = schedule(name, sequences, chosen)
-    assert sorted(found.samples.tolist()) == list(range(3 * 256))
-    assert (found.tokens >= sequences.lengths[found.samples]).all()
-    assert (np.diff(found.cells) >= 0).all()
-    assert found.cells.max() < found.num_cells == len(found.cell_ranks)
-    assert np.bincount(found.cell_steps[found.cells]).tolist() == [256, 256, 256]
+    result = schedule(name, sequences, chosen)
+    assert sorted(result.samples.tolist()) == list(range(3 * 256))
+    assert (result.tokens >= sequences.lengths[result.samples]).all()
+    assert (np.diff(result.cells) >= 0).all()
+    assert result.cells.max() < result.num_cells == len(result.cell_ranks)
+    assert np.bincount(result.cell_steps[result.cells]).tolist() == [256, 256, 256]
     if name != "sorted":
         # The order of the optimizer's steps is nobody's to change.
-        assert (found.samples // 256 == found.cell_steps[found.cells]).all()
+        assert (result.samples // 256 == result.cell_steps[result.cells]).all()
     # Local sequences lie on a rank of their micro-batch, and this on devices that there are.
-    ranks = found.cell_ranks[found.cells]
-    assert ((found.places >= SHARDED) & (found.places < ranks)).all()
-    assert (found.cell_devices + found.cell_ranks <= found.num_devices).all()
+    ranks = result.cell_ranks[result.cells]
+    assert ((result.placement >= SHARDED) & (result.placement < ranks)).all()
+    assert (result.cell_devices + result.cell_ranks <= result.num_devices).all()
 
 
 @settings(max_examples=40)
@@ -190,15 +190,15 @@ def test_every_sequence_once_at_equal_global_batches(name: StrategyName, data: s
 def test_no_strategy_beats_perfect_balance_or_loses_work(
     drawn: list[int], world_size: int, name: StrategyName, zero_stage: int, way: Any
 ) -> None:
-    of = replace(machine(world_size, Constants()), zero_stage=zero_stage, way=way)
+    of = replace(machine(world_size, Constants()), zero_stage=zero_stage, sequence_parallel_type=way)
     size = min(world_size, 4)
     chosen = options(of, sequence_parallel_size=size, bucket_size=16_000, packing_length=16_000, sequences_per_rank=7)
     sequences = arrange(np.array(drawn), chosen, np.array(drawn) // 2) if min(drawn) <= 16_000 else None
     if sequences is None:
         return
-    (found,) = simulate(sequences, [name], chosen)
-    timing, plan = found.timing, found.timing.schedule
-    assert sorted(plan.samples.tolist()) == list(range(found.num_sequences))
+    (result,) = simulate(sequences, [name], chosen)
+    timing, plan = result.timing, result.timing.schedule
+    assert sorted(plan.samples.tolist()) == list(range(result.num_sequences))
     # Tokens on devices are those of the sequences, and all of attention is done by somebody.
     assert timing.tokens.sum() == pytest.approx(plan.tokens.sum())
     hardware = of.hardware
@@ -242,31 +242,31 @@ def test_dynamic_groups_are_aligned_powers_of_two_and_fit(drawn: list[int], worl
 
 
 @pytest.mark.parametrize("data", ["wikipedia", "lmsys", "chatqa2"])
-def test_figures_keep_their_bounds(data: str) -> None:
-    for found in outcomes(options(), data).values():
-        figures = found.figures(found)
+def test_bounds_of_figures(data: str) -> None:
+    for result in outcomes(options(), data).values():
+        figures = result.figures(result)
         assert figures["speedup"] == 1
         assert 0 < figures["mfu"] < 0.8
         assert figures["balance"] >= 1
         assert 0 <= figures["communication_share"] < 1
         assert figures["sequences_per_step"] == 256
-        alone = found.name in ("padded", "packed", "packed-balanced")
-        assert alone <= figures["local_share"] <= (alone or found.name in ("skrull", "dynamic-cp"))
+        alone = result.name in ("padded", "packed", "packed-balanced")
+        assert alone <= figures["local_share"] <= (alone or result.name in ("skrull", "dynamic-cp"))
 
 
 @pytest.mark.parametrize(("data", "least"), [("wikipedia", 0.9), ("lmsys", 0.9), ("chatqa2", 0.3)])
 def test_short_sequences_stay_local(data: str, least: float) -> None:
     chosen = options(machine(constants=Constants()), bucket_size=26 * 1024, num_steps=8)
-    (found,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen), ["skrull"], chosen)  # type: ignore[arg-type]
-    assert found.local_share > least
+    (result,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen), ["skrull"], chosen)  # type: ignore[arg-type]
+    assert result.local_share > least
 
 
 def test_sharded_weights_save_memory_and_run_in_lock_step() -> None:
-    whole, sharded = machine(), replace(machine(), zero_stage=3)
-    assert sharded.state_bytes < whole.state_bytes
-    assert sharded.largest_bucket(8) >= whole.largest_bucket(8)
-    assert sharded.synchronisation_seconds == whole.synchronisation_seconds / 2
-    two, six = outcomes(options(whole))["skrull"].timing, outcomes(options(sharded))["skrull"].timing
+    full_weights, sharded = machine(), replace(machine(), zero_stage=3)
+    assert sharded.state_bytes < full_weights.state_bytes
+    assert sharded.largest_bucket(8) >= full_weights.largest_bucket(8)
+    assert sharded.synchronisation_seconds == full_weights.synchronisation_seconds / 2
+    two, six = outcomes(options(full_weights))["skrull"].timing, outcomes(options(sharded))["skrull"].timing
     assert (six.ranks >= sharded.gather_seconds).all()
     assert (six.device_seconds >= two.device_seconds - 1e-12).all()
     # A round begins on all devices at once.
@@ -285,8 +285,8 @@ def test_twice_the_peak_is_half_the_computing() -> None:
 
 def test_links_without_limits_cost_nothing() -> None:
     free = machine(intra_node_gb_per_s=1e18, inter_node_gb_per_s=1e18, latency_us=0)
-    for found in outcomes(options(free)).values():
-        assert found.figures(found)["communication_share"] == pytest.approx(0, abs=1e-6)
+    for result in outcomes(options(free)).values():
+        assert result.figures(result)["communication_share"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("data", ["wikipedia", "lmsys", "chatqa2"])
@@ -309,13 +309,13 @@ def test_a_sequence_that_no_gpu_holds_is_out_of_memory_where_it_is_not_shared() 
     chosen = options(num_steps=1)
     lengths = np.full(256, 500, dtype=np.int32)
     lengths[7] = 78_000
-    found = {one.name: one for one in simulate(arrange(lengths, chosen), STRATEGIES, chosen)}
-    for name, one in found.items():
+    result = {one.name: one for one in simulate(arrange(lengths, chosen), STRATEGIES, chosen)}
+    for name, one in result.items():
         assert one.out_of_memory.tolist() == [name in ("padded", "packed", "packed-balanced")], name
-    assert found["padded"].figures(found["skrull"])["out_of_memory_steps"] == 1
+    assert result["padded"].figures(result["skrull"])["out_of_memory_steps"] == 1
 
 
-def test_what_no_group_holds_is_left_out() -> None:
+def test_sequences_larger_than_a_group_are_left_out() -> None:
     chosen = options(bucket_size=1000, packing_length=1000)
     kept = arrange(np.array([10, 8000, 8001, 10**6]), chosen)
     assert sorted(kept.lengths.tolist()) == [10, 8000]
@@ -328,16 +328,16 @@ def test_what_no_group_holds_is_left_out() -> None:
 
 
 def test_fewer_sequences_than_a_step() -> None:
-    for found in simulate(arrange(np.arange(1, 6), options()), STRATEGIES, options()):
-        assert found.num_steps == 1
-        assert found.num_sequences == 5
+    for result in simulate(arrange(np.arange(1, 6), options()), STRATEGIES, options()):
+        assert result.num_steps == 1
+        assert result.num_sequences == 5
 
 
 def test_alone_and_together() -> None:
     """Groups of one GPU: nothing is shared, and nothing breaks."""
     chosen = options(sequence_parallel_size=1, sequences_per_rank=8)
-    for found in simulate(sequences_for(chosen), STRATEGIES, chosen):
-        if found.name != "dynamic-cp":
-            assert (found.timing.schedule.cell_ranks == 1).all()
-            assert found.timing.exposed.sum() == 0
-        assert found.title == TITLES[found.name]
+    for result in simulate(sequences_for(chosen), STRATEGIES, chosen):
+        if result.name != "dynamic-cp":
+            assert (result.timing.schedule.cell_ranks == 1).all()
+            assert result.timing.exposed.sum() == 0
+        assert result.title == TITLES[result.name]

@@ -126,16 +126,18 @@ def test_the_log_says_what_packs_make_of_the_batch(tiny: TinyWorld, tmp_path: Pa
 
     # Two packs of five samples on each of two ranks; without packing, two rows on each.
     said = plan(gradient_accumulation_steps=2)
-    assert "a step holds 20.0 samples and 110 target tokens on average" in said
-    assert "(batch size x accumulation x ranks: 1 x 2 x 2) 4 and 22: --samples-per-step 4 keeps that batch" in said
-    assert "5.0 times the batch: a learning rate tuned unpacked rises up to 2.2 times with Adam" in said
+    assert "a step has 20.0 samples and 110 target tokens on average" in said
+    assert (
+        "(batch size x accumulation x ranks: 1 x 2 x 2) it has 4 and 22: --samples-per-step 4 keeps that batch" in said
+    )
+    assert "5.0 times the batch: multiply a learning rate tuned without packing by up to 2.2 with Adam" in said
     assert "warm-up: 1 of 2 steps, unpacked 1 of 10" in said
     assert "warm-up: 4 of 2 steps, unpacked 4 of 10" in plan(gradient_accumulation_steps=2, warmup_steps=4)
-    assert "5.0 times with SGD (linear: Goyal et al. 2017)" in plan(gradient_accumulation_steps=2, optim="sgd")
+    assert "5.0 with SGD (linear: Goyal et al. 2017)" in plan(gradient_accumulation_steps=2, optim="sgd")
     for kept in ({"samples_per_step": 4}, {"packing": False}):
         said = plan(**kept)
-        assert "a step holds" not in said
+        assert "a step has" not in said
         assert "tuned" not in said
-    assert "optimizer steps: 10, as without packing; each has the 4 samples that it has unpacked" in plan(
+    assert "optimizer steps: 10, as without packing; each has the 4 samples that it has without packing" in plan(
         samples_per_step=4
     )

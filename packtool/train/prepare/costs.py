@@ -147,7 +147,9 @@ def with_costs(
     if options.skrull is None:
         return options
     sequence_parallel_size = options.skrull.sequence_parallel_size
-    machine = Machine(sizes=ModelSizes.or_8b(model), hardware=hardware, world_size=sequence_parallel_size, way=way)
+    machine = Machine(
+        sizes=ModelSizes.or_8b(model), hardware=hardware, world_size=sequence_parallel_size, sequence_parallel_type=way
+    )
     return dataclasses.replace(
         options, skrull=dataclasses.replace(options.skrull, times=machine.step_time(sequence_parallel_size))
     )
@@ -186,7 +188,7 @@ class ExpectedTime:
             hardware=self.hardware,
             world_size=self.world_size,
             recompute=bool(config.gradient_checkpointing),
-            way=config.sequence_parallel_type,
+            sequence_parallel_type=config.sequence_parallel_type,
         )
         # These costs include the recomputation and frozen weights of the run, and the machine must not add them again.
         own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
@@ -209,7 +211,7 @@ class ExpectedTime:
         busy = (
             (flops - tower_flops) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
         ) / speed
-        busy += times.waited(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
+        busy += times.exposed_seconds(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
         beside_each, last, exposed = self.collectives(config)
         ranks = steps.rank_sums(np.maximum(busy, max(times.launch_seconds, beside_each)))
         hidden = _BACKWARD * ranks.min(axis=1) / np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)

@@ -237,7 +237,7 @@ class Inputs:
             media_tokens=self.media_tokens if shared is None else shared.media_tokens,
             towers=towers,
             trees=None if shared is None else shared.trees,
-            wanted=samples,
+            untrained=samples,
         )
 
     def plan_mixture(self, mixture: Mixture, epoch: int, assignment: BatchShape) -> EpochPlan:

@@ -23,8 +23,8 @@ from packtool.planning.summary import (
     MIN_GROWTH_FOR_ADVICE,
     PlanSummary,
     batch_sentence,
+    fixed_batch_clause,
     learning_rate_advice,
-    own_steps_line,
     padded_fill,
 )
 from packtool.planning.tree_parts import TreeParts
@@ -184,7 +184,7 @@ class Preview:
         """A sentence on the batch size with packing, and advice; None if it is about that without packing."""
         summary, options = self.plan.summary, self.options
         if options.samples_per_step is not None:
-            return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
+            return f"{summary.num_steps:,} steps, as without packing: {fixed_batch_clause(summary, self.plan.steps)}"
         if not options.packing or summary.batch_growth < MIN_GROWTH_FOR_ADVICE:
             return None
         both = batch_sentence(summary, knows_targets=self.inputs.reader is not None)

@@ -19,8 +19,8 @@ from packtool.planning.summary import (
     MIN_GROWTH_FOR_ADVICE,
     SkrullFigures,
     batch_sentence,
+    fixed_batch_clause,
     learning_rate_advice,
-    own_steps_line,
 )
 from packtool.train.prepare.caches import named_sources
 from packtool.train.prepare.output_dir import RESULT_NAME
@@ -189,7 +189,7 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
         f"{summary.fill:.2%}{free}"
     )
     if has_fixed_steps:
-        yield f"optimizer steps: {num_steps:,}, as without packing; {own_steps_line(summary, timeline.first.steps)}"
+        yield f"optimizer steps: {num_steps:,}, as without packing; {fixed_batch_clause(summary, timeline.first.steps)}"
         return
     if last := last_step_line(timeline):
         yield last

@@ -32,8 +32,8 @@ from packtool.planning.ledger import (
     Match,
     RowCounts,
     SourceLedger,
+    concatenate_counts,
     content_keys,
-    joined_counts,
     match,
     row_keys,
 )
@@ -100,7 +100,7 @@ def _match_counts(
         gone = [np.ones(source.num, np.bool_) for source in pool]
         return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, gone)
     # Arrays of the joined pool: the samples of all its caches, one after the other.
-    before, epoch = (joined_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
+    before, epoch = (concatenate_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
     # Samples of earlier removed caches that were matched then have no counts left, and are no candidates again.
     is_candidate = before + epoch > 0
     is_candidate[: sum(source.num for source in pool[:num_leaving])] = True
@@ -306,8 +306,8 @@ def with_changed_data(
         )
         for cache, source in enumerate(kept)
     ]
-    counts = joined_counts([source.epoch for source in sources])
-    before_epoch = joined_counts([source.before for source in sources])
+    counts = concatenate_counts([source.epoch for source in sources])
+    before_epoch = concatenate_counts([source.before for source in sources])
     remaining = np.maximum(count_samples(before_epoch, counts) - counts, 0)
     bounds = reader.offsets[1:-1]
     trained = () if stage is None else tuple(source.trained for source in sources)

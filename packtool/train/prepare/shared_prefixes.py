@@ -21,7 +21,7 @@ from packtool.encode.media_spans import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.planning.cost import CostModel
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
-from packtool.planning.prefix_trees import NOTHING, PartsIn, Prefixes, PrefixTrees, plan_trees, rebuild_trees
+from packtool.planning.prefix_trees import NOTHING, PartPlacement, Prefixes, PrefixTrees, plan_trees, rebuild_trees
 from packtool.planning.towers import TowerWork
 from packtool.stream.packs import IntervalSharing
 from packtool.train.prepare.caches import export_command
@@ -95,7 +95,7 @@ class SharedPrefixes:
         vision_tokens = prefixes.media_tokens - prefixes.audio_tokens
         flops = cost.towers(vision_tokens, prefixes.patch_squares, prefixes.audio_tokens)
         added = self.trees.added(full.flops, np.rint(flops).astype(np.int64))
-        return TowerWork(added, full.num_seen, self.logits(target_tokens))
+        return TowerWork(added, full.num_media, self.logits(target_tokens))
 
     def tower_work_saved(self, cost: CostModel) -> float:
         """The fraction of the towers' work that is saved, 0 to 1."""
@@ -244,11 +244,11 @@ def load_shared_prefixes(
         raise MismatchError(
             "--plan shares prefixes that the caches do not record", "Make it again with packtool plan --save."
         )
-    wanted: PartsIn = "together" if parts == "together" else "apart" if parts == "apart" else "any"
+    wanted: PartPlacement = "together" if parts == "together" else "apart" if parts == "apart" else "any"
     return SharedPrefixes(reader.index, prefixes, replace(trees, parts=wanted))
 
 
-def parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
+def parts_of(config: TrainConfig | PlanConfig) -> PartPlacement:
     """The placement in steps of the packs of a tree that does not fit into one pack."""
     if not config.shuffle:
         return "any"  # the order is the user's

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from packtool.planning.epoch import EpochPlan
-from packtool.planning.ledger import DataChange, joined_counts
+from packtool.planning.ledger import DataChange, concatenate_counts
 from packtool.planning.mixture import Mixture, by_name, counts_of_samples, counts_of_steps, share_figures
 from packtool.planning.pack_plan import Int64Array
 from packtool.train.prepare.caches import source_lines
@@ -468,7 +468,7 @@ def _stages(
     if change is not None:
         assert change.stage is not None, "a change of a run with stages"
         step, epoch, number = change.step, change.epoch, change.stage[0]
-        trained = joined_counts(change.trained)
+        trained = concatenate_counts(change.trained)
     while True:
         *_, shape = (each for at, each in shapes if at <= step)  # the last assignment before the stage
         later = [(at, inputs.stage_assignment(number, each)) for at, each in shapes if at > step]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from packtool.cache.origins import Origins
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
-from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger, joined_counts
+from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger, concatenate_counts
 from packtool.planning.options import PlanOptions
 from packtool.train.prepare import resume
 from packtool.train.prepare.history import begin_ledger, ledger_after, read_ledger, write_ledger
@@ -109,7 +109,7 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         if stop > step:
             seen += trained(caches, timeline, range(step, stop))
             ledger = ledger_after(ledger, timeline, stop)
-        counts = joined_counts([source.epoch for source in ledger.sources])
+        counts = concatenate_counts([source.epoch for source in ledger.sources])
         assert counts.tolist() == [seen[sample] for sample in caches.samples]
     seen += trained(caches, timeline, range(ledger.step, ends))
     assert all(seen[sample] == 1 for sample in caches.samples)
@@ -128,7 +128,7 @@ def test_the_change_of_each_cache_is_described() -> None:
     seen = {
         sample
         for sample, count in zip(
-            before.samples, joined_counts([source.epoch for source in ledger.sources]), strict=True
+            before.samples, concatenate_counts([source.epoch for source in ledger.sources]), strict=True
         )
         if count
     }

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packtool.config.mixture import MixOptions, Recipe, parse_recipe, unify_sources
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.planning.ledger import Ledger, joined_counts
+from packtool.planning.ledger import Ledger, concatenate_counts
 from packtool.planning.mixture import counts_of_samples
 from packtool.planning.options import PlanOptions
 from packtool.train.prepare.caches import _with_amounts
@@ -209,7 +209,7 @@ def test_a_run_with_stages_resumes_at_any_step(
             assert np.array_equal(samples_of(timeline, 0, stop), samples_of(before, 0, stop))
         epoch, _ = timeline.locate(stop)
         assert epoch == before.locate(stop)[0]
-    total = joined_counts([source.trained for source in ledger.sources])
+    total = concatenate_counts([source.trained for source in ledger.sources])
     assert np.array_equal(total, counted)
     rest = samples_of(timeline, ledger.step, timeline.num_steps)
     counted += np.bincount(rest, minlength=len(lengths))
@@ -249,9 +249,9 @@ def test_data_may_change_in_any_stage(
     assert after.stage_of(step)[0] == ledger.stage[0] or after.stage(step).first == step
     epoch = after.locate(step)[0]
     if epoch == ledger.epoch:
-        trained = joined_counts([each.epoch for each in ledger.sources])
+        trained = concatenate_counts([each.epoch for each in ledger.sources])
         drawn = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
-        wanted = epoch_counts(joined_counts([source.before for source in ledger.sources]), trained)
+        wanted = epoch_counts(concatenate_counts([source.before for source in ledger.sources]), trained)
         assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     whole = samples_of(after, step, after.num_steps)
