@@ -60,7 +60,7 @@ def test_texts_need_no_template(base: Path, num_proc: int) -> None:
     assert sample.labels.tolist() == sample.input_ids.tolist()
 
 
-def test_conversations_ask_for_one(base: Path, template: Path) -> None:
+def test_conversations_need_a_template(base: Path, template: Path) -> None:
     talk = conversations_of(base.parent)
     with pytest.raises(
         ConfigError, match=r"talk\.jsonl holds conversations\nGive a template with --chat-template FILE"
@@ -77,7 +77,7 @@ def test_conversations_ask_for_one(base: Path, template: Path) -> None:
     assert "chat_template" not in own.identity.spec
 
 
-def test_later_conversations_are_dropped_and_told(base: Path) -> None:
+def test_later_conversations_are_dropped_with_a_warning(base: Path) -> None:
     """No row ends an export, so those that the first look did not see are counted like others that cannot be used."""
     talk = Path(conversations_of(base.parent))
     talk.write_text("{broken\n" * 64 + talk.read_text())
@@ -86,7 +86,7 @@ def test_later_conversations_are_dropped_and_told(base: Path) -> None:
     assert found.dropped == {"invalid_json": 64, "no_chat_template": 5}
 
 
-def test_the_template_is_known_by_what_it_holds(base: Path, template: Path, tmp_path: Path) -> None:
+def test_the_template_is_identified_by_its_content(base: Path, template: Path, tmp_path: Path) -> None:
     talk = conversations_of(tmp_path)
     exported(base, "talk", dataset=(talk,), chat_template=str(template))
     moved = template.rename(tmp_path / "moved.jinja")
@@ -99,7 +99,7 @@ def test_the_template_is_known_by_what_it_holds(base: Path, template: Path, tmp_
 @pytest.mark.parametrize(
     ("text", "told"), [(None, "No such file"), ("", "the file is empty"), ("{% if %}", "not valid Jinja")]
 )
-def test_templates_that_are_none(base: Path, text: str | None, told: str, tmp_path: Path) -> None:
+def test_files_that_are_no_templates_are_refused(base: Path, text: str | None, told: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jinja"
     if text is not None:
         path.write_text(text)
@@ -115,6 +115,6 @@ def test_no_tokenizer(base: Path) -> None:
         ModelFiles.load(str(base))
 
 
-def test_an_option_that_is_not_given_leaves_no_trace() -> None:
+def test_options_that_are_not_given_are_not_recorded() -> None:
     names = {"chat_template", "bbox_type", "bbox_format", "norm_bbox"}
     assert names.isdisjoint(EncodeSpec(model="m", max_length=9).recorded())

@@ -62,7 +62,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Encoder, "_render", breaks)
 
 
-def test_dirty_rows_cost_themselves(model: Path, tmp_path: Path) -> None:
+def test_only_broken_rows_are_dropped(model: Path, tmp_path: Path) -> None:
     progress = Notes()
     summary = export(config(model, tmp_path), progress)
     assert (summary.num_rows, summary.num_samples) == (len(DIRTY) + 2, 2)

@@ -39,7 +39,7 @@ def take_away(monkeypatch: pytest.MonkeyPatch, picture: Path) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2])
-def test_a_medium_that_is_gone_when_it_is_read_costs_its_rows(
+def test_rows_whose_medium_is_removed_before_it_is_read_are_dropped(
     run_export: Export, tmp_path: Path, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_export("before")
@@ -64,7 +64,9 @@ def test_a_medium_that_is_gone_when_it_is_read_costs_its_rows(
         assert all(image.data for sample in samples for image in sample.images)
 
 
-def test_strict_stops_at_it(run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_stops_at_a_missing_medium(
+    run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take_away(monkeypatch, tmp_path / "2.png")
     rows.write_text("".join(line for line in rows.read_text().splitlines(keepends=True) if '"2.png"' in line))
     with pytest.raises(RowError, match=r"row \d+: media_missing: .*2\.png"):

@@ -39,7 +39,7 @@ Export = Callable[..., ExportSummary]
 
 
 @pytest.mark.smoke
-def test_every_row_is_kept_or_has_its_line(run_export: Export, tmp_path: Path) -> None:
+def test_every_row_is_kept_or_listed_as_dropped(run_export: Export, tmp_path: Path) -> None:
     summary = run_export(split_dataset_ratio=0.1)
     lines = [json.loads(line) for line in (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()]
     assert summary.num_rows == 600 == summary.num_samples + len(lines)
@@ -51,7 +51,7 @@ def test_every_row_is_kept_or_has_its_line(run_export: Export, tmp_path: Path) -
     assert sorted(numbers + [line["row"] for line in lines]) == list(range(600))
 
 
-def test_datasets_opens_it_and_sees_what_the_reader_gives(run_export: Export, tmp_path: Path) -> None:
+def test_datasets_reads_the_same_samples_as_the_reader(run_export: Export, tmp_path: Path) -> None:
     import datasets
 
     run_export()
@@ -93,7 +93,7 @@ def test_the_split_is_exact_and_seeded(run_export: Export, tmp_path: Path) -> No
     assert val_rows("c", seed=1) != first
 
 
-def test_a_finished_cache_is_not_made_again(run_export: Export, tmp_path: Path, rows: Path, model: Path) -> None:
+def test_a_finished_cache_is_not_exported_again(run_export: Export, tmp_path: Path, rows: Path, model: Path) -> None:
     made = run_export()
     before = tree(tmp_path / "cache")
     again = run_export()
@@ -111,7 +111,7 @@ def test_a_finished_cache_is_not_made_again(run_export: Export, tmp_path: Path, 
     assert run_export(overwrite=True).num_rows == 601
 
 
-def test_a_foreign_folder_is_never_touched(run_export: Export, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_cache_is_never_changed(run_export: Export, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "thesis.txt").write_text("precious")
     for overwrite in (False, True):
@@ -130,9 +130,7 @@ def test_strict_names_file_and_row_and_leaves_no_cache(run_export: Export, tmp_p
     assert run_export(strict=False).num_rows == 600
 
 
-def test_nothing_left_names_the_remedy_and_stands_in_nobodys_way(
-    run_export: Export, rows: Path, tmp_path: Path
-) -> None:
+def test_an_empty_export_names_the_remedy_and_can_be_repeated(run_export: Export, rows: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none of 600 rows was kept: .* over_max_length(.|\n)*--max-length"):
         run_export(max_length=3)
     elsewhere = tmp_path / "elsewhere.jsonl"
@@ -167,7 +165,7 @@ def test_small_files_share_shards(run_export: Export, rows: Path, tmp_path: Path
         np.testing.assert_array_equal(many.sample(position).labels, one.sample(position).labels)
 
 
-def test_workers_begin_while_many_files_are_looked_through(
+def test_workers_start_while_many_files_are_scanned(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -192,7 +190,7 @@ def test_workers_begin_while_many_files_are_looked_through(
     assert not multiprocessing.active_children()  # those that had begun for nothing have ended
 
 
-def test_workers_refuse_what_cannot_be_encoded(
+def test_workers_refuse_unsupported_models(
     run_export: Export, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they begin before the files are looked through, this process makes no encoder of its own."""
@@ -252,7 +250,7 @@ def test_many_files_are_counted_and_not_listed(model: Path, rows: Path, tmp_path
     assert told.started[0] == ("scan files", 30)
 
 
-def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) -> None:
+def test_speed_counts_only_rows_of_this_run(run_export: Export, tmp_path: Path) -> None:
     assert run_export("whole").rows_made == 600
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output_dir, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -263,7 +261,7 @@ def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) 
     assert (summary.num_reused, summary.num_rows, summary.rows_made) == (9, 600, 64)
 
 
-def test_what_a_power_failure_took_is_made_again(
+def test_files_lost_in_a_power_failure_are_recreated(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a task, only its shards are waited for until the disk has them."""
@@ -310,7 +308,7 @@ def test_a_full_disk_while_the_index_is_merged(
     assert tree(tmp_path / "cache") == tree(tmp_path / "undisturbed")
 
 
-def test_workers_hold_nothing_that_outlives_them(run_export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_leave_no_semaphores(run_export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
     """A semaphore with a name stays in ``/dev/shm`` when the whole group is killed."""
     import multiprocessing.synchronize
 
@@ -321,7 +319,7 @@ def test_workers_hold_nothing_that_outlives_them(run_export: Export, monkeypatch
     assert run_export(dataset_num_proc=2).num_rows == 600
 
 
-def test_rows_that_reach_too_far_are_told_before_and_after(run_export: Export, tmp_path: Path) -> None:
+def test_rows_with_forbidden_media_cause_warnings_before_and_after(run_export: Export, tmp_path: Path) -> None:
     from PIL import Image
 
     (tmp_path / "rows").mkdir()
@@ -360,7 +358,7 @@ def test_truncated_rows_are_counted_with_their_tokens(run_export: Export, tmp_pa
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2, 5, 11, 23, 30])
-def test_a_full_disk_leaves_nothing_that_looks_whole(
+def test_a_full_disk_leaves_no_finished_cache(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     import builtins
@@ -447,7 +445,7 @@ def test_a_dead_worker_ends_the_run(tmp_path: Path, model: Path, rows: Path) -> 
     assert "Run the same command again" in told
 
 
-def test_ctrl_c_ends_at_once_and_says_how_to_go_on(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_at_once_and_says_how_to_resume(model: Path, rows: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_text(rows.read_text() * 40)
     command = [*_command(model, big, tmp_path / "stopped"), "--dataset-num-proc", "2"]
@@ -492,7 +490,7 @@ def _python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_settings_are_checked_before_the_old_cache_is_given_up(run_export: Export, tmp_path: Path) -> None:
+def test_settings_are_checked_before_the_old_cache_is_removed(run_export: Export, tmp_path: Path) -> None:
     run_export()
     before = tree(tmp_path / "cache")
     with pytest.raises(DataError):
@@ -502,7 +500,7 @@ def test_the_settings_are_checked_before_the_old_cache_is_given_up(run_export: E
     assert tree(tmp_path / "cache") == before
 
 
-def test_a_marker_without_its_shard_is_not_believed(run_export: Export, tmp_path: Path) -> None:
+def test_a_marker_without_its_shard_is_ignored(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
     with pytest.raises(RowError):
         run_export(strict=True)
@@ -526,7 +524,7 @@ def process_one_shard_short(run_export: Export, cache: Path) -> None:
     assert summary.num_reused == len(shards) - 2
 
 
-def test_a_broken_manifest_is_told_of(run_export: Export, tmp_path: Path) -> None:
+def test_a_broken_manifest_is_an_error(run_export: Export, tmp_path: Path) -> None:
     run_export()
     manifest = tmp_path / "cache" / "packtool.json"
     manifest.write_text(manifest.read_text()[:-40])
@@ -561,7 +559,7 @@ def test_a_part_of_a_job_array_may_have_no_rows(run_export: Export, tmp_path: Pa
     assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
 
 
-def test_what_parts_have_exported_can_be_published_later(run_export: Export, tmp_path: Path) -> None:
+def test_finalize_publishes_exported_parts_later(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output_dir, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -663,7 +661,7 @@ def test_media_in_a_store_are_measured_and_embedded_without_secrets(
             assert b"geheim" not in (tmp_path / name / file).read_bytes()
 
 
-def test_other_processor_settings_are_another_cache(run_export: Export, tmp_path: Path, model: Path) -> None:
+def test_other_processor_settings_need_another_cache(run_export: Export, tmp_path: Path, model: Path) -> None:
     run_export()
     other = tmp_path / "other"
     shutil.copytree(model, other)

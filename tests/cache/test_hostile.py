@@ -67,7 +67,7 @@ _VALUES = st.one_of(
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_manifest_is_read_whole_or_refused(cache: Path, data: st.DataObject, tmp_path: Path) -> None:
+def test_a_changed_manifest_is_read_or_refused(cache: Path, data: st.DataObject, tmp_path: Path) -> None:
     """Any value anywhere: an error that names the file, or names and numbers as an export writes them."""
     path = cache / "packtool.json"
     keep = cache.parent / "kept.json"
@@ -113,7 +113,7 @@ def test_a_manifest_is_read_whole_or_refused(cache: Path, data: st.DataObject, t
         (("surprise",), 1, "surprise is 1"),
     ],
 )
-def test_what_is_wrong_is_named(cache: Path, at: tuple[Any, ...], value: Any, told: str) -> None:
+def test_errors_name_the_wrong_field(cache: Path, at: tuple[Any, ...], value: Any, told: str) -> None:
     path = cache / "packtool.json"
     document = json.loads(path.read_text())
     _put(document, at, value)
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_named(cache: Path, at: tuple[Any, ...], value: Any, to
         Manifest.read(str(cache))
 
 
-def test_a_deep_manifest_is_no_crash(cache: Path) -> None:
+def test_a_deeply_nested_manifest_is_an_error(cache: Path) -> None:
     (cache / "packtool.json").write_text('{"identity":' + "[" * 100_000)
     with pytest.raises(MismatchError, match="is broken"):
         Manifest.read(str(cache))
@@ -131,7 +131,7 @@ def test_a_deep_manifest_is_no_crash(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value"), [("shard", 99), ("shard", -1), ("row_in_shard", 10**6), ("channel", 2), ("length", -1)]
 )
-def test_an_index_points_to_rows_that_are_there(cache: Path, column: str, value: int) -> None:
+def test_an_index_must_refer_to_existing_rows(cache: Path, column: str, value: int) -> None:
     index, manifest = cache / "train" / "index.arrow", cache / "packtool.json"
     document = json.loads(manifest.read_text())
     document["splits"]["train"].pop("index_sha256")  # of a cache that was made before it was kept

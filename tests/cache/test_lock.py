@@ -188,7 +188,7 @@ def test_a_second_export_is_refused_while_the_first_lives(
     assert _files(directory) == tree(base / "default")
 
 
-def test_who_was_believed_dead_stops(
+def test_a_run_that_lost_its_lock_stops(
     base: Path, model: Path, tmp_path: Path, dead: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first stands still at its second shard, the second takes its place and finishes, the first wakes up."""
@@ -211,7 +211,7 @@ def test_who_was_believed_dead_stops(
     assert {name: found[name] for name in tree(base / "all")} == tree(base / "all")
 
 
-def test_what_another_process_wrote_is_not_published(
+def test_shards_changed_by_another_process_are_not_published(
     base: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard of the same name and size that is not the one that was written."""
@@ -263,7 +263,7 @@ def test_a_stale_lock_is_told_from_a_live_one(
         assert tree(tmp_path / "cache") == tree(base / "default")
 
 
-def test_parts_share_a_directory_with_their_like_only(base: Path, model: Path, tmp_path: Path) -> None:
+def test_only_parts_of_one_export_share_a_directory(base: Path, model: Path, tmp_path: Path) -> None:
     directory = str(tmp_path / "cache")
     with DirectoryLock(directory, "0 of 2"):
         _export(model, base, directory, task_index=1, num_tasks=2)
@@ -278,7 +278,7 @@ def test_parts_share_a_directory_with_their_like_only(base: Path, model: Path, t
     assert tree(tmp_path / "cache") == tree(base / "default")
 
 
-def test_one_of_many_takes_a_directory(tmp_path: Path) -> None:
+def test_one_of_many_processes_takes_the_lock(tmp_path: Path) -> None:
     import threading
 
     directory = str(tmp_path / "cache")
@@ -304,8 +304,8 @@ def test_one_of_many_takes_a_directory(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_an_export_that_begins_at_the_same_moment_is_no_stranger(base: Path, model: Path, tmp_path: Path) -> None:
-    """Its lock, half written, is neither a reason to refuse the directory nor an error when it is cleared away."""
+def test_a_half_written_lock_does_not_block_an_export(base: Path, model: Path, tmp_path: Path) -> None:
+    """Neither is it a reason to refuse the directory, nor an error when it is removed."""
     half = tmp_path / "cache" / ".lock-000001.json.4711-0a1b2c3d.partial"
     half.parent.mkdir()
     half.touch()
@@ -313,7 +313,7 @@ def test_an_export_that_begins_at_the_same_moment_is_no_stranger(base: Path, mod
     _export(model, base, str(half.parent), loss_scale="all", overwrite=True)
 
 
-def test_a_new_file_that_is_cleared_away_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_file_removed_by_another_process_is_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def cleared(source: str, target: str) -> None:
@@ -325,7 +325,7 @@ def test_a_new_file_that_is_cleared_away_is_not_made(tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_is_made_once(tmp_path: Path, bucket: str) -> None:
+def test_a_new_file_is_created_once(tmp_path: Path, bucket: str) -> None:
     for place in (str(tmp_path), bucket):
         path = storage.join(place, "new")
         assert storage.publish_new(path, b"first")
@@ -336,7 +336,7 @@ def test_a_file_is_made_once(tmp_path: Path, bucket: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_unfinished_uploads_of_a_killed_run_are_cleared(base: Path, model: Path, bucket: str, s3_server: Any) -> None:
+def test_unfinished_uploads_of_a_killed_run_are_removed(base: Path, model: Path, bucket: str, s3_server: Any) -> None:
     client, name = s3_server.client(), bucket.removeprefix("s3://")
     for key in ("cache/train/data-00000-of-00004.arrow", "other/train/data-00000-of-00004.arrow"):
         client.create_multipart_upload(Bucket=name, Key=key)

@@ -37,7 +37,7 @@ _LEFT = [{"role": "system", "content": "a"}, _ASKS, {"role": "assistant", "conte
         ({"messages": [_LEFT[2], _ASKS]}, {}, "role_order", "begins with", "user"),
     ],
 )  # fmt: skip
-def test_nothing_left_shows_a_row_and_the_remedy(
+def test_an_empty_export_shows_a_row_and_the_remedy(
     run_export: Export, tmp_path: Path, dry_run: bool, row: Any, settings: Any, reason: str, detail: str, remedy: str
 ) -> None:
     file = tmp_path / "bad.jsonl"

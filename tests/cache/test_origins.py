@@ -14,7 +14,7 @@ from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError
 
 
-def test_origins_are_those_of_the_samples_and_take_next_to_nothing(
+def test_origins_match_the_samples_and_files_are_small(
     run_export: Callable[..., Any], rows: Path, tmp_path: Path
 ) -> None:
     lines = rows.read_text().splitlines(keepends=True)
@@ -49,7 +49,7 @@ def test_parts_of_rows_are_kept(tmp_path: Path) -> None:
     assert found.part.tolist() == part.tolist()
 
 
-def test_what_samples_say_is_the_same_in_another_place(
+def test_content_keys_do_not_depend_on_the_order_of_rows(
     run_export: Callable[..., Any], rows: Path, tmp_path: Path
 ) -> None:
     run_export("old")

@@ -82,7 +82,7 @@ def places(samples: list[EncodedSample]) -> list[tuple[int, str]]:
     return [(sample.row, "" if sample.part is None else str(sample.part)) for sample in samples]
 
 
-def test_rows_are_counted_and_turns_told(talk: Export, tmp_path: Path) -> None:
+def test_rows_are_counted_and_turns_shown(talk: Export, tmp_path: Path) -> None:
     summary = talk()
     found = samples_of(tmp_path / "cache")
     expected = [
@@ -123,7 +123,7 @@ def test_splits_and_samples_of_rows_keep_their_turns_together(talk: Export, rows
     assert summary.num_rows == 30
 
 
-def test_prefixes_meet_where_turns_part(talk: Export, tmp_path: Path) -> None:
+def test_samples_of_a_row_share_prefixes_up_to_their_turns(talk: Export, tmp_path: Path) -> None:
     """Two samples of a row have in common what comes before the answer of the shorter one."""
     talk()
     reader = CacheReader.open([str(tmp_path / "cache")])
@@ -139,7 +139,7 @@ def test_prefixes_meet_where_turns_part(talk: Export, tmp_path: Path) -> None:
             assert max(hashes[number][each] for each in common) == int(one.turns[0])
 
 
-def test_without_lost_thoughts_a_cache_is_what_it_was(talk: Export, model: Path, tmp_path: Path) -> None:
+def test_auto_does_not_change_caches_without_lost_thoughts(talk: Export, model: Path, tmp_path: Path) -> None:
     """Byte for byte, where the template keeps what turns thought; and with it, where rows are not expanded."""
     talk("false", expand_turns="false", model=str(model))
     talk("auto", expand_turns="auto", model=str(model))
@@ -159,7 +159,7 @@ def test_datasets_reads_the_columns(talk: Export, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["data-00000-of-00001.arrow", "index.arrow", "prefixes.arrow"])
-def test_what_is_damaged_is_made_again(talk: Export, tmp_path: Path, file: str) -> None:
+def test_damaged_files_are_recreated(talk: Export, tmp_path: Path, file: str) -> None:
     talk()
     whole = tree(tmp_path / "cache")
     (tmp_path / "cache" / "train" / file).write_bytes(b"")
@@ -167,7 +167,7 @@ def test_what_is_damaged_is_made_again(talk: Export, tmp_path: Path, file: str) 
     assert tree(tmp_path / "cache") == whole
 
 
-def test_a_picture_that_is_gone_costs_the_row(talk: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_picture_drops_the_row(talk: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take_away(monkeypatch, tmp_path / "2.png")
     summary = talk(media="embed", max_length=2000)
     lost = {row for row in range(NUM_ROWS) if row % 5 == 2 and row % 3}
@@ -198,7 +198,7 @@ def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path
     assert found[1].loss_scale is None
 
 
-def test_a_stream_that_goes_on_knows_what_its_samples_are(talk: Export, tmp_path: Path) -> None:
+def test_a_resumed_stream_keeps_the_parts_of_its_samples(talk: Export, tmp_path: Path) -> None:
     talk()
     held = samples_of(tmp_path / "cache")[:4]
     counts = InputCounts(rows=0, dropped={}, marks_added=0, parts_left_out={"over_max_length": 2})
@@ -213,7 +213,7 @@ def test_a_stream_that_goes_on_knows_what_its_samples_are(talk: Export, tmp_path
             np.testing.assert_array_equal(one.borders, other.borders)
 
 
-def test_an_export_says_what_auto_comes_to(talk: Export, model: Path) -> None:
+def test_an_export_notes_the_choice_of_auto(talk: Export, model: Path) -> None:
     for name, chosen, expected in (("a", {}, "becomes several"), ("b", {"model": str(model)}, "changes nothing")):
         told = Told()
         talk(name, expand_turns="auto", progress=told, **chosen)

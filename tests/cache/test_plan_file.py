@@ -12,7 +12,7 @@ from packtool.errors import MismatchError
 from packtool.planning.packing import pack
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_plan_is_read_back(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 5000).astype(np.int32)
     plan = pack(lengths, 128, seed=3)
     info: dict[str, Any] = {"capacity": 128, "max_length": 128, "seed": 3, "cache": "c", "num_cached": 5000}
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not arrow at all", b"ARROW1\0\0"])
-def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
+def test_errors_about_other_files_name_them(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "b.plan"
     path.write_bytes(content)
     with pytest.raises(MismatchError, match=r"b\.plan is not a plan file"):

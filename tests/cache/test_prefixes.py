@@ -92,7 +92,7 @@ def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: P
     assert (found.prefixes.patch_squares == np.repeat(reader.index.patch_squares, 3)).all()
 
 
-def test_samples_with_media_in_files_come_with_their_hashes(ask: Export, tmp_path: Path, bucket: str) -> None:
+def test_samples_with_media_files_have_prefix_hashes(ask: Export, tmp_path: Path, bucket: str) -> None:
     ask("first", media="reference")
     ask("second", media="reference", max_length=500)
     ask("embedded", media="embed")
@@ -109,7 +109,7 @@ def test_samples_with_media_in_files_come_with_their_hashes(ask: Export, tmp_pat
     assert CacheReader.open([str(tmp_path / "first")]).sample(0).prefix_hashes is None
 
 
-def test_the_same_for_any_number_of_shards(ask: Export, tmp_path: Path) -> None:
+def test_prefixes_do_not_depend_on_the_number_of_shards(ask: Export, tmp_path: Path) -> None:
     for name, rows_per_shard in (("few", 100), ("many", 5)):
         ask(name, rows_per_shard=rows_per_shard)
     few, many = (told_by(tmp_path / name)[1] for name in ("few", "many"))
@@ -134,7 +134,7 @@ def write_rows(rows: Path, images: list[str]) -> None:
     rows.write_text("\n".join(json.dumps({"messages": turns, "images": [image]}) for image in images))
 
 
-def test_a_picture_is_the_same_wherever_it_lies(
+def test_hashes_of_pictures_do_not_depend_on_their_paths(
     run_export: Export, model_that_names_tokens: Path, rows: Path, tmp_path: Path
 ) -> None:
     """A copy, a link, an absolute path, and bytes in the row; one of another content, of the same size, is not."""
@@ -158,7 +158,7 @@ def test_a_picture_is_the_same_wherever_it_lies(
     assert told[0] == told[1], "rows of both caches share"
 
 
-def test_a_picture_that_changed_is_not_what_it_was(
+def test_changed_pictures_have_other_hashes(
     run_export: Export, model_that_names_tokens: Path, rows: Path, tmp_path: Path
 ) -> None:
     write_rows(rows, ["0.png"])
@@ -182,7 +182,7 @@ def _make_older(cache: Path) -> None:
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
-def test_an_older_cache_has_none(ask: Export, tmp_path: Path) -> None:
+def test_an_older_cache_has_no_prefixes(ask: Export, tmp_path: Path) -> None:
     ask("new")
     ask("old")
     _make_older(tmp_path / "old")
@@ -191,7 +191,7 @@ def test_an_older_cache_has_none(ask: Export, tmp_path: Path) -> None:
     ask("old")  # is finished already
 
 
-def test_an_export_that_an_older_packtool_began_has_none(
+def test_an_export_started_by_an_older_packtool_has_no_prefixes(
     ask: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = task_module.TaskResult.to_json
@@ -233,7 +233,7 @@ def test_damage_is_found_and_repaired(ask: Export, tmp_path: Path) -> None:
         assert tree(tmp_path / "cache") == whole
 
 
-def test_a_file_of_an_older_packtool_does_not_tell_of_targets(ask: Export, tmp_path: Path) -> None:
+def test_prefixes_of_an_older_packtool_have_unknown_targets(ask: Export, tmp_path: Path) -> None:
     ask()
     file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
     batches = pa.ipc.open_file(file).read_all().to_batches()
@@ -254,7 +254,7 @@ def test_a_file_of_an_older_packtool_does_not_tell_of_targets(ask: Export, tmp_p
     assert file.read_bytes() == kept
 
 
-def test_a_file_of_a_packtool_that_knew_media_by_their_paths_is_repaired(
+def test_prefixes_with_media_hashed_by_path_are_repaired(
     ask: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_module, "prefix_hashes", partial(prefix_hashes, medium_key=by_address))
@@ -270,7 +270,7 @@ def test_a_file_of_a_packtool_that_knew_media_by_their_paths_is_repaired(
     assert tree(tmp_path / "cache") == kept
 
 
-def test_a_file_whose_media_have_changed_is_not_made_as_another(ask: Export, tmp_path: Path) -> None:
+def test_prefixes_are_not_recreated_from_changed_media(ask: Export, tmp_path: Path) -> None:
     ask()
     (tmp_path / "cache" / PLACE).unlink()
     with (tmp_path / "0.png").open("ab") as file:
@@ -305,7 +305,7 @@ def test_prefixes_of_another_index_are_refused(
         CacheReader.open([str(tmp_path / "cache")]).prefixes()
 
 
-def test_hashes_that_nobody_makes_any_more_are_told_of(
+def test_prefixes_with_unknown_hashes_cannot_be_repaired(
     ask: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in caches of an older packtool: the samples are sound, and the file says how to do without it."""

@@ -49,13 +49,13 @@ def test_a_reader_can_be_sent_to_another_process(run_export: Export, tmp_path: P
     np.testing.assert_array_equal(copy.sample(5).labels, reader.sample(5).labels)
 
 
-def test_samples_say_where_they_come_from(run_export: Export, tmp_path: Path, rows: Path) -> None:
+def test_samples_have_source_and_row(run_export: Export, tmp_path: Path, rows: Path) -> None:
     run_export()
     reader = CacheReader.open([str(tmp_path / "cache")])
     assert reader.sample(0).place == f"{rows}, row {reader.sample(0).row}"
 
 
-def test_caches_of_other_settings_do_not_join(run_export: Export, tmp_path: Path, model: Path) -> None:
+def test_caches_with_other_settings_are_not_joined(run_export: Export, tmp_path: Path, model: Path) -> None:
     run_export("a")
     run_export("b", image_max_token_num=20)
     # Limits belong to a cache: each sample keeps the size that its tokens were counted for.

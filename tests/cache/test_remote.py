@@ -125,7 +125,7 @@ def test_processes_of_a_machine_download_once(
     assert not list(Path(copies.directory).rglob("*.partial"))
 
 
-def test_a_copy_that_comes_while_its_lock_is_awaited_leaves_nothing_else(
+def test_a_copy_finished_while_its_lock_is_awaited_leaves_no_other_file(
     remote: str, copies: LocalCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process puts it in its place between this one's look and its lock."""
@@ -148,7 +148,7 @@ def test_a_copy_that_comes_while_its_lock_is_awaited_leaves_nothing_else(
     assert not list(Path(copies.directory).rglob("*.partial"))
 
 
-def test_a_dead_processs_lock_is_taken_over(remote: str, copies: LocalCopies) -> None:
+def test_the_lock_of_a_killed_process_is_released(remote: str, copies: LocalCopies) -> None:
     manifest = Manifest.read(remote)
     shard = manifest.splits["train"].shards[0]
     partial = Path(copies.directory) / manifest.fingerprint / f"{shard.sha256}.arrow.partial"
@@ -215,7 +215,7 @@ def test_missing_and_short_shards_are_noticed_before_training(remote: str, copie
         CacheReader.open([f"{remote}-gone"], copies=copies)
 
 
-def test_other_caches_copies_go_first(remote: str, cache: Path, copies: LocalCopies) -> None:
+def test_copies_of_other_caches_are_removed_first(remote: str, cache: Path, copies: LocalCopies) -> None:
     manifest = Manifest.read(remote)
     total = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
     index = sum(path.stat().st_size for path in (cache).rglob("index.arrow"))

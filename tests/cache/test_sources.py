@@ -57,7 +57,7 @@ def test_how_rows_are_read_is_part_of_a_cache(
         run_export(**{**mixed, **changed})
 
 
-def test_what_is_not_read_of_a_saved_dataset_dict_is_said(run_export: Export, tmp_path: Path) -> None:
+def test_ignored_splits_of_a_saved_dataset_dict_are_noted(run_export: Export, tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": ["c", "d"]})
     folder = str(tmp_path / "saved")
     datasets.DatasetDict(train=data, validation=data, extra=data).save_to_disk(folder)

@@ -39,7 +39,7 @@ def _make_older(cache: Path) -> None:
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
-def test_the_index_adds_up_what_towers_see_and_hear(run_export: Export, tmp_path: Path) -> None:
+def test_the_index_has_the_cost_of_vision_and_audio_towers(run_export: Export, tmp_path: Path) -> None:
     run_export()
     reader = CacheReader.open([str(tmp_path / "cache")])
     samples = [reader.sample(i) for i in range(len(reader))]
@@ -52,7 +52,7 @@ def test_the_index_adds_up_what_towers_see_and_hear(run_export: Export, tmp_path
     assert reader.index.vision_tokens.tolist() == reader.index.media_tokens.tolist()
 
 
-def test_patches_see_their_own_frame_and_sound_tracks_are_heard() -> None:
+def test_patch_squares_count_frames_and_audio_tracks() -> None:
     nothing = np.zeros(0, np.int32)
     track = EncodedAudio(None, None, 1, 1, 7)
     image = EncodedImage("a", None, 1, 1, (1, 4, 6), 6)
@@ -86,7 +86,7 @@ def test_an_older_index_is_repaired_as_it_was(run_export: Export, tmp_path: Path
     assert tree(tmp_path / "cache") == whole
 
 
-def test_an_export_goes_on_from_parts_of_an_older_one(
+def test_an_export_resumes_from_tasks_of_an_older_packtool(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_export("whole")
@@ -109,7 +109,7 @@ def test_an_export_goes_on_from_parts_of_an_older_one(
     assert (kept > 0).any()
 
 
-def test_what_is_not_known_is_guessed_from_counts() -> None:
+def test_unknown_columns_are_estimated_from_counts() -> None:
     limits = MediaLimits(image=ImageLimits(1, 1, patch_size=16, merge_size=2, temporal_patch_size=2))
     columns = {
         "media_tokens": np.array([0, 100, 1024, 60, 90, 7], np.int32),

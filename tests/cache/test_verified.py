@@ -142,7 +142,7 @@ def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path)
     check()
 
 
-def test_a_shard_that_is_cut_off_while_it_is_mapped_is_an_error_and_no_crash(shard: Path) -> None:
+def test_truncating_a_mapped_shard_is_an_error_and_no_crash(shard: Path) -> None:
     """Reading mapped memory behind the end of its file is a bus error, which ends a process."""
     mapped = ShardFile(str(shard), local.digests_of(str(shard))[1])
     mapped.sample(0)
@@ -151,7 +151,7 @@ def test_a_shard_that_is_cut_off_while_it_is_mapped_is_an_error_and_no_crash(sha
         mapped.sample(0)
 
 
-def test_a_replaced_or_removed_shard_stays_mapped_as_it_was(shard: Path, tmp_path: Path) -> None:
+def test_a_replaced_or_removed_shard_stays_mapped(shard: Path, tmp_path: Path) -> None:
     mapped = ShardFile(str(shard), local.digests_of(str(shard))[1])
     expected = _values(mapped.sample(3))
     (tmp_path / "other").write_bytes(b"other")
@@ -200,7 +200,7 @@ def test_one_process_reads_while_others_wait(
     assert hashed == [path.name]
 
 
-def test_without_a_place_for_notes_each_looks_for_itself(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
+def test_without_a_directory_for_notes_each_process_verifies(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
     (tmp_path / "file").write_text("in the way")
     for _ in range(2):
         _read(cache, tmp_path / "file" / "notes")
@@ -208,9 +208,7 @@ def test_without_a_place_for_notes_each_looks_for_itself(cache: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("verify", ["once", "always"])
-def test_a_copy_that_was_damaged_here_is_fetched_again(
-    verify: VerifyCache, cache: Path, bucket: str, tmp_path: Path
-) -> None:
+def test_a_damaged_local_copy_is_fetched_again(verify: VerifyCache, cache: Path, bucket: str, tmp_path: Path) -> None:
     for path in sorted(cache.rglob("*")):
         if path.is_file():
             storage.publish(storage.join(bucket, "cache", *path.relative_to(cache).parts), path.read_bytes())
@@ -223,7 +221,7 @@ def test_a_copy_that_was_damaged_here_is_fetched_again(
     assert copy.read_bytes() == whole
 
 
-def test_old_caches_without_a_checksum_of_the_index_open_and_say_so(cache: Path) -> None:
+def test_old_caches_without_index_checksum_can_be_opened(cache: Path) -> None:
     path = cache / "packtool.json"
     document = json.loads(path.read_text())
     for split in document["splits"].values():
@@ -236,9 +234,7 @@ def test_old_caches_without_a_checksum_of_the_index_open_and_say_so(cache: Path)
     assert "no checksum was recorded for" in "\n".join(inspect.damage_lines(found))
 
 
-def test_repair_makes_again_what_is_damaged_and_nothing_else(
-    cache: Path, run_export: Export, rows: Path, hashed: list[str]
-) -> None:
+def test_repair_recreates_only_damaged_files(cache: Path, run_export: Export, rows: Path, hashed: list[str]) -> None:
     whole = tree(cache)
     shards = sorted((cache / "train").glob("data-*"))
     _flip(shards[1], 8 * 5000)
@@ -261,7 +257,7 @@ def test_repair_makes_again_what_is_damaged_and_nothing_else(
         run_export(split_dataset_ratio=0.1, repair=True)
 
 
-def test_a_repair_that_would_be_something_else_is_refused(cache: Path, run_export: Export) -> None:
+def test_a_repair_that_would_differ_is_refused(cache: Path, run_export: Export) -> None:
     path = cache / "packtool.json"
     document = json.loads(path.read_text())
     document["splits"]["train"]["shards"][2]["sha256"] = "0" * 64  # as if another version had written it

@@ -13,7 +13,7 @@ def _exchange() -> None:
     assert all_gather_objects({"rank": dist.get_rank()}, 2) == [{"rank": 0}, {"rank": 1}]
 
 
-def test_every_rank_has_what_all_have_in_their_order(tmp_path: Path) -> None:
+def test_every_rank_gets_all_objects_in_order(tmp_path: Path) -> None:
     run_ranks(2, _exchange, scratch=tmp_path)
 
 

@@ -21,7 +21,7 @@ def _gc_state() -> Iterator[None]:
     (gc.enable if was_enabled else gc.disable)()
 
 
-def test_what_was_imported_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_objects_are_skipped_by_later_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     kept = [[] for _ in range(1000)]
     frozen = gc.get_freeze_count()
@@ -31,13 +31,13 @@ def test_what_was_imported_is_not_looked_through_again(monkeypatch: pytest.Monke
     assert gc.get_freeze_count() >= frozen + len(kept)
 
 
-def test_a_program_that_has_imported_it_all_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_changes_if_transformers_is_already_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", sys)
     with imported_at_once():
         assert gc.isenabled()
 
 
-def test_collections_that_were_off_stay_off() -> None:
+def test_disabled_garbage_collection_stays_disabled() -> None:
     gc.disable()
     frozen = gc.get_freeze_count()
     with delayed_gc() as collect, imported_at_once():

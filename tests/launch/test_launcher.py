@@ -35,7 +35,7 @@ def test_one_process_is_enough(started: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("even_one", [False, True])
-def test_several_are_started_once_all_fits(
+def test_several_processes_are_started_after_the_checks(
     started: list[list[str]], monkeypatch: pytest.MonkeyPatch, even_one: bool
 ) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "1" if even_one else "4")
@@ -46,7 +46,7 @@ def test_several_are_started_once_all_fits(
     assert started[0][-5:] == ["--module", "packtool", *ARGUMENTS][-5:]
 
 
-def test_what_does_not_fit_starts_nothing(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_started_if_a_check_fails(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "3")
 
     def refuse(world: World) -> None:
@@ -60,7 +60,7 @@ def test_what_does_not_fit_starts_nothing(started: list[list[str]], monkeypatch:
     assert not started
 
 
-def test_a_process_of_several_knows_its_place(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_process_has_its_rank(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}.items():
         monkeypatch.setenv(name, value)
     assert launch_ranks(ARGUMENTS, 1, pytest.fail) == World(1, 2)

@@ -109,7 +109,7 @@ def test_the_first_signal_ends_a_launcher_that_waits(node: Node, told: Told, ran
         assert ended(process) == 128 + number
 
 
-def test_late_peer_and_both_say_when_they_begin_and_end(node: Node, told: Told, port: int) -> None:
+def test_a_late_peer_is_awaited_and_both_print_begin_and_end(node: Node, told: Told, port: int) -> None:
     with node(0, per_node=2) as first:
         wait_for(lambda: "waiting" in told(0), lambda: not first.is_alive())
         with node(1, per_node=2) as second:
@@ -185,7 +185,7 @@ def test_master_killed_while_ranks_run(node: Node, told: Told, port: int) -> Non
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_machine_whose_rank_failed_is_named_on_the_other(
+def test_the_failed_machine_is_named_on_the_other(
     node: Node, told: Told, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine the other rank may start, or its launcher leave, long after this one has failed.
@@ -232,7 +232,7 @@ def test_a_master_whose_name_does_not_resolve(node: Node, told: Told) -> None:
     assert f"waiting for node 0 at nowhere.invalid:29500: {unknown.value.strerror}" in told(1)
 
 
-def test_an_address_that_is_not_the_masters(node: Node, told: Told, port: int) -> None:
+def test_an_address_that_is_not_that_of_the_master(node: Node, told: Told, port: int) -> None:
     """192.0.2.0/24 is for documentation: nobody has it."""
     with node(0, place=("192.0.2.1", port)) as process:
         wait_for(lambda: "waiting for MASTER_ADDR=192.0.2.1 to lead to this machine: " in told(0))

@@ -25,7 +25,7 @@ def environ() -> Iterator[dict[str, str]]:
     del store
 
 
-def test_one_of_several_speaks(environ: dict[str, str]) -> None:
+def test_one_of_several_processes_prints(environ: dict[str, str]) -> None:
     same = [is_printed_elsewhere("error: no such file", {**environ, "RANK": str(rank)}) for rank in (1, 0, 2)]
     assert same == [False, True, True]
     assert not is_printed_elsewhere("error: rank 2 is out of memory", {**environ, "RANK": "2"})
@@ -33,7 +33,7 @@ def test_one_of_several_speaks(environ: dict[str, str]) -> None:
     assert not is_printed_elsewhere("error: no such file", again), "another attempt"
 
 
-def test_without_a_store_everybody_speaks(environ: dict[str, str]) -> None:
+def test_without_a_store_every_process_prints(environ: dict[str, str]) -> None:
     for changes in (
         {"TORCHELASTIC_USE_AGENT_STORE": "False"},
         {"WORLD_SIZE": "1"},

@@ -103,7 +103,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
 
 
 @given(per_node=st.integers(1, 64), num_nodes=st.integers(1, 64), data=st.data())
-def test_the_total(per_node: int, num_nodes: int, data: st.DataObject) -> None:
+def test_the_total_number_of_processes(per_node: int, num_nodes: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, num_nodes - 1))
     environ = {"NPROC_PER_NODE": str(per_node), "NNODES": str(num_nodes), "NODE_RANK": str(rank), "MASTER_ADDR": "h"}
     processes = Processes.from_environment(environ)
@@ -112,7 +112,7 @@ def test_the_total(per_node: int, num_nodes: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("num_cores", "given", "expected"), [(16, None, "4"), (2, None, "1"), (16, "7", "7")])
-def test_cores_are_shared_out_unless_the_user_did(
+def test_cores_are_divided_unless_omp_num_threads_is_set(
     num_cores: int, given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, list[str], dict[str, str]]] = []
@@ -129,7 +129,7 @@ def test_cores_are_shared_out_unless_the_user_did(
     assert {name: environ[name] for name in ("NPROC_PER_NODE", "HOME")} == {"NPROC_PER_NODE": "4", "HOME": "/h"}
 
 
-def test_the_process_is_replaced_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_is_replaced_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
@@ -253,7 +253,7 @@ def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
         wait_for(lambda: is_gone(number))
 
 
-def test_a_port_that_is_taken_is_told_in_two_lines() -> None:
+def test_a_used_port_is_an_error_of_two_lines() -> None:
     import socket
 
     with socket.socket() as taken:

@@ -41,7 +41,7 @@ def test_results_and_progress_in_both_orders() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_jobs_are_drawn_only_so_far_ahead() -> None:
+def test_the_number_of_submitted_jobs_is_limited() -> None:
     drawn: list[int] = []
     with WorkerPool[int, int](2, make, 0) as pool:
         results = pool.map((drawn.append(job) or job for job in range(20)), num_ahead=3)
@@ -52,7 +52,7 @@ def test_jobs_are_drawn_only_so_far_ahead() -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_errors_and_deaths_end_the_map(in_order: bool) -> None:
+def test_errors_and_killed_workers_end_the_map(in_order: bool) -> None:
     with WorkerPool[int, int](2, make, 0) as pool:
         with pytest.raises(DataError, match="job 98"):
             list(pool.map([1, 98, 2], in_order=in_order))
@@ -61,7 +61,7 @@ def test_errors_and_deaths_end_the_map(in_order: bool) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_what_the_start_raises_is_raised_by_check_and_by_map() -> None:
+def test_errors_of_the_start_are_raised_by_check_and_by_map() -> None:
     with WorkerPool[int, int](1, make, -1) as pool:
         pool.check_ready()
         pool.start(1)

@@ -14,19 +14,19 @@ from packtool.train.prepare.checkpoint import RunState
 
 
 @pytest.mark.smoke
-def test_alone_without_torchrun() -> None:
+def test_without_torchrun_there_is_one_process() -> None:
     assert World.from_environment({}) == World(0, 1)
     assert World().is_first
 
 
 @pytest.mark.smoke
-def test_one_of_many() -> None:
+def test_rank_and_size_come_from_the_environment() -> None:
     world = World.from_environment({"RANK": "3", "WORLD_SIZE": "8"})
     assert (world.rank, world.size, world.is_first) == (3, 8, False)
 
 
 @pytest.mark.parametrize("environ", [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "-1"}])
-def test_nonsense_is_refused(environ: dict[str, str]) -> None:
+def test_invalid_ranks_are_refused(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="RANK="):
         World.from_environment(environ)
 

@@ -55,7 +55,7 @@ def test_everything_completes_and_bytes_are_equal(bucket: str, s3_server: S3Serv
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_repaired_is_told_within_the_bound(bucket: str, through_proxy: Through, fault: str) -> None:
+def test_permanent_failures_are_errors_within_the_time_limit(bucket: str, through_proxy: Through, fault: str) -> None:
     storage.publish(f"{bucket}/x", bytes(100))
     proxy = through_proxy(retries=2, timeout=1.0, share=1.0, faults=(fault,))
     with pytest.raises(StorageError, match="opening failed: given up after 3 tries"):
@@ -63,7 +63,7 @@ def test_what_cannot_be_repaired_is_told_within_the_bound(bucket: str, through_p
     assert 3 <= proxy.counts["requests"] <= 6  # aiohttp asks again by itself when a connection it kept turns out closed
 
 
-def test_cut_bodies_are_requested_again_and_never_taken_for_another_file(bucket: str, through_proxy: Through) -> None:
+def test_truncated_bodies_are_requested_again(bucket: str, through_proxy: Through) -> None:
     proxy = through_proxy(retries=2, once=[("GET .*claim", "short answer")])
     assert storage.publish_new(f"{bucket}/claim", b"who this is")
     assert not storage.publish_new(f"{bucket}/claim", b"who that is")
@@ -74,7 +74,7 @@ def test_cut_bodies_are_requested_again_and_never_taken_for_another_file(bucket:
         storage.read_bytes(f"{bucket}/rows")
 
 
-def test_every_operation_is_told(bucket: str, through_proxy: Through) -> None:
+def test_errors_name_every_operation(bucket: str, through_proxy: Through) -> None:
     storage.publish(f"{bucket}/x", b"x")
     proxy = through_proxy(retries=1, share=1.0, faults=("503 SlowDown",))
     for name, act in {
@@ -92,7 +92,7 @@ def test_every_operation_is_told(bucket: str, through_proxy: Through) -> None:
         assert len(proxy.heads) == 2
 
 
-def test_an_upload_that_fails_leaves_nothing(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
+def test_a_failed_upload_leaves_nothing_behind(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
     faults = [("PUT .*partNumber=2", "stall"), ("PUT .*partNumber=2", "500 InternalError")]
     through_proxy(retries=1, timeout=5.0, once=faults)
     file = storage.AtomicFile(f"{bucket}/x")
@@ -105,7 +105,7 @@ def test_an_upload_that_fails_leaves_nothing(bucket: str, s3_server: S3Server, t
     assert not storage.exists(f"{bucket}/x")
 
 
-def test_answers_that_get_lost_leave_nothing(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
+def test_lost_responses_leave_nothing_behind(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
     """The server has begun, or ended, an upload, and nobody hears of it."""
     proxy = through_proxy(once=[("POST .*uploads", "lose answer"), ("POST .*uploadId=", "lose answer")])
     data = random.Random(0).randbytes(2 * PART)
@@ -138,7 +138,7 @@ def test_replaced_files_are_noticed(bucket: str) -> None:
         ("418 Teapot", "Teapot", "AWS_ENDPOINT_URL"),
     ],
 )
-def test_what_the_server_refuses_is_told_with_its_remedy(
+def test_refused_requests_are_errors_with_a_remedy(
     bucket: str, through_proxy: Through, fault: str, expected_message: str, remedy: str
 ) -> None:
     proxy = through_proxy(share=1.0, faults=(fault,))
@@ -150,7 +150,7 @@ def test_what_the_server_refuses_is_told_with_its_remedy(
     assert proxy.counts["requests"] <= 4  # no use in asking again (region: botocore looks once)
 
 
-def test_missing_credentials_are_told(
+def test_missing_credentials_are_an_error(
     bucket: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -163,7 +163,7 @@ def test_missing_credentials_are_told(
     assert "AWS_ACCESS_KEY_ID" in str(caught.value.remedy)
 
 
-def test_nobody_listens(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_listen_is_an_error(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     storage.configure(storage.StorageOptions(retries=2, first_pause=0.01, s3_endpoint="http://127.0.0.1:1"))
     with pytest.raises(StorageError, match=r"given up after 3 tries.*127\.0\.0\.1"):

@@ -60,7 +60,7 @@ def test_broken_connections_are_repaired(signed: str, through_proxy: Callable[..
     assert sum(proxy.counts.values()) - proxy.counts["requests"] > 2
 
 
-def test_signatures_are_not_told(signed: str, through_proxy: Callable[..., Proxy]) -> None:
+def test_signatures_are_not_shown(signed: str, through_proxy: Callable[..., Proxy]) -> None:
     proxy = through_proxy(retries=0, share=1.0, faults=("403 AccessDenied", "500 InternalError", "drop answer"))
     address = urlsplit(signed)
     path = f"{proxy.url}{address.path}?{address.query}"
@@ -83,7 +83,7 @@ def test_servers_without_ranges(plain_server: str) -> None:
     assert storage.stat(f"{plain_server}/empty").size == 0
 
 
-def test_what_the_web_cannot_do_is_told(plain_server: str) -> None:
+def test_unsupported_operations_on_web_addresses_are_errors(plain_server: str) -> None:
     assert not storage.exists(f"{plain_server}/gone")
     with pytest.raises(StorageError, match="no such file"):
         storage.read_bytes(f"{plain_server}/gone")

@@ -36,7 +36,7 @@ def proxy(bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> 
         yield proxy
 
 
-def test_requests_are_what_oss_takes(bucket: str, proxy: Proxy) -> None:
+def test_requests_have_the_form_of_oss(bucket: str, proxy: Proxy) -> None:
     base = bucket.replace("s3://", "oss:/")  # as shells leave it
     data = bytes(range(256)) * 2**16
     file = storage.AtomicFile(storage.join(base, "big"))
@@ -57,7 +57,7 @@ def test_requests_are_what_oss_takes(bucket: str, proxy: Proxy) -> None:
             assert refused not in low
 
 
-def test_what_oss_needs_is_told(bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_oss_variables_are_named(bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     path = bucket.replace("s3", "oss") + "/x"
     monkeypatch.delenv("OSS_ACCESS_KEY_SECRET")
     storage.configure(None)
@@ -69,7 +69,7 @@ def test_what_oss_needs_is_told(bucket: str, proxy: Proxy, monkeypatch: pytest.M
         storage.exists(path)
 
 
-def test_secrets_are_not_told(bucket: str, proxy: Proxy) -> None:
+def test_secrets_are_not_shown(bucket: str, proxy: Proxy) -> None:
     proxy.share, proxy.faults = 1.0, ("403 SignatureDoesNotMatch",)
     with pytest.raises(StorageError, match="OSS_ACCESS_KEY_SECRET") as caught:
         storage.read_bytes(bucket.replace("s3", "oss") + "/x")

@@ -30,7 +30,7 @@ from packtool.storage.paths import origin, scrubbed
         ("file://localhost/data/rows", "/data/rows"),
     ],
 )
-def test_paths_are_mended(given: str, mended: str) -> None:
+def test_paths_are_normalized(given: str, mended: str) -> None:
     assert storage.normalize(given) == mended
     assert storage.is_remote(given) == ("://" in mended)
 
@@ -45,7 +45,7 @@ def test_paths_are_mended(given: str, mended: str) -> None:
         ("gs://user:pw@bucket/x", r"gs://\*\*\*@bucket/x"),
     ],
 )
-def test_places_out_of_reach_are_refused(given: str, message: str) -> None:
+def test_unsupported_urls_are_refused(given: str, message: str) -> None:
     for function in (storage.normalize, storage.exists, storage.read_bytes, storage.AtomicFile):
         with pytest.raises(StorageError, match=message):
             function(given)
@@ -147,7 +147,7 @@ def test_runs_on_local_files_import_nothing_for_others(tmp_path: object) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_wrong_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PACKTOOL_STORAGE_RETRIES": "many", "PACKTOOL_STORAGE_TIMEOUT": "-1"}
     with pytest.raises(ConfigError, match=r"(?s)RETRIES: 'many'.*TIMEOUT: '-1'"):
         storage.StorageOptions.from_environment(environ)

@@ -28,7 +28,7 @@ def _fill(base: str) -> None:
 
 
 @pytest.mark.smoke
-def test_what_is_written_is_found(base: str) -> None:
+def test_written_files_are_found(base: str) -> None:
     assert not storage.exists(base)
     assert storage.list_names(base) == []
     assert storage.entries(base) == {}
@@ -50,7 +50,7 @@ def test_what_is_written_is_found(base: str) -> None:
     assert storage.read_bytes(storage.join(base, "ümläut +%41.txt")) == "ümläut +%41.txt".encode()
 
 
-def test_what_changes_looks_changed(base: str) -> None:
+def test_changed_files_have_another_state(base: str) -> None:
     storage.make_directory(base)
     path = storage.join(base, "x")
     storage.publish(path, b"one")
@@ -77,14 +77,14 @@ def test_patterns(base: str) -> None:
     assert result("gone*/x") == result("gone.json") == []
 
 
-def test_missing_files_are_told(base: str) -> None:
+def test_missing_files_are_errors(base: str) -> None:
     for function in (storage.stat, storage.open_read, storage.read_bytes):
         with pytest.raises(StorageError, match=r"gone.json.*[nN]o such file"):
             function(storage.join(base, "gone.json"))
     storage.remove(storage.join(base, "gone.json"))
 
 
-def test_removing_takes_all_below_and_nothing_beside(base: str) -> None:
+def test_removing_a_directory_removes_nothing_beside_it(base: str) -> None:
     _fill(base)
     storage.make_directory(base)
     storage.publish(storage.join(base, "subway"), b"stays")
@@ -96,7 +96,7 @@ def test_removing_takes_all_below_and_nothing_beside(base: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1000, 8 * 2**20, 20_000_001])
-def test_files_in_pieces_appear_whole(base: str, size: int) -> None:
+def test_files_written_in_pieces_appear_complete(base: str, size: int) -> None:
     storage.make_directory(base)
     path = storage.join(base, "big")
     data = random.Random(size).randbytes(size)
@@ -119,7 +119,7 @@ def test_discarded_files_do_not_appear(base: str) -> None:
     assert storage.list_names(base) == []
 
 
-def test_reading_here_and_there(base: str) -> None:
+def test_reading_at_random_positions(base: str) -> None:
     storage.make_directory(base)
     path = storage.join(base, "x")
     data = random.Random(1).randbytes(3_000_000)
@@ -141,7 +141,7 @@ def test_reading_here_and_there(base: str) -> None:
         assert b"".join(file) == data
 
 
-def test_unfinished_files_can_be_cleared(base: str) -> None:
+def test_unfinished_files_can_be_removed(base: str) -> None:
     storage.make_directory(base)
     # The test's server answers 500 where S3 says NoSuchUpload.
     storage.configure(dataclasses.replace(storage.options(), retries=1))
