@@ -110,7 +110,7 @@ def test_a_changed_manifest_is_read_or_refused(cache: Path, data: st.DataObject,
         (("splits", "../../x"), {}, r"splits\.\.\./\.\./x"),
         (("identity", "spec", "max_length"), -5, r"identity\.spec\.max_length is -5"),
         (("sources", 0, "size"), "many", r"sources\[0\]\.size is 'many', not a count"),
-        (("surprise",), 1, "surprise is 1"),
+        (("surprise",), 1, "surprise is unknown"),
     ],
 )
 def test_errors_name_the_wrong_field(cache: Path, at: tuple[Any, ...], value: Any, told: str) -> None:
@@ -143,5 +143,5 @@ def test_an_index_must_refer_to_existing_rows(cache: Path, column: str, value: i
     columns[column][3] = value
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, INDEX) as writer:
         writer.write_table(pa.table({name: np.asarray(values) for name, values in columns.items()}, schema=INDEX))
-    with pytest.raises(MismatchError, match=rf"is not the index of this cache: {column} go"):
+    with pytest.raises(MismatchError, match=rf"is not the index of this cache: {column} (has|exceeds)"):
         CacheReader.open([str(cache)])
