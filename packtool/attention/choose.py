@@ -16,14 +16,14 @@ _FLASH = (FlashKernel(3), FlashKernel(2))
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (SdpaKernel(), TorchVarlenKernel(), *_FLASH, FlexKernel(), ReferenceKernel())
 }
-"""All kernels by the names that ``--attn-impl`` takes; ``reference`` is for tests and ``packtool verify``."""
+"""All kernels by ``--attn-impl`` name; ``reference`` is for tests and ``packtool verify``."""
 
 
 @lru_cache(maxsize=64)
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool = False, head_dim: int = 0
 ) -> Kernel:
-    """Choose the kernel of that name, or with ``auto`` the fastest available one.
+    """Return the kernel of this name, or the fastest available one for ``auto``.
 
     ``auto`` takes flash attention 3, then 2, if the package is installed or the hub's kernel has been downloaded, then
     torch's varlen attention on CUDA in 16 bits, and otherwise SDPA for each document.
@@ -53,7 +53,7 @@ def choose(
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError if a kernel computes numbers of this type on no GPU, whether or not it is installed here."""
+    """Raise ConfigError if a kernel supports ``dtype`` on no GPU, whether or not it is installed here."""
     kernel = KERNELS.get(name)
     if kernel is not None and kernel.is_half_only and (error := needs_half(name, dtype)):
         raise ConfigError(f"--attn-impl {name}: {error.message}", error.remedy)

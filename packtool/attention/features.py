@@ -41,7 +41,7 @@ Features = dict[MediaKind, list[Tensor]]
 
 
 def run_towers_once(model: nn.Module) -> None:
-    """Make a model's towers run at most once in a forward pass; may be called again, and for any model."""
+    """Make a model's towers run at most once per forward pass; idempotent, and without effect on text models."""
     for module in _tower_owners(model):
         if not isinstance(getattr(module, _ATTRIBUTE, None), _TowerHooks):
             setattr(module, _ATTRIBUTE, _TowerHooks(module))
@@ -60,19 +60,19 @@ def share_features(model: nn.Module, parallel: SequenceParallel | None) -> None:
 
 @contextmanager
 def own_features(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes and merges its features as transformers alone would."""
+    """Let the model compute and merge its features as transformers alone would, inside the context."""
     hooks = [getattr(module, _ATTRIBUTE) for module in _tower_owners(model) if hasattr(module, _ATTRIBUTE)]
-    for each in hooks:
-        each.is_on = False
+    for hook in hooks:
+        hook.is_on = False
     try:
         yield
     finally:
-        for each in hooks:
-            each.is_on = True
+        for hook in hooks:
+            hook.is_on = True
 
 
 class _TowerHooks:
-    """Forward hooks of a module that owns towers; an object, as a copied model must not refer to the first one's."""
+    """Forward hooks of a module that owns towers; an object, because a deep copy of the model needs its own."""
 
     def __init__(self, module: Any) -> None:
         self.parallel: SequenceParallel | None = None
@@ -89,7 +89,7 @@ class _TowerHooks:
             module.language_model._deepstack_process = types.MethodType(_deepstack_process, module.language_model)
 
     def _embed(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Replace a forward pass's tokens and media by their embeddings."""
+        """Replace the token ids and media of a forward call by embeddings with the media features written in."""
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
         if not towers or not self.is_on:
@@ -125,7 +125,7 @@ class _TowerHooks:
         return (), rest | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
 
     def _visual_features(self, module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Features:
-        """Features of pictures and videos, in one call."""
+        """Compute the features of images and videos in one call of the vision tower."""
         names = {kind: pair for kind, pair in self._visual_names.items() if media.get(pair[0]) is not None}
         pixels, grids = (torch.cat([media[pair[i]] for pair in names.values()]) for i in (0, 1))
         tower = module.visual
@@ -137,7 +137,7 @@ class _TowerHooks:
         return {kind: [level[number] for level in parts] for number, kind in enumerate(names)}
 
     def _add_deepstack(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Pass on the features that the first layers add, and their positions."""
+        """Give the text tower the DeepStack features that its first layers add, with their positions."""
         if self._deepstack is not None:
             positions, levels = self._deepstack
             self._deepstack = None
@@ -146,13 +146,13 @@ class _TowerHooks:
 
 
 def _processor_features(module: Any, media: Mapping[str, Tensor]) -> Tensor:
-    """Features of pictures that a model's own processor made, (N, D), by the model's own method."""
+    """Compute features (N, D) of images by the model's own ``get_image_features``."""
     output = module.get_image_features(**media, return_dict=True).pooler_output
     return torch.cat([part.flatten(0, -2) for part in ([output] if isinstance(output, Tensor) else output)])
 
 
 def _audio_features(module: Any, inputs: TowerInputs, features: Tensor) -> Tensor:
-    """Features of sounds, (N, D), from mel frames (sounds, bins, frames)."""
+    """Compute features (N, D) of sounds from mel frames (sounds, bins, frames)."""
     arguments = dict(inputs.arguments)
     frames = features.transpose(1, 2).flatten(0, 1)
     silent = frames.new_zeros(1, frames.shape[1])
@@ -175,13 +175,13 @@ def _deepstack_process(module: nn.Module, hidden_states: Tensor, where: Tensor, 
 
 
 def towers_of_media(model: nn.Module) -> Iterator[Any]:
-    """The vision and audio towers of a model."""
+    """Yield the vision and audio towers of a model."""
     for module in _tower_owners(model):
         yield from (tower for name, tower in module.named_children() if name in ("visual", "audio_tower"))
 
 
 def _tower_owners(model: nn.Module) -> Iterator[Any]:
-    """The modules whose forward calls a tower: they have the tower themselves, and not only a child that has it."""
+    """Yield the modules whose forward calls a tower: those that own one directly, not through a child."""
     name = "get_image_features"
     for module in model.modules():
         if {"visual", "language_model"} <= {child for child, _ in module.named_children()}:

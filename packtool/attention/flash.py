@@ -173,7 +173,7 @@ def _varlen_module() -> Any:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of a function's parameters; cached, as inspecting it costs as much as a small kernel."""
+    """Return the names of a function's parameters; cached, because inspection takes as long as a small kernel."""
     return frozenset(inspect.signature(function).parameters)
 
 

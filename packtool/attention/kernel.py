@@ -140,7 +140,7 @@ _HIDDEN_NAME = "packtool_boundaries"
 
 
 class _Opaque:
-    """Keyword arguments that torch.compile does not look into."""
+    """Container of keyword arguments that torch.compile does not inspect."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
@@ -164,13 +164,13 @@ def reveal_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Kernel(abc.ABC):
-    """Attention of every document on its own.
+    """Attention computed separately for every document.
 
     Attributes:
         name: the value of ``--attn-impl``.
-        has_dropout: whether attention weights can be dropped.
-        max_head_dim: largest D, or None.
-        is_half_only: whether it computes 16-bit numbers only.
+        has_dropout: whether it supports dropout of attention weights.
+        max_head_dim: maximum head size D; None for no limit.
+        is_half_only: whether it supports only 16-bit types.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
-        """The reason and the remedy if tensors of this device and type cannot be computed here; None if they can."""
+        """Return why this kernel cannot compute tensors of this device and type, with a remedy; None if it can."""
 
     def attend(
         self,
@@ -193,7 +193,7 @@ class Kernel(abc.ABC):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attention output (T, Hq, D) in the type of q, differentiable.
+        """Compute the attention output (T, Hq, D) in the type of q; differentiable.
 
         Args:
             q: (T, Hq, D).
@@ -219,12 +219,12 @@ class Kernel(abc.ABC):
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """The factor on the scores: ``scale``, or 1 / sqrt(D) of q (T, H, D)."""
+    """Return the factor on the scores: ``scale``, or 1 / sqrt(D) of q (T, H, D)."""
     return scale if scale is not None else 1 / math.sqrt(q.shape[-1])
 
 
 def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """All three, (T, H, D), with heads of one size D that is a multiple of 8, as flash kernels need them.
+    """Pad q, k and v (T, H, D) to one head size D that is a multiple of 8, which flash kernels require.
 
     Zeros appended to a head of Q and K change no score; those appended to V come out as zeros, to be cut off.
     """
@@ -234,7 +234,7 @@ def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def needs_fast_gpu(name: str, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
-    """The error unless the requirements of all flash kernels are met: an NVIDIA GPU since Ampere, 16-bit numbers."""
+    """Return an error unless the GPU is Ampere or newer and the numbers have 16 bits, as flash kernels require."""
     if device.type != "cuda":
         return ConfigError(
             f"{name} attention runs on CUDA only, and this run is on the {device.type}",
@@ -246,7 +246,7 @@ def needs_fast_gpu(name: str, device: torch.device, dtype: torch.dtype) -> Confi
 
 
 def needs_half(name: str, dtype: torch.dtype) -> ConfigError | None:
-    """The error for numbers that flash kernels can compute on no machine."""
+    """Return an error unless ``dtype`` has 16 bits, which flash kernels require on every GPU."""
     if dtype in (torch.bfloat16, torch.float16):
         return None
     return ConfigError(
@@ -289,7 +289,7 @@ class ReferenceKernel(Kernel):
 
 
 def _positions_from_end(num_tokens: int, varlen: Varlen) -> tuple[Tensor, Tensor]:
-    """Each token's document number and its (negative) distance to the document's end; int64 (T,) each."""
+    """Return each token's document number and its (negative) distance to the document's end, int64 (T,) each."""
     index = torch.arange(num_tokens, device=varlen.cu_seqlens.device)
     ends = varlen.cu_seqlens.to(index)[1:]
     document = torch.bucketize(index, ends, right=True)

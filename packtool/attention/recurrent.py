@@ -1,4 +1,4 @@
-"""Recurrent layers, run so that their state starts anew with every document.
+"""Recurrent layers whose state is reset at every document.
 
 A gated delta net (Qwen3-Next, Qwen3.5) mixes along the sequence twice: a short convolution over the last few tokens,
 and a recurrence over all before. Both must know where documents begin::
@@ -57,7 +57,7 @@ _trial_results: dict[tuple[type, str, torch.dtype], bool] = {}
 
 
 def isolate_recurrent_layers(model: nn.Module) -> int:
-    """Make every recurrent layer of a model start anew with each document; may be called again.
+    """Make every recurrent layer of a model reset its state at each document; idempotent.
 
     Only the instances are changed, not their classes, weights or names: checkpoints and copies stay as they are.
     Afterwards the model can only be called with boundaries, as in ``PackedBatch.model_inputs``.
@@ -85,7 +85,7 @@ def release_recurrent_layers(model: nn.Module) -> None:
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that ``isolate_recurrent_layers`` changes."""
+    """Return the modules of a model that ``isolate_recurrent_layers`` changes."""
     return [module for module in model.modules() if type(module).__name__ in _ISOLATED_CLASSES]
 
 
@@ -97,7 +97,7 @@ def _forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The layer's forward on a packed sequence.
+    """Run the layer on a packed sequence.
 
     Args:
         hidden_states: (1, T, hidden).
@@ -138,13 +138,13 @@ def _forward(
 
 
 def _own_forward(layer: nn.Module) -> Callable[..., Tensor]:
-    """The forward of the layer's class, which the instance's forward replaces."""
+    """Return the forward of the layer's class, which the instance's forward replaces."""
     return partial(type(layer).forward, layer)
 
 
 @torch.no_grad()
 def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
-    """Try whether the layer's own forward respects boundaries; once for its class, device and precision.
+    """Test whether the layer's own forward respects boundaries; once per class, device and precision.
 
     Args:
         like: hidden states (..., hidden) on the device and in the precision to try.
@@ -176,7 +176,7 @@ def _try_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
 
 
 def _at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
-    """One call for the complete sequence, with boundaries for the recurrence and the convolution."""
+    """Run the complete sequence in one call, with boundaries for the recurrence and the convolution."""
     device, lengths = hidden_states.device, varlen.host_lengths()
     bounds = Varlen.of_lengths(lengths, device).cu_seqlens
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -185,5 +185,5 @@ def _at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varl
 
 
 def _one_by_one(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
-    """One call per document."""
+    """Run every document in a call of its own."""
     return torch.cat([forward(hidden_states[:, document]) for document in varlen.documents(hidden_states.shape[1])], 1)

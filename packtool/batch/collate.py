@@ -126,7 +126,7 @@ def batch_fields(
     *,
     shared: bool = False,
 ) -> dict[str, Any]:
-    """The fields of a ``Batch`` that all kinds of micro-batch make from their tokens (T,) or (B, T) in the same way."""
+    """Return the fields of a ``Batch`` that every kind of micro-batch derives from its tokens (T,) or (B, T)."""
     ids, targets = _as_rows(input_ids), _as_rows(labels)
     return {
         "input_ids": ids,
@@ -143,12 +143,12 @@ def _as_rows(array: npt.NDArray[Any]) -> Tensor:
 
 
 def shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
-    """The label that each position predicts, int32 (L,); the last position predicts nothing."""
+    """Return the label that each position predicts, int32 (L,); the last position predicts nothing (-100)."""
     return np.append(sample.labels[1:], np.int32(IGNORE_INDEX))
 
 
 def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[npt.NDArray[np.float32]] | None:
-    """Weights float32 (L,) of each sample, shifted like its labels; None if all labels of all samples weigh 1."""
+    """Return each sample's loss weights float32 (L,), shifted like its labels; None if every label has weight 1."""
     if spec.loss_reduction == "token" and all(sample.loss_scale is None for sample in samples):
         return None
     weights = []
@@ -156,7 +156,7 @@ def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[n
         scale = np.ones(sample.length, np.float32) if sample.loss_scale is None else sample.loss_scale
         shifted = np.append(scale[1:], np.float32(0))
         if spec.loss_reduction == "sample":
-            # Each sample's mean counts as much as another's, however many targets it has.
+            # Every sample's mean loss has the same weight, however many targets the sample has.
             shifted /= max(int(np.count_nonzero(sample.labels[1:] != IGNORE_INDEX)), 1)
         weights.append(shifted)
     return weights
@@ -165,7 +165,7 @@ def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[n
 def joined_positions(
     parts: Sequence[npt.NDArray[Any]], spec: InputSpec, index: npt.NDArray[np.int64] | None = None
 ) -> Tensor:
-    """Position ids of one sequence: (4, 1, T) for M-RoPE models and (1, T) otherwise.
+    """Join documents' positions into the position ids of a sequence: (4, 1, T) for M-RoPE models, else (1, T).
 
     Args:
         parts: (4, L) each, laid end to end.
@@ -178,7 +178,7 @@ def joined_positions(
 
 
 def _as_position_ids(positions: npt.NDArray[Any]) -> Tensor:
-    """Position ids as models take them: int64, or float32 where they have fractions."""
+    """Convert positions to position ids of the model: int64, or float32 if they have fractions."""
     if np.issubdtype(positions.dtype, np.floating):
         positions = positions.astype(np.float32)
     return torch.from_numpy(positions)
@@ -191,7 +191,7 @@ def _bounds(lengths: Sequence[int]) -> Tensor:
 def _with_fillers(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, multiple_of: int = 1
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
-    """The samples and a filler for each tower that has no media and for padding; all media; tokens of padding."""
+    """Return the samples plus a filler for each tower without media and for padding; all media; padding tokens."""
     documents, media = list(samples), load_media(samples, spec)
     towers = spec.towers if towers is None else towers
     if "vision" in towers and spec.family.processor_inputs:
@@ -215,13 +215,17 @@ def _with_fillers(
 
 
 def filler(input_ids: list[int], images: tuple[EncodedImage, ...] = ()) -> EncodedSample:
-    """A document of these tokens and pictures without labels, so that its loss is zero."""
+    """Return a document of these tokens and images without labels, whose loss is therefore zero."""
     ids = np.array(input_ids, np.int32)
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 
 
 def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """Compare each sample's placeholder tokens with its media: transformers compares a micro-batch's totals only."""
+    """Check each sample's placeholder tokens against its media; transformers checks only a micro-batch's totals.
+
+    Raises:
+        DataError: naming the row.
+    """
     for sample in samples:
         tracks = [video.audio for video in sample.videos if video.audio is not None]
         needed: dict[MediaKind, int] = {
@@ -305,7 +309,7 @@ def collate_tree(
 def _targets(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, channels: Sequence[str | None]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Labels and weights of the nodes' tokens, (T,), and the labels of each channel that they stand for, (C, T)."""
+    """Return labels and weights of the nodes' tokens, (T,), and label counts by channel, (C, T)."""
     sample_labels = [shifted_labels(sample) for sample in samples]
     sample_weights = shifted_weights(samples, spec)
     labels, weights, counts = [], [], []

@@ -55,7 +55,11 @@ def collate_shard(
     """
     check_pads(samples, spec)
     documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), split)
-    paddings = _paddings(documents, placed, split, multiple_of)
+    # Padding tokens by rank, for the ranks whose part is not a multiple of ``multiple_of`` yet.
+    tokens = np.array([document.length for document in documents], np.int64)
+    num_sharded = int(tokens[np.array(placed) == SHARDED].sum()) // split.size
+    totals = [num_sharded + int(tokens[np.array(placed) == rank].sum()) for rank in range(split.size)]
+    paddings = {rank: -total % multiple_of for rank, total in enumerate(totals) if total % multiple_of}
     documents += [filler([PAD_ID] * number) for number in paddings.values()]
     placed += paddings
     lengths = [document.length for document in documents]
@@ -97,7 +101,10 @@ def collate_shard(
 def _documents(
     samples: Sequence[EncodedSample], places: list[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
-    """The samples, padded if sharded, and fillers: one that makes shares even, one for each rank without tokens."""
+    """Return documents and their places: the samples (padded if sharded) and fillers.
+
+    One filler makes the sharded total divisible by the ranks; ranks without any tokens get one each.
+    """
     documents = [
         align_sample(sample, split.multiple) if place == SHARDED else sample
         for sample, place in zip(samples, places, strict=True)
@@ -113,16 +120,6 @@ def _documents(
     return documents, places
 
 
-def _paddings(
-    documents: Sequence[EncodedSample], places: Sequence[int], split: SequenceSplit, multiple_of: int
-) -> dict[int, int]:
-    """Tokens of padding by rank, for the ranks whose part is not a multiple already."""
-    lengths = np.array([document.length for document in documents], np.int64)
-    shared = int(lengths[np.array(places) == SHARDED].sum()) // split.size
-    totals = [shared + int(lengths[np.array(places) == rank].sum()) for rank in range(split.size)]
-    return {rank: -total % multiple_of for rank, total in enumerate(totals) if total % multiple_of}
-
-
 def _load_share(
     documents: Sequence[EncodedSample],
     placed: Sequence[int],
@@ -131,7 +128,7 @@ def _load_share(
     split: SequenceSplit,
     towers: frozenset[Tower],
 ) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
-    """Inputs of this rank's towers, and the routes of their features."""
+    """Load the inputs of this rank's towers; return them with the routes of their features by kind of medium."""
     if not spec.sees:
         return {}, {}
     media, owners = _owned_media(documents, placed, spec, split)
@@ -162,7 +159,7 @@ def _load_share(
 def with_own_media(
     samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> list[EncodedSample]:
-    """The samples of a sequence with only those media that this rank's towers encode.
+    """Return the samples of a sequence with only those media that this rank's towers encode.
 
     Sound tracks become sounds of their own, as the frames of their videos may be another rank's.
     """
@@ -190,7 +187,10 @@ def with_own_media(
 def _owned_media(
     documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> tuple[list[DocumentMedium], Int64Array]:
-    """All media of a sequence, and the rank whose tower encodes each: a local document's, else balanced by cost."""
+    """Return all media of a sequence, and the rank that encodes each, int64 (media,).
+
+    Media of a local document belong to its rank; those of sharded documents are balanced by their cost in the towers.
+    """
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
         media += [(number, "image", i, image) for i, image in enumerate(document.images)]

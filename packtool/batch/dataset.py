@@ -1,4 +1,4 @@
-"""Micro-batches as tensors, made ahead of time by worker processes."""
+"""Loading and collation of planned micro-batches in data worker processes."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def explain_dead_workers(remedy: str = RESUME) -> Iterator[None]:
 
 
 class MicroBatches(Dataset["Batch | PacktoolError"]):
-    """Turns a ``MicroBatch`` into tensors; its "indices" are the micro-batches themselves.
+    """Dataset that turns a ``MicroBatch`` into tensors; its "indices" are the micro-batches themselves.
 
     Args:
         read: reads a sample, given an element of ``MicroBatch.samples``.
         spec: the model they are collated for.
         packing: False pads one sample per row instead.
         skip_bad_media: leave out samples whose media cannot be loaded.
-        splits: splits of the sequences by the number of ranks that share them, and this rank's part; the first is the
-            default of micro-batches. Sequences of one rank need none.
-        always: towers that run in every micro-batch; by default all. Others run if some rank has media for them.
-        min_shared: tokens that a prefix of packed samples must have to be computed once; None shares no prefixes.
+        splits: how sequences are split, and this rank's part, by sequence parallel size; the first is the default of
+            micro-batches. Size 1 needs no entry.
+        always: towers that run in every micro-batch; by default all. Other towers run if any rank has media for them.
+        min_shared: minimum length in tokens of a common prefix that is computed once; None shares no prefixes.
         multiple_of: pads packed sequences to a multiple; see ``collate_packs``.
     """
 
@@ -83,7 +83,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             self._collate = partial(collate_packs, multiple_of=multiple_of)
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch | PacktoolError:
-        """The micro-batch, or its error: raised in a worker process, it would lose its type and its remedy."""
+        """Return the micro-batch or its error; an error raised in a worker process would lose its type and remedy."""
         try:
             samples = [self.read(sample) for sample in micro_batch.samples]
             if micro_batch.read_again is not None:
@@ -126,7 +126,7 @@ def load_micro_batches(
     pin_memory: bool = False,
     remedy: str = RESUME,
 ) -> Iterator[Batch]:
-    """Make micro-batches of a dataset ahead of time in ``num_workers`` processes.
+    """Yield collated micro-batches, prefetched by ``num_workers`` processes.
 
     Args:
         indices: of the dataset.
@@ -171,7 +171,7 @@ def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
 
 
 def sample_media_error(sample: EncodedSample, spec: InputSpec) -> MediaError | None:
-    """The error of loading a sample's media; None if they load."""
+    """Load a sample's media and return the error; None if they load."""
     try:
         check_unchanged([sample], spec)
         load_media([sample], spec)

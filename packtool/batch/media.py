@@ -1,4 +1,4 @@
-"""Media of samples as towers take them: patches of pictures and videos, mel frames of sounds.
+"""Loading of samples' media as tower inputs: patches of images and videos, mel frames of audio.
 
 They come from the model's own processors, at the limits of the cache. With a media cache pictures and videos take two
 steps: decoding and resizing, done once for all epochs, and the processor's second half; the numbers are the same.
@@ -48,7 +48,7 @@ Images = Sequence[tuple[EncodedImage, EncodedSample]]
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Load all that the towers take of some samples: see ``load_pixels`` and ``load_sounds``, or ``load_processed``.
+    """Load the towers' inputs for some samples.
 
     Raises:
         MediaError: naming a file that cannot be read or has changed since the export.
@@ -60,7 +60,7 @@ def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, T
 
 
 def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Patches of all pictures and videos of some samples, by the model's names, in order of placeholder tokens.
+    """Load patches of all images and videos of some samples, in the order of their placeholder tokens.
 
     Returns:
         patches float32 (patches, patch_dim) and grids int64 (media, 3) of pictures and of videos, by the names in the
@@ -71,12 +71,12 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
 
 
 def _runs(samples: Sequence[EncodedSample]) -> list[list[EncodedSample]]:
-    """Consecutive samples that all have videos, or none of which has any."""
+    """Group consecutive samples into runs that all have videos or all have none."""
     return [list(run) for _, run in groupby(samples, key=lambda sample: bool(sample.videos))]
 
 
 def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of all parts that have some, by name; a single part is not copied."""
+    """Concatenate the parts' tensors by name, ignoring empty parts; a single part is not copied."""
     parts = [part for part in parts if part]
     if len(parts) < 2:
         return dict(parts[0]) if parts else {}
@@ -112,7 +112,7 @@ def _image_patches(images: Images, spec: InputSpec) -> dict[str, Tensor]:
 
 
 def _decoded_images(images: Images, spec: InputSpec, **settings: bool) -> dict[str, Tensor]:
-    """Patches and grids of pictures, read and decoded, with settings of the processor."""
+    """Read and decode images; return their patches and grids, made with these settings of the processor."""
     limits = spec.limits.image
     assert limits is not None, "a sample with pictures for a model without limits"
     pictures = [load_image(image.path, image.data, spec.media_policy) for image, _ in images]
@@ -132,7 +132,7 @@ def _decoded_images(images: Images, spec: InputSpec, **settings: bool) -> dict[s
 def _within_bounds(
     pictures: Sequence[Any], bounds: Sequence[Bounds], process: Callable[..., Any], names: tuple[str, str]
 ) -> tuple[Tensor, Tensor]:
-    """Patches and grids of pictures, in their order; those with equal bounds are processed in one call."""
+    """Return patches and grids of images in their order; images with equal pixel bounds are processed in one call."""
     patches: dict[int, Tensor] = {}
     grids: dict[int, Tensor] = {}
     for pair in dict.fromkeys(bounds):
@@ -158,7 +158,7 @@ def _video_patches(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) 
 
 
 def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: Any) -> dict[str, Tensor]:
-    """Patches and grid of a video, read and decoded, with settings of the processor."""
+    """Read and decode a video; return its patches and grid, made with these settings of the processor."""
     frames = _load_frames(video, spec)
     if not spec.family.keeps_bounds:
         assert spec.limits.video is not None, "a sample with videos for a model without limits"
@@ -188,7 +188,7 @@ def _resized(
     processor: Any,
     decode: Callable[[], Mapping[str, Tensor]],
 ) -> Tensor:
-    """The frames of a medium (one of a picture) at its exported size, uint8 (T, 3, H, W), from the media cache if kept.
+    """Return a medium's frames at its exported size, uint8 (T, 3, H, W), T = 1 for an image, using the media cache.
 
     Args:
         processor: for this kind of media.
@@ -210,7 +210,7 @@ def _resized(
 
 
 def _cache_key(medium: EncodedImage | EncodedVideo, spec: InputSpec, processor: Any) -> str | None:
-    """A key of everything that a medium's pixels depend on; None if its content cannot be identified."""
+    """Return the cache key of everything that determines a medium's pixels; None if its content is unidentifiable."""
     policy, is_image = spec.media_policy, isinstance(medium, EncodedImage)
     indices = () if isinstance(medium, EncodedImage) else medium.indices
     if isinstance(medium, EncodedVideo) and medium.frames:
@@ -226,7 +226,7 @@ def _cache_key(medium: EncodedImage | EncodedVideo, spec: InputSpec, processor: 
 
 
 def _frames_of_patches(patches: Tensor, medium: EncodedImage | EncodedVideo, processor: Any) -> Tensor:
-    """Frames (T, 3, H, W) from patches (T / t * H / p * W / p, 3 * t * p * p), which are in the order of tokens."""
+    """Restore frames (T, 3, H, W) from patches (T / t * H / p * W / p, 3 * t * p * p) in token order."""
     side, merge, num = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     times, rows, columns = medium.grid
     tokens = patches.to(torch.uint8).view(times, rows // merge, columns // merge, merge, merge, 3, num, side, side)
@@ -236,7 +236,7 @@ def _frames_of_patches(patches: Tensor, medium: EncodedImage | EncodedVideo, pro
 
 
 def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """All inputs of pictures and videos that the model's own processor makes, by name (``Family.processor_inputs``).
+    """Return all inputs of images and videos that the model's own processor makes, by ``Family.processor_inputs``.
 
     Returns:
         ``pixel_values``, whose shape is the family's own ((tiles, C, H, W), (pictures, tiles, C, H, W), ...), and what
@@ -269,7 +269,7 @@ def _processed_images(samples: Sequence[EncodedSample], spec: InputSpec) -> dict
 
 
 def _processed_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str, Tensor]]:
-    """Inputs of each video, in the form of pictures."""
+    """Return the inputs of each video, which this family treats as images."""
     processor = _processor(spec.model)
     pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["video"]))
     media = []

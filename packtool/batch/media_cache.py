@@ -44,11 +44,11 @@ _HEADER = struct.Struct("<8sI4I4x")  # magic, checksum, shape
 _STATE = struct.Struct("<qd")  # bytes of all entries, Unix time until which nothing can be removed
 _PART = ".part"
 _BLOCK = 4096
-# Left free on the disk, for checkpoints are often on the same one.
+# Left free on the disk, because checkpoints are often on the same disk.
 _SPARE_BYTES = 2**30
 _PAUSE_SECONDS = 60.0
 _MS = 10**6
-# Of the bound, removed at once: looking through the directory takes a second for half a million entries.
+# Fraction of the limit that is removed at once: scanning half a million entries takes a second.
 _AT_ONCE = 1 / 20
 
 Frames = npt.NDArray[np.uint8]
@@ -89,12 +89,12 @@ class _State:
 
 
 class MediaCache:
-    """One process's way into the directory; can be sent to other processes. Nothing here ever raises.
+    """One process's access to the cache directory; can be pickled. No method raises: problems end writing.
 
     Args:
         directory: on a disk of this machine.
-        limit: bytes that it may hold; where runs differ in it, the largest counts while its run lives.
-        name: what is read with it: the fingerprint of the caches. Runs on the same data keep the same entries.
+        limit: maximum bytes of the directory; if runs differ in it, the largest applies while its run lives.
+        name: fingerprint of the caches whose media are read. Runs on the same data keep the same entries.
     """
 
     def __init__(self, directory: str, limit: int, name: str) -> None:
@@ -116,7 +116,7 @@ class MediaCache:
         return MediaCache, self._arguments
 
     def take_reads(self) -> MediaReads:
-        """The reads since the last call."""
+        """Return the reads since the last call and reset them."""
         reads, self._reads = self._reads, MediaReads()
         return reads
 
@@ -130,11 +130,11 @@ class MediaCache:
             return 0
 
     def read(self, key: str | None, *, is_read_again: bool = True) -> Frames | None:
-        """The frames of a medium, uint8 (T, C, H, W); None if they are not there, or damaged.
+        """Return a medium's frames, uint8 (T, C, H, W); None if they are missing or damaged.
 
         Args:
             key: from ``key_of``; None counts a medium that is never kept.
-            is_read_again: whether the plan's next epoch has it, too.
+            is_read_again: whether the plan's next epoch reads it again.
         """
         frames = None
         with self._watched():
@@ -144,7 +144,7 @@ class MediaCache:
         return frames
 
     def keep(self, key: str, frames: Frames, *, is_read_again: bool = True) -> None:
-        """Keep the frames of a medium, if there is room for them or somewhat that makes room."""
+        """Store a medium's frames if there is room, or if removable entries make room."""
         with self._watched():
             if self._works and self._register():
                 size = _HEADER.size + frames.nbytes
@@ -154,7 +154,7 @@ class MediaCache:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Inside, what the system refuses is noted, and ends all further writing of this process."""
+        """Record errors of the operating system, after which this process writes no more entries."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -205,7 +205,7 @@ class MediaCache:
         os.utime(path, ns=(now, now // _MS * _MS + _number(self.name) if is_read_again else 0))
 
     def _claim(self, key: str, size: int, is_read_again: bool) -> BinaryIO | None:
-        """An empty file for an entry, of which all of its bytes count already; None if there is no room for it."""
+        """Create the file of an entry and count all its bytes as used; return None if there is no room."""
         path = os.path.join(self._entries, key)
         with self._locked() as state:
             if os.path.exists(path + _PART) or os.path.exists(path) or not self._make_room(state, size, is_read_again):
@@ -253,11 +253,11 @@ class MediaCache:
         return False
 
     def _scan_entries(self, state: _State, num_bytes: int = 0, *, of_living: bool = False) -> None:
-        """Count all entries, remove unfinished ones that nobody writes, and the oldest that nobody reads again.
+        """Count all entries; remove unfinished ones without a writer, and the oldest ones that no run will read.
 
         Args:
-            num_bytes: to remove, about.
-            of_living: remove also what living runs read.
+            num_bytes: approximate number of bytes to remove.
+            of_living: also remove entries that living runs read.
         """
         living = {_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
         removable, state.used = [], 0
@@ -277,7 +277,7 @@ class MediaCache:
 
     @contextmanager
     def _locked(self) -> Iterator[_State]:
-        """Alone with the directory; what becomes of the state is written down."""
+        """Hold the exclusive lock of the directory; changes of the state are saved at the end."""
         from packtool.cache.local import locked  # here, because batches alone need no pyarrow
 
         with locked(os.path.join(self.directory, "state")) as file:
@@ -291,7 +291,7 @@ class MediaCache:
 
 
 def key_of(*parts: object) -> str:
-    """The name of an entry, from all that its pixels depend on; versions of what decodes and resizes come with it."""
+    """Return the name of an entry: a hash of ``parts`` and of the versions of the decoding libraries."""
     return hashlib.blake2b(repr((_versions(), *parts)).encode(), digest_size=20).hexdigest()
 
 
@@ -315,7 +315,7 @@ def _checksum(shape: tuple[int, ...], pixels: Any) -> int:
 
 
 def _number(name: str) -> int:
-    """The number that stands for a run's name in the times of its entries, from 1 to 999,999."""
+    """Return the number, 1 to 999,999, that stands for a run's name in the modification times of its entries."""
     return int(name, 16) % (_MS - 1) + 1
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches as lists of samples, before anything is read; without torch."""
+"""Planned micro-batches: which samples each holds, before anything is loaded. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from packtool.planning.epoch import EpochPlan
 
 Tower = Literal["vision", "sound"]
-"""Encoder of pictures and videos, and encoder of sounds; a model runs each at most once per micro-batch."""
+"""Encoder of images and videos, and encoder of audio; a model calls each at most once per micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +22,9 @@ class MicroBatch:
     Args:
         packs: the samples of each pack (or padded row): positions in the caches, or the samples of a stream.
         places: with Skrull, the placement of each sample, in the order of the packs; see ``EpochPlan.places``.
-        towers: those for which some rank has media in its micro-batch of the same number; None if unknown.
-        read_again: for each sample, True if the next epoch has it, too; None if all are, or if unknown.
-        shared_by: ranks that share it; None for the run's default.
+        towers: towers for which at least one rank has media in this micro-batch number; None if unknown.
+        read_again: for each sample, True if the next epoch contains it too; None if all are, or if unknown.
+        shared_by: sequence parallel size of this micro-batch; None for the run's default.
     """
 
     packs: Sequence[Sequence[Any]]
@@ -35,7 +35,7 @@ class MicroBatch:
 
     @property
     def samples(self) -> list[Any]:
-        """The samples of all packs, one pack after the other."""
+        """The samples of all packs, in pack order."""
         return [sample for pack in self.packs for sample in pack]
 
 
@@ -43,10 +43,10 @@ class PlannedEpoch:
     """The micro-batches of an epoch by step, rank and number.
 
     Args:
-        has_media: for each tower, the samples that have media for it, bool (N,) by position in the cache; None for
-            possibly all. Without it the towers of micro-batches are unknown.
-        read_again: the samples that the next epoch has, too, bool (N,); None for all.
-        shared_by: ranks that share each micro-batch; None for the run's default.
+        has_media: for each tower, whether each sample has media for it, bool (N,) by position in the cache, or None if
+            any sample may. Without ``has_media`` the ``towers`` of micro-batches are None (unknown).
+        read_again: whether the next epoch contains each sample too, bool (N,); None for all.
+        shared_by: sequence parallel size of each micro-batch; None for the run's default.
     """
 
     def __init__(
@@ -57,30 +57,33 @@ class PlannedEpoch:
         shared_by: int | None = None,
     ) -> None:
         self.plan, self._read_again, self.shared_by = plan, read_again, shared_by
-        self._runs = {tower: _on_any_rank(plan, samples) for tower, samples in (has_media or {}).items()}
-        self._knows_towers = has_media is not None
+        # For each tower, the micro-batches in which it has media on some rank, bool (M,).
+        self._has_media: dict[Tower, npt.NDArray[np.bool_]] | None = None
+        if has_media is not None:
+            num_micro_batches = int(plan.steps.step_offsets[-1]) // plan.steps.world_size
+            self._has_media = {
+                tower: np.ones(num_micro_batches, np.bool_)
+                if samples is None
+                else plan.steps.on_any_rank(plan.packs.sums_per_pack(samples[plan.packs.samples].astype(np.int64)) > 0)
+                for tower, samples in has_media.items()
+            }
 
     def micro_batch(self, step: int, rank: int, number: int) -> MicroBatch:
-        """One micro-batch of one data-parallel rank."""
+        """Return micro-batch ``number`` of a step on one data-parallel rank."""
         plan = self.plan
         packs = [pack.tolist() for pack in plan.samples(step, rank, number)]
         places = plan.placement_of(step, rank, number)
         index = int(plan.steps.step_offsets[step]) // plan.steps.world_size + number
-        towers = frozenset(tower for tower, runs in self._runs.items() if runs[index]) if self._knows_towers else None
+        towers = None
+        if self._has_media is not None:
+            towers = frozenset(tower for tower, has_media in self._has_media.items() if has_media[index])
         again = None
         if self._read_again is not None:
             again = [bool(self._read_again[sample]) for pack in packs for sample in pack]
         return MicroBatch(packs, None if places is None else places.tolist(), towers, again, self.shared_by)
 
     def steps(self, rank: int, first: int = 0) -> Iterator[tuple[MicroBatch, ...]]:
-        """The micro-batches of one data-parallel rank in each step from ``first`` on."""
+        """Yield the micro-batches of each step from ``first`` on, for one data-parallel rank."""
         for step in range(first, self.plan.steps.num_steps):
             num = self.plan.steps.num_micro_batches(step)
             yield tuple(self.micro_batch(step, rank, number) for number in range(num))
-
-
-def _on_any_rank(plan: EpochPlan, samples: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:
-    """The micro-batches of the epoch in which a tower has media on some rank, bool (M,)."""
-    if samples is None:
-        return np.ones(int(plan.steps.step_offsets[-1]) // plan.steps.world_size, np.bool_)
-    return plan.steps.on_any_rank(plan.packs.sums_per_pack(samples[plan.packs.samples].astype(np.int64)) > 0)

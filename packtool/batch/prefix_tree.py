@@ -38,10 +38,10 @@ Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 
 class MediaNumbers:
-    """Numbers media from 0; media of equal measures and content have the same number, wherever their files are.
+    """Numbers for media from 0; media of equal size and content get the same number, whatever their paths.
 
-    Files are read only if two of equal measures have different paths: pieces of both first, and all of both if these
-    are equal. Media that cannot be read are the same only if their paths are.
+    Files are read only if two media of equal size have different paths: first pieces of both, then both completely if
+    the pieces are equal. Media that cannot be read are equal only if their paths are.
 
     Args:
         policy: media access policy.
@@ -50,14 +50,18 @@ class MediaNumbers:
     def __init__(self, policy: MediaPolicy) -> None:
         self._policy = policy
         self._numbers: dict[Medium, int] = {}
-        self._alike: dict[Medium, list[Medium]] = {}
+        # Media that differ at most in their files, by the medium without its files.
+        self._same_size: dict[Medium, list[Medium]] = {}
         self._names: dict[Medium, tuple[str, ...]] = {}
         self._num = 0
 
     def __call__(self, medium: Medium) -> int:
-        """The number of a medium; a new one if no earlier medium is the same."""
+        """Return the number of a medium: that of an equal earlier medium, or else a new one."""
         if medium not in self._numbers:
-            others = self._alike.setdefault(_without_files(medium), [])
+            changes: dict[str, Any] = {"path": None, "data": None}
+            if isinstance(medium, EncodedVideo):
+                changes["frames"] = ((None, None),) * len(medium.frames)
+            others = self._same_size.setdefault(dataclasses.replace(medium, **changes), [])
             same = next((other for other in others if self._are_same(medium, other)), None)
             if same is None:
                 others.append(medium)
@@ -80,13 +84,6 @@ class MediaNumbers:
         return self._names[medium]
 
 
-def _without_files(medium: Medium) -> Medium:
-    changes: dict[str, Any] = {"path": None, "data": None}
-    if isinstance(medium, EncodedVideo):
-        changes["frames"] = ((None, None),) * len(medium.frames)
-    return dataclasses.replace(medium, **changes)
-
-
 Int64Array = npt.NDArray[np.int64]
 ROOT = -1
 """The parent of a node at the beginning of samples."""
@@ -94,12 +91,12 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Node:
-    """Tokens that one or several samples have in common.
+    """A stretch of tokens that one or several samples have in common.
 
     Args:
         samples: numbers of the samples that contain it, ascending.
         start, stop: its tokens, the same in each of these samples.
-        parent: number of the node that it continues, smaller than its own, or ``ROOT``.
+        parent: index of the node that it continues, always an earlier one, or ``ROOT``.
     """
 
     samples: tuple[int, ...]
@@ -119,13 +116,13 @@ class Node:
 
 
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: int) -> list[Node]:
-    """Build the nodes of samples, with each common prefix once.
+    """Build the prefix tree of some samples: nodes that hold each common prefix once.
 
     The cost: each sample is compared with one other for each prefix that it shares.
 
     Args:
         spec: the model they are for.
-        min_shared: tokens that a prefix must have, from the samples' beginning, to be shared.
+        min_shared: minimum length of a shared prefix in tokens, counted from the samples' beginning.
 
     Returns:
         nodes, each after the one that it continues. A sample without tokens of its own has no node of its own.
@@ -139,7 +136,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
     while groups:
         group, start, parent = groups.pop()
         first = group[0]
-        num_equal = min(_num_equal(symbols[first], symbols[number], start) for number in group)
+        num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in group)
         # By the next symbol; None: the sample ends here.
         branches: dict[int | None, list[int]] = {}
         for number in group:
@@ -166,14 +163,14 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
 
 
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Symbols of a sample's tokens, equal for equal inputs, and the lengths at which a prefix may end.
+    """Return symbols that are equal for equal inputs, and the lengths at which a prefix may end.
 
     Args:
         numbers: of the media of all samples.
 
     Returns:
         int64 (L,): the token, or a negative number of the medium whose pad it is; bool (L + 1,): whether a prefix of
-        so many tokens has all pads of its media.
+        that length contains its media completely.
     """
     ids, tokens = sample.input_ids, spec.media_tokens
     symbols = ids.astype(np.int64)
@@ -188,15 +185,15 @@ def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> t
     return symbols, can_end
 
 
-def _num_equal(one: Int64Array, other: Int64Array, start: int) -> int:
-    """The length of the common prefix; the first ``start`` symbols are known to be equal."""
+def _common_prefix_length(one: Int64Array, other: Int64Array, start: int) -> int:
+    """Return the length of the common prefix, of which the first ``start`` symbols are known to be equal."""
     shorter = min(len(one), len(other))
     differs = one[start:shorter] != other[start:shorter]
     return start + int(differs.argmax()) if differs.any() else shorter
 
 
 def stretch_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
-    """The tokens ``start`` to ``stop`` of a sample, with their media, as a sample."""
+    """Return the tokens ``start`` to ``stop`` of a sample, with their media, as a sample."""
     tokens = slice(start, stop)
     media = [span.medium for span in media_spans(sample, spec.media_tokens) if start <= span.start < stop]
     return dataclasses.replace(
@@ -212,7 +209,7 @@ def stretch_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) ->
 
 
 def key_index(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Int64Array, tuple[int, ...]]:
-    """The keys that each node's queries see: the tokens of all nodes from the root down to its own.
+    """Return the keys that each node's queries attend to: the tokens of all nodes from the root to the node itself.
 
     Args:
         parents: (K,), of each node the number of an earlier one, or ``ROOT``.

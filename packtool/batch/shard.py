@@ -59,7 +59,7 @@ class SequenceSplit:
         return 2 * self.ring_size if self.ring_size > 1 else 1
 
     def num_filler_tokens(self, num_tokens: int) -> int:
-        """Tokens of a filler document with which ``num_tokens``, of padded documents, can be shared evenly."""
+        """Return the filler tokens that make ``num_tokens`` of padded documents divisible among the ranks."""
         return next(num for num in count(0, self.multiple) if (num_tokens + num) % self.size == 0)
 
 
@@ -103,7 +103,7 @@ class SequenceShard:
 
 
 def assign_tokens(lengths: Sequence[int], places: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
-    """Assign a sequence's tokens to the ranks.
+    """Return each rank's token positions of a sequence.
 
     Args:
         lengths: of the documents, padded if they are sharded, with a filler that makes their parts even.

@@ -90,7 +90,7 @@ class InputSpec:
 
     @property
     def sees(self) -> bool:
-        """True if the model takes pictures."""
+        """True if the model accepts images."""
         return "image" in self.family.kinds
 
     @property
@@ -100,14 +100,14 @@ class InputSpec:
 
     @property
     def hears(self) -> bool:
-        """True if the model takes sounds."""
+        """True if the model accepts audio."""
         return "audio" in self.family.kinds
 
     @property
     def towers(self) -> frozenset[Tower]:
         """The towers of the model."""
         towers: dict[Tower, bool] = {"vision": self.sees, "sound": self.hears}
-        return frozenset(tower for tower, exists in towers.items() if exists)
+        return frozenset(tower for tower, is_present in towers.items() if is_present)
 
     @cached_property
     def tower_costs(self) -> CostModel:
@@ -143,23 +143,23 @@ class InputSpec:
         return function
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the model and the family's record, which another process makes for itself."""
+        """Return the state without the model and the family record, which another process creates itself."""
         return {name: value for name, value in vars(self).items() if name not in ("meta_model", "family")}
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in one row of ``pixel_values``."""
+        """Number of values in one row of ``pixel_values``."""
         vision = self.config.vision_config
         return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
 
     @property
     def num_mel_bins(self) -> int:
-        """Numbers in one frame of ``input_features``, of a model that takes sounds."""
+        """Number of values in one frame of ``input_features``, for models that accept audio."""
         return int(self.config.audio_config.num_mel_bins)
 
 
 def model_config(model: str) -> PreTrainedConfig:
-    """The configuration of the trained model: of an Omni model its thinker, without the talker."""
+    """Return the configuration of the trained model: for an Omni model that of its thinker, without the talker."""
     logs: Any = logging
     verbosity = logs.get_verbosity()
     if "thinker_config" in PreTrainedConfig.get_config_dict(model)[0]:
@@ -174,14 +174,14 @@ def model_config(model: str) -> PreTrainedConfig:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' automatic class that loads a model of this configuration with its language head."""
+    """Return transformers' auto class that loads a model of this configuration with its language head."""
     takes_images = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
 @contextmanager
 def weights_in_one_piece() -> Iterator[None]:
-    """Inside, this process alone makes a model: under ZeRO-3 transformers would have all processes make it."""
+    """Build models in this process only; under ZeRO-3 transformers would involve all processes."""
     hook: Any = transformers_deepspeed
     sharded = hook._hf_deepspeed_config_weak_ref
     hook._hf_deepspeed_config_weak_ref = None

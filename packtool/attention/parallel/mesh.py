@@ -28,7 +28,7 @@ Pending = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class AbsentRanks:
-    """Stands for a group whose other ranks do not exist: memory is allocated for what they would send, but not filled.
+    """Stand-in for a process group without other ranks: memory for their data is allocated but not filled.
 
     For memory traces (``train.model.trace``), which run in one process.
 
@@ -44,7 +44,7 @@ def _size(group: Any) -> int:
 
 
 def _start(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Pending:
-    """Start a collective, without waiting."""
+    """Start a collective and return a function that waits for its result."""
     if isinstance(group, AbsentRanks):
         return lambda: received
     work = collective(received, sent, *counts, group=group, async_op=True)
@@ -58,7 +58,7 @@ def _start(collective: Callable[..., Any], received: Tensor, sent: Tensor, *coun
 
 
 def to_next(tensor: Tensor, group: Any) -> Pending:
-    """Send to the next rank of a ring and receive as much from the previous one, without waiting.
+    """Start sending to the next rank of a ring and receiving the same shape from the previous one.
 
     Args:
         tensor: of any shape, the same on all ranks.
@@ -86,7 +86,7 @@ def to_next(tensor: Tensor, group: Any) -> Pending:
 
 
 def from_all(tensor: Tensor, group: Any) -> Pending:
-    """Gather (T, ...) of every rank as (R * T, ...), without waiting."""
+    """Start gathering (T, ...) of every rank as (R * T, ...)."""
     sent = tensor.contiguous()
     received = sent.new_empty((_size(group) * len(sent), *sent.shape[1:]))
     return _start(dist.all_gather_into_tensor, received, sent, group=group)
@@ -97,16 +97,16 @@ def _all_to_all(tensor: Tensor, group: Any) -> Pending:
 
 
 def sum_to_owners(tensor: Tensor, group: Any) -> Tensor:
-    """Reverse ``from_all`` for gradients: (R * T, ...) become (T, ...), the sum of all ranks' numbers for this rank.
+    """Return the gradient of ``from_all``: (R * T, ...) become (T, ...), summed over the ranks.
 
-    A reduce-scatter, as an all-to-all and a sum in the order of the ranks: gloo has no other.
+    This is a reduce-scatter, done as an all-to-all and a sum in rank order, because gloo has no reduce-scatter.
     """
     received = _all_to_all(tensor.contiguous(), group)()
     return torch.unflatten(received, 0, (_size(group), -1)).sum(0)
 
 
 def heads_to_tokens(tensor: Tensor, group: Any) -> Pending:
-    """(T, H, D) of this rank's tokens become (U * T, H / U, D) of this rank's heads, without waiting."""
+    """Start exchanging (T, H, D), all heads of this rank's tokens, for (U * T, H / U, D), its heads of all tokens."""
     size, (num_tokens, num_heads, head_dim) = _size(group), tensor.shape
     sent = tensor.reshape(num_tokens, size, num_heads // size, head_dim).transpose(0, 1).contiguous()
     wait = _all_to_all(sent, group)
@@ -122,13 +122,13 @@ def tokens_to_heads(tensor: Tensor, group: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SequenceParallel:
-    """This rank among the P that share its sequences.
+    """Process groups of the P ranks that share this rank's sequences.
 
     Args:
         split: ranks that share a sequence, and this rank.
-        way: how the ranks of the ring axis get K and V.
+        way: how the ranks of the ring axis obtain keys and values.
         ring, ulysses, group: groups of the ring axis, the Ulysses axis and all P ranks.
-        others: of the run's other sequences, which fewer ranks share.
+        others: the same for the run's other sequence parallel sizes.
     """
 
     split: SequenceSplit
@@ -139,12 +139,12 @@ class SequenceParallel:
     others: tuple[SequenceParallel, ...] = ()
 
     def of(self, split: SequenceSplit) -> SequenceParallel:
-        """The ranks that share a sequence with this split."""
+        """Return the groups for sequences with this split."""
         return next((other for other in self.others if other.split == split), self)
 
     @classmethod
     def on_mesh(cls, axes: Axes, device_type: str) -> SequenceParallel:
-        """Group all ranks of a run, P at a time; every rank calls this, after the process group was made."""
+        """Create the groups of a run; every rank must call this, after the process group was initialized."""
         size = axes.ring_size * axes.ulysses_size
         shape = (dist.get_world_size() // size, axes.ring_size, axes.ulysses_size)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "ring", "ulysses"))
@@ -175,7 +175,7 @@ class SequenceParallel:
         return sequence
 
     def _gather_padded(self, values: Tensor, num_tokens: int) -> list[Tensor]:
-        """Every rank's values, padded to ``num_tokens``."""
+        """Gather every rank's values, each padded to ``num_tokens``."""
         # Not every backend sends booleans.
         sent = values.to(torch.uint8) if values.dtype == torch.bool else values
         padded = torch.cat([sent, sent.new_zeros((num_tokens - len(sent), *sent.shape[1:]))])
@@ -184,14 +184,14 @@ class SequenceParallel:
 
     @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:
-        """Sum over the ranks that share a sequence; of any shape, the same on all of them, without a gradient."""
+        """Return ``value`` summed over the ranks that share a sequence, without a gradient; shapes must be equal."""
         total = value.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
 
 
 def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: SequenceParallel) -> list[Tensor]:
-    """Exchange the features of this rank's media of one kind for those of its tokens; all ranks call this.
+    """Exchange features of the media this rank encoded for features of its tokens; all ranks must call this.
 
     Args:
         levels: (n, D) of each level, of this rank's media.
