@@ -21,7 +21,7 @@ from packtool.config.data import MediaCacheOptions
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, MediaError
-from packtool.media import content
+from packtool.media import files
 from packtool.media.files import content_state
 from packtool.rows.media_policy import MediaPolicy
 from tests.batch.reduced import LIKE_VISION_MODELS, VISION_MODELS, make_picture, make_sample, reduced_spec
@@ -30,7 +30,7 @@ from tests.train.tiny_media import export_kinds, make_media_world
 
 @pytest.fixture(autouse=True)
 def _files_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(files, "SETTLED_SECONDS", -1.0)
 
 
 def write_processor(directory: Path, name: str) -> str:
@@ -149,7 +149,7 @@ def test_a_file_of_just_now_is_not_kept_and_large_ones_are_refused_also_where_th
     spec, kept = world
     _, sample = picture_on_disk(tmp_path, spec)
     with monkeypatch.context() as patched:
-        patched.setattr(content, "SETTLED_SECONDS", 1000.0)
+        patched.setattr(files, "SETTLED_SECONDS", 1000.0)
         check_same([sample], spec, kept)
         check_same([sample], spec, kept)
         assert taken(kept) == MediaReads(hits=0, misses=2)

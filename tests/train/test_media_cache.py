@@ -16,7 +16,7 @@ from packtool.config.commands import EvalConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError
 from packtool.launch.world import World
-from packtool.media import content
+from packtool.media import files
 from packtool.progress import SilentProgress
 from packtool.train.evaluate.run import evaluate_caches
 from packtool.train.prepare.run import Run
@@ -40,7 +40,7 @@ class Told(SilentProgress):
 
 @pytest.fixture(autouse=True)
 def _files_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(files, "SETTLED_SECONDS", -1.0)
 
 
 def kept(directory: Path, size: int = 10**8) -> dict[str, Any]:
