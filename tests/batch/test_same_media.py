@@ -14,7 +14,6 @@ from packtool.batch.prefix_tree import ROOT, MediaNumbers, Node, find_tree
 from packtool.config.data import AccessOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
 from packtool.encode.prefix_hashes import prefix_hashes
-from packtool.media import files
 from packtool.rows.media_policy import policy_for_cache
 from tests.batch.test_prefix_tree import SEES, picture, with_pictures
 
@@ -91,7 +90,7 @@ def test_nothing_is_read_of_media_that_cannot_be_the_same(
     files: dict[str, list[EncodedImage]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str | None] = []
-    monkeypatch.setattr(files, "open_medium", lambda ref, *_: read.append(ref.path))
+    monkeypatch.setattr("packtool.media.files.open_medium", lambda ref, *_: read.append(ref.path))
     monkeypatch.setattr("packtool.batch.prefix_tree.content_name", lambda path, _: read.append(path) or str(path))
     number = MediaNumbers(ANY)
     one, copy, *_ = files["a"]
