@@ -55,11 +55,7 @@ def collate_shard(
     """
     check_pads(samples, spec)
     documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), split)
-    # Padding tokens by rank, for the ranks whose part is not a multiple of ``multiple_of`` yet.
-    tokens = np.array([document.length for document in documents], np.int64)
-    num_sharded = int(tokens[np.array(placed) == SHARDED].sum()) // split.size
-    totals = [num_sharded + int(tokens[np.array(placed) == rank].sum()) for rank in range(split.size)]
-    paddings = {rank: -total % multiple_of for rank, total in enumerate(totals) if total % multiple_of}
+    paddings = _paddings(documents, placed, split, multiple_of)
     documents += [filler([PAD_ID] * number) for number in paddings.values()]
     placed += paddings
     lengths = [document.length for document in documents]
@@ -118,6 +114,16 @@ def _documents(
         documents += [filler([PAD_ID]) for _ in empty]
         places = [*places, *empty]
     return documents, places
+
+
+def _paddings(
+    documents: Sequence[EncodedSample], places: Sequence[int], split: SequenceSplit, multiple_of: int
+) -> dict[int, int]:
+    """Return the padding tokens of each rank whose part is not a multiple of ``multiple_of`` yet."""
+    lengths = np.array([document.length for document in documents], np.int64)
+    num_sharded = int(lengths[np.array(places) == SHARDED].sum()) // split.size
+    totals = [num_sharded + int(lengths[np.array(places) == rank].sum()) for rank in range(split.size)]
+    return {rank: -total % multiple_of for rank, total in enumerate(totals) if total % multiple_of}
 
 
 def _load_share(
