@@ -48,7 +48,7 @@ Images = Sequence[tuple[EncodedImage, EncodedSample]]
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Load the towers' inputs for some samples.
+    """Load the towers' inputs for some samples: ``load_pixels`` and ``load_sounds``, or ``load_processed``.
 
     Raises:
         MediaError: naming a file that cannot be read or has changed since the export.

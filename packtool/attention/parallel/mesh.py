@@ -184,7 +184,7 @@ class SequenceParallel:
 
     @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:
-        """Return ``value`` summed over the ranks that share a sequence, without a gradient; shapes must be equal."""
+        """Return ``value``, of any shape, summed over the ranks that share a sequence, without a gradient."""
         total = value.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total
