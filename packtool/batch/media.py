@@ -48,7 +48,9 @@ Images = Sequence[tuple[EncodedImage, EncodedSample]]
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Load the towers' inputs for some samples: ``load_pixels`` and ``load_sounds``, or ``load_processed``.
+    """Load the towers' inputs for some samples.
+
+    See ``load_pixels`` and ``load_sounds``, or ``load_processed`` for families with their own processor.
 
     Raises:
         MediaError: naming a file that cannot be read or has changed since the export.
