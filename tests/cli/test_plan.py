@@ -92,7 +92,7 @@ def test_samples_per_step(cache: str, model: Path, tmp_path: Path, capsys: Any) 
     assert "Goyal" in message
     assert run(["plan", cache, *options, "--samples-per-step", "2", "--html", str(tmp_path / "plan.html")]) == 0
     message = capsys.readouterr().out
-    assert "as without packing: each has the 2 samples that it has unpacked" in message
+    assert "as without packing: each has the 2 samples that it has without packing" in message
     assert "Malladi" not in message
     assert run(["plan", cache, *options, "--samples-per-step", "2", "--save", str(tmp_path / "p")]) == 2
     assert "--save writes packs" in capsys.readouterr().err
