@@ -1,8 +1,8 @@
-"""The curves of a training run as one picture: ``OUTPUT_DIR/curves.png`` from ``OUTPUT_DIR/metrics.jsonl``.
+"""Charts of a training run in one image: ``OUTPUT_DIR/curves.png`` from ``OUTPUT_DIR/metrics.jsonl``.
 
-At 200 dots per inch the picture is as wide as an A4 page and letters have eight points. Curves that share a chart
-differ in darkness and in dashes, not in colour alone. Everything is drawn twice as large and reduced, because Pillow's
-lines are not smooth otherwise.
+At 200 dots per inch, the image has the width of an A4 page and eight-point letters. Curves in the same chart differ in
+brightness and dashes, not only in color. Everything is drawn at twice the size and then reduced, because Pillow's lines
+are not smooth otherwise.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from packtool.terminal import escape_line
 CURVES_NAME = "curves.png"
 _DOTS_PER_INCH = 200
 _SCALE = 2  # of all lengths below
-_WIDTH, _HEADER, _ROW = 3308, 236, 860  # pixels of the picture, of its title, of a row of charts
+_WIDTH, _HEADER, _ROW = 3308, 236, 860  # width of the image, height of its title and of a row of charts, in pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 236, 88, 124, 168  # margins of a chart
-_SMALL, _NORMAL, _LARGE = 44, 50, 68
-_THIN, _THICK = 3, 6
+_SMALL, _NORMAL, _LARGE = 44, 50, 68  # font sizes
+_THIN, _THICK = 3, 6  # line widths
 _MARK = 10  # half the side of the square that marks a point
 _INK, _GREY, _WARNING = (CURVE_COLOURS[name] for name in ("ink", "grey", "warning"))
 _MAX_CURVES = 8
 _DASHES: tuple[tuple[int, int] | None, ...] = (None, (36, 18), (12, 14), (56, 16))
-# Colour, width and dashes (drawn and free length) of each look.
+# Color, width and dashes (lengths of dash and gap) of each look.
 _PENS: dict[str, tuple[str, int, tuple[int, int] | None]] = {
     "pale": (CURVE_COLOURS["pale"], _THIN, None),
     "grid": (CURVE_COLOURS["grid"], _THIN, None),
@@ -47,18 +47,18 @@ for _number in range(_MAX_CURVES):
 
 _MIN_TO_SMOOTH = 30
 _SMOOTHED_VALUES = 40
-"""A smoothed curve has about as many independent values."""
+"""Approximate number of independent values of a smoothed curve."""
 _MAX_NAME_LENGTH = 18
-_MAX_POINTS = 750  # of a curve; of more, the minimum and maximum of each group are drawn
+_MAX_POINTS = 750  # of a curve; if there are more, the minimum and maximum of each group are drawn
 _MAX_MARKED_POINTS = 12
-_NEAR_ZERO = 0.2  # an axis begins at 0 if its first value is at most this share of the last
+_NEAR_ZERO = 0.2  # the axis of steps begins at 0 if its first value is less than this fraction of the last
 
 Records = Sequence[Mapping[str, Any]]
 Numbers = npt.NDArray[np.float64]
 
 
 def draw_charts(charts: Sequence[Chart], title: str, subtitle: str) -> Image.Image:
-    """Draw the first chart over the whole width, the others in pairs below."""
+    """Draw the first chart over the full width, and the others in pairs below."""
     num_rows = 1 + math.ceil((len(charts) - 1) / 2)
     image = Image.new("RGB", (_WIDTH, _HEADER + num_rows * _ROW), "white")
     draw = ImageDraw.Draw(image)
@@ -68,87 +68,92 @@ def draw_charts(charts: Sequence[Chart], title: str, subtitle: str) -> Image.Ima
         row, column = divmod(number + 1, 2) if number else (0, 0)
         left, top = column * _WIDTH // 2, _HEADER + row * _ROW
         right = left + (_WIDTH // 2 if number else _WIDTH) - _RIGHT
-        names = (draw.textlength(path.name, font=_font(_SMALL)) / _SCALE for path in _named(chart))
-        right -= _SCALE * max(map(math.ceil, names), default=0)
+        name_widths = (draw.textlength(path.name, font=_font(_SMALL)) / _SCALE for path in _named_paths(chart))
+        right -= _SCALE * max(map(math.ceil, name_widths), default=0)
         _draw_chart(draw, chart, (left + _LEFT, top + _TOP, right, top + _ROW - _BOTTOM))
     return image.reduce(_SCALE)
 
 
-def _named(chart: Chart) -> list[Path]:
+def _named_paths(chart: Chart) -> list[Path]:
     return [path for path in chart.shapes if isinstance(path, Path) and path.name]
 
 
 def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, int, int]) -> None:
-    """Draw a chart; ``box``: pixels of its left, upper, right and lower end."""
+    """Draw a chart with its axes and names.
+
+    Args:
+        box: left, upper, right and lower end of the area between the axes, in pixels.
+    """
     left, top, right, bottom = box
 
-    def place(point: Point) -> Point:
-        x, y = (part / SIZE for part in point)
+    def to_pixels(point: Point) -> Point:
+        """Convert a point in units of the axes."""
+        x, y = (coordinate / SIZE for coordinate in point)
         return left + x * (right - left), top + y * (bottom - top)
 
     above, small = top - _TOP + 60, _font(_SMALL)
     draw.text((left, above), chart.y.name, fill=_INK, font=_font(_NORMAL), anchor="lm")
     for note in chart.notes:
-        x, _ = place((note.at, 0))
+        x, _ = to_pixels((note.at, 0))
         draw.text((x, above), " ".join(text for _, text in note.texts), fill=_WARNING, font=small, anchor="rm")
     for path in chart.drawing.shapes:
         for stroke in path.strokes if isinstance(path, Path) else ():
-            _draw_stroke(draw, [place(point) for point in stroke], *_PENS[path.look])
+            _draw_stroke(draw, [to_pixels(point) for point in stroke], *_PENS[path.look])
     for at, label in chart.y.places:
-        x, y = place((0, SIZE - at))
+        x, y = to_pixels((0, SIZE - at))
         draw.text((x - 24, y), label, fill=_GREY, font=small, anchor="rm")
     for at, label in chart.x.places:
-        x, y = place((at, SIZE))
+        x, y = to_pixels((at, SIZE))
         _draw_stroke(draw, [(x, y), (x, y + 16)], *_PENS["axis"])
         draw.text((x, y + 28), label, fill=_GREY, font=small, anchor="ma")
     draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=small, anchor="ma")
 
-    # Names after the curves' last points, moved apart where curves end close to one another.
-    ends = sorted(((place(path.strokes[-1][-1])[1], path) for path in _named(chart)), key=lambda end: end[0])
-    heights: list[float] = []
-    for end, _ in ends:
-        heights.append(max(end, heights[-1] + _SMALL + 8) if heights else end)
-    limit: float = bottom
-    for number in reversed(range(len(heights))):  # names below the chart push the others up again
-        heights[number] = min(heights[number], limit)
-        limit = heights[number] - _SMALL - 8
-    for height, (end, path) in zip(heights, ends, strict=True):
-        colour = _PENS[path.look][0]
-        _draw_stroke(draw, [(right + 6, end), (right + 24, height)], colour, _THIN, None)
-        draw.text((right + 32, height), path.name, fill=colour, font=small, anchor="lm")
+    # Names follow the last points of the curves; they are moved apart vertically so that they do not overlap.
+    ends = sorted(((to_pixels(path.strokes[-1][-1])[1], path) for path in _named_paths(chart)), key=lambda end: end[0])
+    name_ys: list[float] = []
+    for end_y, _ in ends:
+        name_ys.append(max(end_y, name_ys[-1] + _SMALL + 8) if name_ys else end_y)
+    max_y: float = bottom
+    for number in reversed(range(len(name_ys))):  # move names that are below the chart up again
+        name_ys[number] = min(name_ys[number], max_y)
+        max_y = name_ys[number] - _SMALL - 8
+    for name_y, (end_y, path) in zip(name_ys, ends, strict=True):
+        color = _PENS[path.look][0]
+        _draw_stroke(draw, [(right + 6, end_y), (right + 24, name_y)], color, _THIN, None)
+        draw.text((right + 32, name_y), path.name, fill=color, font=small, anchor="lm")
 
 
 def _draw_stroke(
-    draw: ImageDraw.ImageDraw, points: Sequence[Point], colour: str, width: int, dashes: tuple[int, int] | None
+    draw: ImageDraw.ImageDraw, points: Sequence[Point], color: str, width: int, dashes: tuple[int, int] | None
 ) -> None:
-    """Draw a line through all points; a single point is a square."""
+    """Draw a line through points, or a square at a single point; ``dashes``: lengths of dash and gap."""
     if len(points) == 1:
         x, y = points[0]
-        draw.rectangle([x - _MARK, y - _MARK, x + _MARK, y + _MARK], fill=colour)
-    for part in _dashed(points, dashes) if dashes else [points]:
-        draw.line(list(part), fill=colour, width=width, joint="curve")
+        draw.rectangle([x - _MARK, y - _MARK, x + _MARK, y + _MARK], fill=color)
+    for line in _split_into_dashes(points, dashes) if dashes else [points]:
+        draw.line(list(line), fill=color, width=width, joint="curve")
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own font, so that a picture is the same on every machine."""
+    """Return Pillow's own font, so that images are the same on every machine."""
     return ImageFont.load_default(size)
 
 
-def _dashed(points: Sequence[Point], dashes: tuple[int, int]) -> Iterator[list[Point]]:
-    """The dashes of a line."""
-    is_drawn, left = True, float(dashes[0])
+def _split_into_dashes(points: Sequence[Point], dashes: tuple[int, int]) -> Iterator[list[Point]]:
+    """Yield the dashes of a line through points; ``dashes``: lengths of dash and gap."""
+    is_drawn, num_left = True, float(dashes[0])  # pixels left of the present dash or gap
     dash = [points[0]]
     for (x, y), (next_x, next_y) in pairwise(points):
         length = math.hypot(next_x - x, next_y - y)
         done = 0.0
-        while length - done > left:
-            done += left
-            at = (x + (next_x - x) * done / length, y + (next_y - y) * done / length)
+        while length - done > num_left:
+            done += num_left
+            end = (x + (next_x - x) * done / length, y + (next_y - y) * done / length)
             if is_drawn:
-                yield [*dash, at]
-            is_drawn, dash = not is_drawn, [at]
-            left = float(dashes[0] if is_drawn else dashes[1])
-        left -= length - done
+                yield [*dash, end]
+            is_drawn, dash = not is_drawn, [end]
+            num_left = float(dashes[0] if is_drawn else dashes[1])
+        num_left -= length - done
         dash.append((next_x, next_y))
     if is_drawn and len(dash) > 1:
         yield dash
@@ -156,13 +161,13 @@ def _dashed(points: Sequence[Point], dashes: tuple[int, int]) -> Iterator[list[P
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A figure along the steps.
+    """A logged figure by step.
 
     Args:
-        x, y: (N,), x rising; the curve is interrupted where y is not finite.
+        x, y: (N,), x ascending; the curve is interrupted where y is not finite.
         look: ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
-        name: written at its end; "" for none.
-        is_marked: mark every point.
+        name: text at the end of the curve; "" for none.
+        is_marked: draw a mark at every point.
     """
 
     x: Numbers
@@ -173,24 +178,22 @@ class Curve:
 
 
 def write_curves(metrics_path: str, output_dir: str) -> str | None:
-    """Draw loss, objective, learning rate, gradient norm, speed, fill and token accuracy along the optimizer steps.
-
-    Losses of channels (``loss_<name>``) and of an evaluation (``eval_loss``) are drawn if the log contains them.
+    """Draw the figures of a training log by optimizer step: loss, learning rate, throughput, fill and others.
 
     Args:
-        metrics_path: a JSON object a line with ``step`` and figures; an incomplete last line is ignored.
-        output_dir: directory of the picture.
+        metrics_path: a file with a JSON object per line, with ``step`` and figures; an incomplete last line is ignored.
+        output_dir: directory of the image.
 
     Returns:
-        the picture's path; None if there is nothing to draw.
+        the path of the image; None if the log has no figures.
 
     Raises:
-        OSError: if the log cannot be read or the picture not be written.
+        OSError: if the log cannot be read or the image cannot be written.
     """
     records = []
     with open(metrics_path, encoding="utf-8") as file:
         for text in file:
-            with contextlib.suppress(ValueError):  # a run that was killed may have left an incomplete line
+            with contextlib.suppress(ValueError):  # a killed run may leave an incomplete line
                 record = load_json(text)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     records.append(record)
@@ -209,9 +212,9 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
 
 
 def smoothed(values: Numbers) -> Numbers:
-    """Means over neighbours with Gaussian weights, (N,), without delay.
+    """Return means over neighboring values with Gaussian weights, (N,).
 
-    Values that are not finite have no weight and stay as they are.
+    Values that are not finite have no weight and are not changed.
     """
     width = max(len(values) / _SMOOTHED_VALUES / 2, 1.0)
     reach = math.ceil(3 * width)
@@ -224,30 +227,30 @@ def smoothed(values: Numbers) -> Numbers:
 
 
 def charts_of(records: Records) -> list[Chart]:
-    """The charts of a log, with the optimizer steps as their common axis."""
+    """Return the charts of a log, all with optimizer steps as horizontal axis."""
     evaluated = _curves(records, {"eval_loss": "evaluation"}, look="c1 solid", is_marked=True)
     loss = _smooth_curves(records, "loss", name="training" if evaluated else "")
     count = Counter(name for record in records for name in record if name.startswith("loss_"))
     channels = sorted(count)
     shown = sorted(sorted(channels, key=lambda name: -count[name])[:_MAX_CURVES])
-    left_out = f" ({len(shown)} of {len(channels)})" if len(shown) < len(channels) else ""
+    num_shown = f" ({len(shown)} of {len(channels)} channels)" if len(shown) < len(channels) else ""
     channel_names = {}
     for name in shown:
         label = escape_line(name.removeprefix("loss_"))
         channel_names[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
-    speeds = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
+    throughputs = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
     fills = [fill for curve in _curves(records, {"fill": ""}) for fill in curve.y if math.isfinite(fill)]
     min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)
     charts = [
         _chart(records, "loss, mean over target tokens, in nats", [*loss, *evaluated]),
         _chart(records, "objective: the loss that training minimizes, in nats", _smooth_curves(records, "objective")),
-        _chart(records, f"loss by channel, in nats, smoothed{left_out}", _curves(records, channel_names, smooth=True)),
+        _chart(records, f"loss by channel, in nats, smoothed{num_shown}", _curves(records, channel_names, smooth=True)),
         _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), low=0.0),
         _chart(records, "gradient norm before clipping", _smooth_curves(records, "grad_norm"), low=0.0),
-        _chart(records, "tokens per second", _curves(records, speeds, smooth=True), low=0.0),
+        _chart(records, "throughput in tokens per second", _curves(records, throughputs, smooth=True), low=0.0),
         _chart(
             records,
-            "fill: share of the computed tokens that is not padding",
+            "fill: computed tokens that are not padding",
             _smooth_curves(records, "fill", scale=100),
             low=min_fill,
             high=100,
@@ -267,12 +270,12 @@ def _chart(
     high: float | None = None,
     suffix: str = "",
 ) -> Chart | None:
-    """Curves with a common vertical axis; None if they have no finite value.
+    """Return a chart of curves with a common vertical axis; None if they have no finite value.
 
     Args:
-        title: what is shown, and in which unit.
+        title: quantity and unit.
         low, high: ends of the vertical axis; None for slightly beyond the values.
-        suffix: unit after the numbers of the axis.
+        suffix: unit after the numbers of the vertical axis.
     """
     shown = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not shown:
@@ -292,17 +295,17 @@ def _chart(
         shapes.append(Path(strokes, curve.look, curve.name))
         if curve.is_marked or len(curve.x) <= _MAX_MARKED_POINTS:
             shapes.append(Path([[point] for stroke in strokes for point in stroke], curve.look))
-    num_lost = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
-    warning = Note(SIZE, [("", f"{num_lost:,} value{'s' if num_lost > 1 else ''} not finite")])
-    return Chart(x, y, shapes, [warning] if num_lost else [])
+    num_infinite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
+    warning = Note(SIZE, [("", f"{num_infinite:,} value{'s' if num_infinite > 1 else ''} not finite")])
+    return Chart(x, y, shapes, [warning] if num_infinite else [])
 
 
 def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
-    """Stretches of finite values in units of the axes, with no more points than can be distinguished."""
+    """Yield lines through consecutive finite values, in units of the axes."""
     stroke: list[Point] = []
-    for at in _drawn_points(curve.y):
-        if np.isfinite(curve.y[at]):
-            stroke.append((x.at(float(curve.x[at])), SIZE - y.at(float(curve.y[at]))))
+    for index in _drawn_points(curve.y):
+        if np.isfinite(curve.y[index]):
+            stroke.append((x.at(float(curve.x[index])), SIZE - y.at(float(curve.y[index]))))
         elif stroke:
             yield stroke
             stroke = []
@@ -311,29 +314,31 @@ def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
 
 
 def _drawn_points(y: Numbers) -> list[int]:
-    """Indices of the minimum and maximum of each group of points if there are many, so that spikes stay visible."""
-    size = math.ceil(len(y) / _MAX_POINTS)
-    if size <= 2:
+    """Return the indices of all points, or of the minimum and maximum of each group of points if there are many.
+
+    Spikes stay visible, and a group without a finite value interrupts the curve.
+    """
+    group_size = math.ceil(len(y) / _MAX_POINTS)
+    if group_size <= 2:
         return list(range(len(y)))
     kept: list[int] = []
-    for start in range(0, len(y), size):
-        group = y[start : start + size]
-        # A group without a finite value interrupts the curve.
+    for start in range(0, len(y), group_size):
+        group = y[start : start + group_size]
         extremes = {int(np.nanargmin(group)), int(np.nanargmax(group))} if np.isfinite(group).any() else {0}
         kept += sorted(start + i for i in extremes)
     return kept
 
 
-def _padded(low: float, high: float, share: float) -> tuple[float, float]:
-    """A slightly larger range, which is never empty."""
+def _padded(low: float, high: float, fraction: float) -> tuple[float, float]:
+    """Return a range that is larger by a fraction of its size at both ends, and never empty."""
     if high <= low:
-        around = abs(low) * 0.1 or 1.0
-        return low - around, high + around
-    return low - share * (high - low), high + share * (high - low)
+        padding = abs(low) * 0.1 or 1.0
+        return low - padding, high + padding
+    return low - fraction * (high - low), high + fraction * (high - low)
 
 
 def _smooth_curves(records: Records, figure: str, *, name: str = "", scale: float = 1) -> list[Curve]:
-    """A figure as logged and, with enough values, smoothed; ``name``: written at the curve's end."""
+    """Return the curve of a figure as logged and, with enough values, a smoothed one; ``name``: text at its end."""
     curves = _curves(records, {figure: name}, scale=scale)
     if not curves or len(curves[0].x) < _MIN_TO_SMOOTH:
         return curves
@@ -350,7 +355,13 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Curves of the figures that the log contains; ``names``: texts at their ends, by figure."""
+    """Return curves of figures that the log contains.
+
+    Args:
+        names: texts at the ends of the curves, by figure.
+        look: of all curves; by default each has its own.
+        scale: factor of the values.
+    """
     curves = []
     for number, (figure, name) in enumerate(names.items()):
         points = [(each["step"], each[figure]) for each in records if isinstance(each.get(figure), (int, float))]

@@ -1,7 +1,7 @@
-"""Shapes, axes and charts, and their rendering on pages.
+"""Shapes, axes and charts as data, and the rendering of pages from templates.
 
-Shapes are plain data with a look: the name of a colour and a stroke. Pages define the looks in ``templates/page.css``,
-and ``curves`` in a table.
+The look of a shape is the name of its color and stroke. ``templates/page.css`` defines the looks for pages, ``curves``
+those for ``curves.png``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAGE_COLOURS = {
     "c4": ("#84943a", "#a3b658"),
     "c5": ("#8a8f98", "#8a939b"),
 }
-"""Colours of pages in light and in dark mode."""
+"""Colors of pages in light and in dark mode."""
 CURVE_COLOURS = {
     "ink": "#111827",
     "grey": "#4b5563",
@@ -54,20 +54,20 @@ CURVE_COLOURS = {
     "c6": "#475569",
     "c7": "#4d7c0f",
 }
-"""Colours of ``curves.png``; those of the curves differ in darkness, too, for print."""
+"""Colors of ``curves.png``; curves also differ in brightness, for print."""
 SIZE = 1000
 """Length of every axis, in units."""
-_LETTER = 36  # units of a label's letter on a narrow phone
+_LETTER = 36  # width of a letter of a label on a narrow phone, in units
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic scale.
+    """A linear or logarithmic axis.
 
     Args:
         name: quantity and unit.
         low, high: values at its ends.
-        ticks: (value, label) along it.
+        ticks: (value, label) of each tick.
         is_log: logarithmic; all values are positive.
     """
 
@@ -89,18 +89,18 @@ class Axis:
         cover: bool = False,
         suffix: str = "",
     ) -> Axis:
-        """A linear axis whose ticks are multiples of 1, 2, 2.5 or 5 times a power of ten.
+        """Make a linear axis whose ticks are multiples of 1, 2, 2.5 or 5 times a power of ten.
 
         Args:
-            low, high: different values.
+            low, high: values at the ends; ``low < high``.
             num_ticks: approximate number of ticks.
-            integers: ticks at integers only.
-            cover: ticks from ``low``, which is round, to the first one at or above ``high``, where the axis ends.
-            suffix: unit after every number.
+            integers: only integers have ticks.
+            cover: ticks begin at ``low``, and the axis ends with the first tick at or above ``high``.
+            suffix: unit after the number of each tick.
         """
-        rough = (high - low) / num_ticks
-        power = 10.0 ** math.floor(math.log10(rough))
-        steps = (factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        min_step = (high - low) / num_ticks
+        power = 10.0 ** math.floor(math.log10(min_step))
+        steps = (factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= min_step * (1 - 1e-9))
         step = next((step for step in steps if not integers or step == int(step)), 1.0)
         if cover:
             values = [low + i * step for i in range(max(math.ceil((high - low) / step - 1e-9), 1) + 1)]
@@ -113,7 +113,7 @@ class Axis:
 
     @classmethod
     def logarithmic(cls, name: str, low: float, high: float) -> Axis:
-        """A logarithmic axis of at least one power of ten, with round numbers that do not overlap on a phone."""
+        """Make a logarithmic axis whose ticks are round numbers with labels that do not overlap on a phone."""
         powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
         for factors, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
             values = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
@@ -126,24 +126,25 @@ class Axis:
         return axis
 
     def at(self, value: float) -> float:
-        """The position of a value, in units."""
+        """Return the position of a value, in units."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low) * SIZE
         return (value - self.low) / ((self.high - self.low) or 1) * SIZE
 
     @property
     def places(self) -> list[tuple[float, str]]:
-        """(position in units, label) of every tick."""
+        """Position in units, and label, of every tick."""
         return [(self.at(value), label) for value, label in self.ticks]
 
 
 def _label(value: float, step: float, digits: int) -> str:
+    """Return the label of a tick with some decimals; ``step`` is the distance of ticks."""
     if abs(value) < step * 1e-9:
         return "0"
     if step < 1e-3:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-    # A phone is too narrow for six zeros.
+    # Millions are abbreviated, because phones are narrow.
     return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value:,.{digits}f}"
 
 
@@ -154,7 +155,7 @@ Rectangle = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle, with a hint that is shown when the mouse points at it."""
+    """A rectangle with a tooltip."""
 
     x: float
     y: float
@@ -166,7 +167,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles of one look; a browser draws them faster than separate boxes."""
+    """Rectangles of one look, which a browser draws faster than separate boxes."""
 
     places: Sequence[Rectangle]
     look: str
@@ -179,11 +180,11 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Path:
-    """Lines through points; a stroke of a single point is a dot.
+    """Lines through points.
 
     Args:
-        strokes: lines with the same look.
-        name: written at the end of the last stroke; "" for none.
+        strokes: points of each line; a single point is drawn as a dot.
+        name: text at the end of the last stroke; "" for none.
     """
 
     strokes: Sequence[Sequence[Point]]
@@ -192,7 +193,7 @@ class Path:
 
     @property
     def d(self) -> str:
-        """The strokes as an SVG path; a dot is a line of length 0, whose round ends are never stretched."""
+        """The strokes as an SVG path; a dot is a line of length 0 with round ends, which are not stretched."""
         return "".join(
             "M" + " ".join(f"{x:.1f} {y:.1f}" for x, y in stroke) + "h0" * (len(stroke) == 1) for stroke in self.strokes
         )
@@ -203,10 +204,10 @@ class Drawing:
     """Shapes in a coordinate system whose y points down.
 
     Args:
-        kind: class for the style sheet.
+        kind: class in the style sheet.
         label: description for screen readers.
-        shapes: from the back to the front.
-        height: of the coordinate system; its width is ``SIZE``. A page stretches the width but not the strokes.
+        shapes: from back to front.
+        height: of the coordinate system; its width is ``SIZE``. Pages stretch shapes, but not the width of lines.
         in_pixels: the height is in CSS pixels and not stretched.
     """
 
@@ -223,7 +224,7 @@ class Note:
 
     Args:
         at: position along the horizontal axis, in units.
-        texts: (look of the dot before it, or "", text).
+        texts: pairs of a text and, before it, the look of the dot to draw before the text; "" for no dot.
     """
 
     at: float
@@ -232,7 +233,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Chart:
-    """Shapes between two axes, in units of the axes, with y pointing down."""
+    """Shapes between two axes; their coordinates are in units of the axes, with y pointing down."""
 
     x: Axis
     y: Axis
@@ -241,36 +242,36 @@ class Chart:
 
     @property
     def drawing(self) -> Drawing:
-        """The shapes with grid and horizontal axis."""
+        """The shapes, the grid and the horizontal axis."""
         grid = [Path([[(0, SIZE - at), (SIZE, SIZE - at)]], "grid") for at, _ in self.y.places if at]
         axis = Path([[(0, SIZE), (SIZE, SIZE)]], "axis")
         return Drawing("drawn", f"{self.y.name} by {self.x.name}", [*grid, *self.shapes, axis])
 
     @property
     def gutter(self) -> int:
-        """Width of the vertical axis's labels, in letters."""
+        """Width of the labels of the vertical axis, in letters."""
         return max(len(label) for _, label in self.y.ticks) + 1
 
 
-# A long name may be broken after these; the word itself is copied and searched without a gap.
+# A long name may wrap after these characters, without a space, so that it can be copied and searched.
 _JOINT = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template of ``templates/``; all values are escaped."""
+    """Render a template of ``templates/`` to text; all values are escaped."""
     return _environment().get_template(template).render(version=VERSION, colours=PAGE_COLOURS, **values)
 
 
 def framed(page: str, title: str) -> str:
-    """A whole page in a frame, to be shown inside another document such as a notebook."""
+    """Return an HTML page in a frame, to be shown inside another document such as a notebook."""
     return render("framed.html", page=escape(page), title=title)
 
 
 def breakable(text: str) -> Markup:
-    """Text that is broken between words; a word longer than a line after ``/``, ``_`` and the like."""
+    """Return text as HTML that wraps between words and, in long words, after ``/``, ``_`` and similar characters."""
     words = []
     for word in text.split(" "):
-        # Find the joints before escaping, which adds ampersands and semicolons.
+        # Split before HTML escaping, which adds ampersands and semicolons.
         parts = _JOINT.sub("\\1\n", escape_line(word)).split("\n")
         joined = Markup("<wbr>").join(parts)
         words.append(joined if len(parts) == 1 else Markup("<span class=word>{}</span>").format(joined))
@@ -278,12 +279,13 @@ def breakable(text: str) -> Markup:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: ``1 pack``, ``1,000 packs``."""
+    """Return a count with its noun: ``1 pack``, ``1,000 packs``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 @cache
 def _environment() -> Environment:
+    """Return the Jinja environment, which escapes HTML and control characters in all values."""
     environment = Environment(
         loader=PackageLoader("packtool.report"),
         autoescape=True,

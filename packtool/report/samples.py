@@ -1,7 +1,7 @@
 """Pages that show a cache: its samples and media, dropped rows, and the packs of a plan.
 
-Pages are files such as ``index.html``, ``data/samples-3.js`` and ``media/151-0.jpg``. Each is made on request: all are
-written to a folder that needs no server (``write_pages``), or they are served one at a time (``serving``).
+Pages are files such as ``index.html``, ``data/samples-3.js`` and ``media/151-0.jpg``. ``Pages`` makes each on request:
+``write_pages`` writes all of them to a folder that needs no server, and ``serving`` serves them over HTTP.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Int64Array = npt.NDArray[np.int64]
 INDEX = "index.html"
 _STEP, _RANK, _MICRO_BATCH = range(3)
 _BLOCK_SIZE = 50  # samples or packs of a data file
-_MAX_DROPPED = 10_000  # rows that are listed; all are counted
+_MAX_DROPPED = 10_000  # rows that are listed; the number shown counts all
 _THUMBNAIL_SIZE = 512
 _MAX_PLAYABLE_BYTES = 8_000_000
 _MEDIUM = re.compile(r"media/(\d+)-(\d+)(\.\w+)")
@@ -59,19 +59,20 @@ _PAGE_FILE = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.
 
 
 class ShownPacks:
-    """The packs that pages show: by step, rank and micro-batch if the plan contains these, else by number.
+    """The packs of a plan that pages show: ordered by step, rank and micro-batch if the plan has these.
 
     Args:
-        plan: that contains the packs.
-        max_samples: about as many are shown, of evenly spaced packs; of whole steps if one step has no more.
+        plan: the saved plan.
+        max_samples: approximate number of samples to show, in packs that are evenly spaced over the plan. If the plan
+            has steps, all packs of evenly spaced steps are shown, unless a single step exceeds this number.
 
     Attributes:
-        numbers: int64 (K,), of the packs in the plan, in the order of the pages.
+        numbers: numbers of the packs in the plan, in the order of the pages, int64 (K,).
     """
 
     def __init__(self, plan: SavedPlan, max_samples: int) -> None:
         self._plan = plan
-        # Step, rank and micro-batch of each pack, (all packs, 3); -1 if its samples differ, as Skrull's may.
+        # Step, rank and micro-batch of each pack, (packs of the plan, 3); -1 where its samples differ, as with Skrull.
         self._placement: Int64Array | None = None
         if plan.locations is not None:
             first: npt.NDArray[Any] = np.empty((0, 3), np.int64)
@@ -99,16 +100,16 @@ class ShownPacks:
 
     @property
     def samples(self) -> Int64Array:
-        """Numbers of the samples of all packs that are shown, int64 (N,), ascending."""
+        """Numbers of the samples in the packs shown, int64 (N,), ascending."""
         samples = [self._plan.samples[self._slice(pack)] for pack in self.numbers.tolist()]
         return np.unique(np.concatenate(samples))
 
     def pack(self, number: int) -> dict[str, Any]:
-        """The samples and shared prefixes of a pack, as the page draws them."""
+        """Return the samples and shared prefixes of a pack, for the page's script."""
         members = self._slice(number)
         samples = self._plan.samples[members].tolist()
         shared = None if self._plan.shared is None else self._plan.shared[members]
-        # A prefix of several samples belongs to none of them.
+        # A shared prefix has no sample number.
         parts = [
             (samples[branch.first] if branch.num_samples == 1 else None, branch.num_tokens, branch.num_samples)
             for branch in find_branches(self._plan.lengths[members], shared)
@@ -116,7 +117,7 @@ class ShownPacks:
         return {"number": number, "samples": len(samples), "parts": parts}
 
     def overview(self) -> dict[str, Any]:
-        """Figures of the plan, and step, rank and micro-batch of the packs that are shown; arrays as base64."""
+        """Return figures of the plan, and step, rank and micro-batch of the packs shown; arrays as base64."""
         ranks = 0 if self._plan.locations is None else int(self._plan.locations[:, _RANK].max(initial=-1)) + 1
         placement = [] if self._placement is None else list(self._placement[self.numbers].T)
         return {
@@ -130,13 +131,13 @@ class ShownPacks:
         }
 
     def _steps(self) -> dict[str, Int64Array]:
-        """Figures (S,) of the steps that are shown, over all their packs, including those not shown."""
+        """Return figures of the S steps shown, arrays of shape (S,), over all packs of these steps."""
         if self._plan.locations is None or self._placement is None or not len(self.numbers):
             return {}
         step, rank, micro_batch = self._plan.locations.T.astype(np.int64)
         num_steps, num_ranks = int(step.max()) + 1, int(rank.max()) + 1
-        cells = np.bincount(step * num_ranks + rank, self._plan.lengths, num_steps * num_ranks)
-        tokens = cells.astype(np.int64).reshape(num_steps, num_ranks)
+        rank_tokens = np.bincount(step * num_ranks + rank, self._plan.lengths, num_steps * num_ranks)
+        tokens = rank_tokens.astype(np.int64).reshape(num_steps, num_ranks)
         num_micro_batches = np.zeros(num_steps, np.int64)
         np.maximum.at(num_micro_batches, step, micro_batch + 1)
         figures = {
@@ -151,11 +152,11 @@ class ShownPacks:
         return {name: column[shown] for name, column in figures.items()}
 
     def place_of(self, sample: int) -> list[int] | None:
-        """Pack and, if known, step, rank and micro-batch of a sample; None if it is in no pack."""
-        at = int(np.searchsorted(self._plan.samples, sample, sorter=self._by_sample))
-        if at == len(self._by_sample) or self._plan.samples[self._by_sample[at]] != sample:
+        """Return pack and, if known, step, rank and micro-batch of a sample; None if it is in no pack."""
+        index = int(np.searchsorted(self._plan.samples, sample, sorter=self._by_sample))
+        if index == len(self._by_sample) or self._plan.samples[self._by_sample[index]] != sample:
             return None
-        row = int(self._by_sample[at])
+        row = int(self._by_sample[index])  # of the first occurrence in the plan
         pack = int(np.searchsorted(self._plan.offsets, row, side="right")) - 1
         return [pack] if self._plan.locations is None else [pack, *self._plan.locations[row].tolist()]
 
@@ -164,7 +165,7 @@ class ShownPacks:
 
 
 def evenly_spaced(count: int, max_numbers: int) -> Int64Array:
-    """At most ``max_numbers`` of the numbers below ``count``, int64 (N,), ascending and as far apart as possible."""
+    """Return at most ``max_numbers`` evenly spaced numbers from 0 to ``count - 1``, int64 (N,), ascending."""
     return np.unique(np.linspace(0, count - 1, min(count, max_numbers)).round().astype(np.int64))
 
 
@@ -173,11 +174,11 @@ class Pages:
 
     Args:
         config: cache, split, plan and model.
-        shows_all: show all samples; else about ``max_samples``, evenly spaced in the split, or those of evenly spaced
-            packs of the plan.
+        shows_all: show all samples; otherwise about ``config.max_samples``, evenly spaced in the split, or the samples
+            of evenly spaced packs of the plan.
 
     Attributes:
-        numbers: int64 (N,), of the samples that are shown.
+        numbers: positions in the split of the samples shown, int64 (N,).
     """
 
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:
@@ -200,11 +201,11 @@ class Pages:
 
     @property
     def num_cached(self) -> int:
-        """All samples of the split."""
+        """Number of samples of the split."""
         return len(self._reader)
 
     def names(self) -> Iterator[str]:
-        """All files except media; the index is last, so that an unfinished folder has none."""
+        """Yield the names of all files except media; the index is last, so that unfinished folders have none."""
         yield from ("samples.js", "data/cache.js", "data/dropped.js")
         packs = self.numbers[:0] if self._packs is None else self._packs.numbers
         for kind, numbers in (("packs", packs), ("samples", self.numbers)):
@@ -212,12 +213,12 @@ class Pages:
         yield INDEX
 
     def media_names(self, number: int) -> list[str]:
-        """Media files of a sample: thumbnails of what is visible, and what can be played."""
+        """Return names of a sample's media files: thumbnails of images and videos, and playable videos and audio."""
         media = self._reader.sample(number).media
         return [name for i, medium in enumerate(media) for name in _media_files(number, i, medium).values()]
 
     def content(self, name: str) -> bytes | None:
-        """A file's bytes; None if there is no such file, or its medium cannot be read or is too large to be played."""
+        """Return a file's bytes; None if there is no such file, or its medium is unreadable or too large to play."""
         if name == INDEX:
             title = f"{storage.masked(self._config.directory)}, {self._config.split}"
             return render("samples.html", title=title).encode()
@@ -243,7 +244,7 @@ class Pages:
         return None
 
     def _overview(self) -> dict[str, Any]:
-        """Figures of the cache, and what the page's filters need of each sample; arrays as base64."""
+        """Return figures of the cache, and the values by which the page filters samples; arrays as base64."""
         index, shown = self._reader.index, self.numbers
         counts = (index.num_images, index.num_videos, index.num_audios)
         kinds = sum((count[shown] > 0) * (1 << bit) for bit, count in enumerate(counts))
@@ -260,8 +261,9 @@ class Pages:
         }
 
     def _sample(self, number: int) -> dict[str, Any]:
+        """Return a sample as the page's script shows it."""
         sample = self._reader.sample(number)
-        # What the page needs of each medium, by the medium's identity: equal media may be shown several times.
+        # Files and regions of each medium, by object identity, because equal media may occur several times.
         media: dict[int, dict[str, Any]] = {
             id(medium): dict(_media_files(number, i, medium)) for i, medium in enumerate(sample.media)
         }
@@ -294,10 +296,10 @@ class Pages:
 
 
 def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
-    """Write all pages, and all media that can be read.
+    """Write all pages and media files to a directory.
 
     Args:
-        directory: new, empty or with such pages, which are replaced.
+        directory: new or empty, or with earlier pages, which are replaced.
 
     Returns:
         the number of media files that could not be read or are too large.
@@ -307,12 +309,12 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
     """
     directory = storage.normalize(directory)
     existing = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
-    # Unfinished files of a command that was killed have temporary names.
+    # Files of a command that was killed have temporary names.
     names = {path: storage.final_name(path).removeprefix(directory).lstrip("/") for path in existing}
     if others := [path for path, name in names.items() if not _PAGE_FILE.fullmatch(name)]:
         raise ConfigError(
-            f"--html {directory} is not empty: {others[0]} would lie among the pages",
-            "Name a folder that does not exist yet.",
+            f"--html {directory} contains other files than pages, such as {others[0]}",
+            "Choose a directory that does not exist yet.",
         )
     for path in sorted(existing, key=lambda path: storage.name(path) != INDEX):
         storage.remove(path)
@@ -340,26 +342,26 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
 
 
 def _script(name: str, value: Any) -> bytes:
-    """A script that hands a value to the page: pages opened from a disk may load scripts, but no JSON."""
-    return f"packtool.give({json.dumps(name)}, {json.dumps(_escaped(value))});\n".encode()
+    """Return a script that passes a value to the page: pages opened from a disk may load scripts, but not JSON."""
+    return f"packtool.give({json.dumps(name)}, {json.dumps(_escape(value))});\n".encode()
 
 
-def _escaped(value: Any) -> Any:
-    """The value with terminal escapes in all of its strings."""
+def _escape(value: Any) -> Any:
+    """Return a JSON value with control characters escaped in all of its strings."""
     if isinstance(value, str):
         return escape_text(value)
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(each) for key, each in value.items()}
-    return [_escaped(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_escape(key): _escape(each) for key, each in value.items()}
+    return [_escape(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _base64(numbers: npt.NDArray[Any]) -> str:
-    """Integers as base64 of little-endian int32, which a browser reads ten times as fast as lists of digits."""
+    """Return integers as base64 of little-endian int32, which a browser reads ten times as fast as lists of digits."""
     return base64.b64encode(numbers.astype("<i4").tobytes()).decode()
 
 
 def _media_files(number: int, i: int, medium: Medium) -> dict[str, str]:
-    """Names of a medium's files: ``seen`` is the thumbnail, ``played`` the file itself."""
+    """Return names of the files of medium ``i`` of a sample: ``seen`` is the thumbnail, ``played`` the file itself."""
     files = {} if isinstance(medium, EncodedAudio) else {"seen": f"media/{number}-{i}.jpg"}
     if not isinstance(medium, EncodedImage) and (medium.path is not None or medium.data is not None):
         files["played"] = f"media/{number}-{i}{suffix_of(medium.path, medium.data)}"
@@ -367,6 +369,7 @@ def _media_files(number: int, i: int, medium: Medium) -> dict[str, str]:
 
 
 def _thumbnail(medium: Medium, policy: MediaPolicy) -> bytes:
+    """Return an image, or the first frame of a video, as a small JPEG."""
     if isinstance(medium, EncodedImage):
         picture = load_image(medium.path, medium.data, policy)
     else:
@@ -379,6 +382,7 @@ def _thumbnail(medium: Medium, policy: MediaPolicy) -> bytes:
 
 
 def _playable(medium: Medium, policy: MediaPolicy) -> bytes | None:
+    """Return the file of a video or a sound; None if it is too large, or no media file."""
     assert not isinstance(medium, EncodedImage)
     with open_medium(MediaRef(medium.path, medium.data, policy=policy), storage.ROWS_BLOCK) as file:
         data = file.read(_MAX_PLAYABLE_BYTES + 1)
@@ -398,17 +402,15 @@ _HEADERS = {
 
 @contextlib.contextmanager
 def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[str]:
-    """Serve pages on this machine in the background, to clients that know the token in their address.
+    """Serve pages on this machine in background threads; yield their address, which contains a secret token.
 
     Args:
-        content: returns a file's bytes by its name, or None if there is no such file; called by one thread at a time.
-        port: to listen on; 0 for a free one.
-
-    Returns:
-        the address, which ends with the token.
+        content: returns the bytes of a file by its name, or None if there is no such file; called by one thread at a
+            time.
+        port: to listen on; 0 chooses a free one.
 
     Raises:
-        ConfigError: if the port is taken.
+        ConfigError: if the port cannot be used.
     """
     token, lock = secrets.token_urlsafe(16), threading.Lock()
 
@@ -423,29 +425,31 @@ def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[s
 
         def _response(self) -> tuple[HTTPStatus, bytes, str]:
             plain = "text/plain; charset=utf-8"
-            # Scripts of other pages may reach this address under a name of their own, but not under these.
+            # DNS rebinding: scripts of other sites reach this server under their own host name, but not under these.
             host = (self.headers.get("Host") or "").rpartition(":")[0]
             client_token, _, name = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
             if host not in (_HOST, "localhost") or not hmac.compare_digest(client_token.encode(), token.encode()):
-                return HTTPStatus.FORBIDDEN, b"The address lacks its token.\n", plain
+                return HTTPStatus.FORBIDDEN, b"The address has no valid token.\n", plain
             try:
                 with lock:
                     body = content(name or INDEX)
             except PacktoolError as error:
                 return HTTPStatus.BAD_GATEWAY, f"{error}\n".encode(), plain
             if body is None:
-                return HTTPStatus.NOT_FOUND, b"There is no such file.\n", plain
-            guessed = mimetypes.guess_type(name)[0]
-            mime_type = _MIME_TYPES.get(os.path.splitext(name)[1]) or guessed or "application/octet-stream"
+                return HTTPStatus.NOT_FOUND, b"No such file.\n", plain
+            media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
+            mime_type = _MIME_TYPES.get(os.path.splitext(name)[1], media_type)
             return HTTPStatus.OK, body, f"{mime_type}; charset=utf-8" if mime_type.startswith("text/") else mime_type
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing: addresses contain the token."""
+            """Log nothing, because addresses contain the token."""
 
     try:
         server = ThreadingHTTPServer((_HOST, port), Handler)
     except OSError as error:
-        raise ConfigError(f"--port {port} cannot be used: {error.strerror or error}", "0 takes a free one.") from error
+        raise ConfigError(
+            f"--port {port} cannot be used: {error.strerror or error}", "Use --port 0 for a free one."
+        ) from error
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, name="serve", daemon=True)
     thread.start()

@@ -73,8 +73,8 @@ def test_every_quantity_has_a_panel_in_one_picture(tmp_path: Path, drawn: list[C
         "loss by channel, in nats, smoothed",
         "learning rate",
         "gradient norm before clipping",
-        "tokens per second",
-        "fill: share of the computed tokens that is not padding",
+        "throughput in tokens per second",
+        "fill: computed tokens that are not padding",
         "token accuracy",
     ]
     loss, channels, _, _, speeds, fill, _ = drawn
@@ -136,7 +136,7 @@ def test_half_a_line_and_values_that_are_no_numbers(tmp_path: Path, drawn: list[
 def test_the_most_frequent_of_many_channels(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step, loss_every=1.0, **{f"loss_c{step % 11:02}": 1.0}) for step in range(1, 50)]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
-    assert drawn[1].y.name == "loss by channel, in nats, smoothed (8 of 12)"
+    assert drawn[1].y.name == "loss by channel, in nats, smoothed (8 of 12 channels)"
     assert "every" in [name for _, name, _ in lines(drawn[1])]
 
 

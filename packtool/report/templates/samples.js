@@ -49,10 +49,10 @@ const packtool = (() => {
     samples: () => [
       field("Text", make("input", { name: "text", type: "search" })),
       field("Channel", choice("channel", [["", "all"], ...cache.channels.map((name, i) => [i, name]), [-1, "none"]])),
-      field("Media", choice("media", [["", "any"], [1, "pictures"], [2, "videos"], [4, "sounds"], [0, "none"]])),
-      field("Tokens, least", make("input", { name: "least", type: "number", min: 0 })),
-      field("Tokens, most", make("input", { name: "most", type: "number", min: 0 })),
-      field("Order", choice("order", [["", "as cached"], ["down", "longest first"], ["up", "shortest first"]])),
+      field("Media", choice("media", [["", "any"], [1, "images"], [2, "videos"], [4, "audio"], [0, "none"]])),
+      field("Minimum tokens", make("input", { name: "least", type: "number", min: 0 })),
+      field("Maximum tokens", make("input", { name: "most", type: "number", min: 0 })),
+      field("Order", choice("order", [["", "as in the cache"], ["down", "longest first"], ["up", "shortest first"]])),
     ],
     dropped: () => [
       field("Text", make("input", { name: "text", type: "search" })),
@@ -85,7 +85,7 @@ const packtool = (() => {
     state.query = text;
     if (!text) {
       entries = candidates;
-      tell(`${count(entries.length, "sample")} of ${cache.numbers.length.toLocaleString("en")} shown here${of}.`);
+      tell(`${count(entries.length, "sample")} of ${cache.numbers.length.toLocaleString("en")} on these pages${of}.`);
       return show();
     }
     entries = [];
@@ -112,8 +112,8 @@ const packtool = (() => {
     entries = dropped.filter((row) => (!reason || row.reason === reason) &&
       `${row.source} ${row.row} ${row.detail}`.toLowerCase().includes(text));
     const all = Object.values(cache.dropped).reduce((a, b) => a + b, 0);
-    const listed = dropped.length < all ? `, of which the first ${dropped.length.toLocaleString("en")} are listed` : "";
-    tell(`${count(entries.length, "row")} here; ${count(all, "row")} were dropped${listed}.`);
+    const listed = dropped.length < all ? `; the first ${dropped.length.toLocaleString("en")} are listed` : "";
+    tell(`${count(entries.length, "row")} shown; ${count(all, "row")} were dropped${listed}.`);
     return show();
   }
 
@@ -123,9 +123,9 @@ const packtool = (() => {
     entries = Array.from({ length: shown }, (_, i) => i).filter((i) =>
       (step === "" || places[0][i] === Number(step)) && (rank === "" || places[1][i] === Number(rank) || places[1][i] < 0));
     const of = entries.length < all ? ` of ${all.toLocaleString("en")}` : "";
-    tell(`${count(entries.length, "pack")}${of}, each of at most ${count(capacity, "token")}.` +
-      (ranks ? "" : " This plan does not say who trains them: packtool plan --save writes steps, too.") +
-      (sharesPrefixes ? " Grey pieces are prefixes that several samples share." : ""));
+    tell(`${count(entries.length, "pack")}${of}, of at most ${count(capacity, "token")} each.` +
+      (ranks ? "" : " This plan has no steps and ranks; make it again with packtool plan --save.") +
+      (sharesPrefixes ? " Gray blocks are prefixes that several samples share." : ""));
     return show();
   }
 
@@ -135,11 +135,11 @@ const packtool = (() => {
     const [packs, micro, tokens, least, most] =
       ["packs", "microBatches", "tokens", "least", "most"].map((name) => steps[name][at]);
     const shown = places[0].filter((each) => each === step).length;
-    const each = ranks > 1 ? `; each of ${ranks.toLocaleString("en")} ranks has ` +
+    const each = ranks > 1 ? `; ${ranks.toLocaleString("en")} ranks of ` +
       `${least === most ? "" : `${least.toLocaleString("en")} to `}${count(most, "token")}` : "";
     const told = `${count(packs, "pack")}, ${count(tokens, "token")}${each}, in ` +
       `${micro === 1 ? "one micro-batch" : `${micro.toLocaleString("en")} micro-batches`}` +
-      (shown < packs ? `; ${count(shown, "pack")} of it ${shown === 1 ? "is" : "are"} here` : "");
+      (shown < packs ? `; ${count(shown, "pack")} shown` : "");
     return make("div", { className: "step" }, make("h3", { textContent: `Step ${step.toLocaleString("en")}` }),
       make("p", { className: "note", textContent: `${told}.` }));
   }
@@ -174,7 +174,7 @@ const packtool = (() => {
       const used = pack.parts.reduce((sum, [, length]) => sum + length, 0);
       const bar = make("div", { className: "pack" }, ...pack.parts.map(([number, length, num], i) => {
         if (number === null) {
-          const told = `a prefix of ${count(num, "sample")}, ${count(length, "token")}, computed once`;
+          const told = `prefix of ${count(num, "sample")}, ${count(length, "token")}, computed once`;
           const shared = make("i", { className: "prefix", title: told });
           shared.style.width = `${100 * length / capacity}%`;
           return shared;
@@ -187,7 +187,7 @@ const packtool = (() => {
         return part;
       }));
       const head = `pack ${pack.number.toLocaleString("en")}: ${count(pack.samples, "sample")}, ` +
-        `${count(used, "token")}, ${(100 * used / capacity).toFixed(1)}% of its room`;
+        `${count(used, "token")}, fill ${(100 * used / capacity).toFixed(1)}%`;
       if (!places.length) return make("div", {}, make("h3", { textContent: head }), bar);
       const [step, rank, micro] = places.map((column) => column[place]);
       const begins = i === 0 || places[0][page[i - 1]] !== step;
@@ -254,7 +254,7 @@ const packtool = (() => {
     if (regions.length) figure.append(make("ol", {}, ...regions.map(({ told }) => make("li", { textContent: told }))));
     const unreadable = (element) => () => {
       (element.closest(".seen") ?? element).remove();
-      if (!figure.querySelector("img, video, audio")) caption.textContent += " It cannot be shown: unreadable here, or too large.";
+      if (!figure.querySelector("img, video, audio")) caption.textContent += " It cannot be shown: the file is unreadable or too large.";
     };
     const add = (tag, properties) => {
       const element = make(tag, properties);
@@ -266,7 +266,7 @@ const packtool = (() => {
     return figure;
   }
 
-  // The first picture of a sample, small, for its line in the list.
+  // A thumbnail of the first image of a sample, for its line in the list.
   function thumbnail(sample) {
     const part = sample.parts.find((each) => each.seen);
     return part ? [make("img", { src: part.seen, alt: "", loading: "lazy", onerror: (event) => event.target.remove() })] : [];
@@ -300,13 +300,13 @@ const packtool = (() => {
     const sample = await inBlock("samples", place);
     close();
     const facts = [["row", `${sample.source}, row ${sample.row}${sample.part}`], ["channel", sample.channel ?? "none"],
-      ["tokens", `${sample.tokens.toLocaleString("en")}, of them ${sample.trained.toLocaleString("en")} trained`]];
+      ["tokens", `${sample.tokens.toLocaleString("en")}, ${sample.trained.toLocaleString("en")} of them trained`]];
     if (cache.packs) {
       const [pack, ...at] = sample.place ?? [];
-      facts.push(["in the plan", !sample.place ? "in no pack: too long, or not drawn" :
+      facts.push(["in the plan", !sample.place ? "not in the plan: too long, or not drawn" :
         `${at.length ? `${trainedAt(...at)}, ` : ""}pack ${pack.toLocaleString("en")}`]);
     }
-    if (sample.truncated) facts.push(["truncated", `${count(sample.truncated, "token")} left out`]);
+    if (sample.truncated) facts.push(["truncated", count(sample.truncated, "token")]);
     const text = make("div", { id: "text" });
     for (const part of sample.parts) {
       if (part.look === "media") { text.append(medium(part)); continue; }
@@ -317,8 +317,8 @@ const packtool = (() => {
       make("h2", { textContent: `Sample ${sample.number.toLocaleString("en")}` }),
       make("dl", {}, ...facts.map(([what, told]) =>
         make("div", {}, make("dt", { textContent: what }), make("dd", { textContent: told })))),
-      make("p", { className: "note", textContent: "Coloured text is trained; grey text is not." + (sample.truncated ?
-        " What was cut off is not in the cache: a mark with its number of tokens is on the side where it was." : "") }), text);
+      make("p", { className: "note", textContent: "Colored text is trained; gray text is not." + (sample.truncated ?
+        " Truncated text is not in the cache; a mark shows where it was, with its number of tokens." : "") }), text);
     detail.dataset.place = place;
     detail.hidden = false;
     attach(line);
