@@ -25,14 +25,12 @@ _TIME_KINDS = {
     "waiting": ("wait", "waiting for other GPUs"),
 }
 """Activities of a GPU: their looks and names."""
-_COLUMNS = (
-    *("step time", "speed-up", "imbalance", "communication", "peak memory", "out of memory", "micro-batches"),
-    "local tokens",
-)
+_COLUMNS = ("step time", "speed-up", "imbalance", "comm.", "memory", "out of memory", "micro-batches", "local tokens")
 _MEANINGS = (
     "step time: mean over optimizer steps; every strategy has the same number of sequences per step.",
-    "imbalance: computing time of the busiest GPU ÷ mean. communication: fraction of the step time waiting for links.",
-    "micro-batches: per step, one after the other. local tokens: tokens of sequences that a single GPU computes.",
+    "imbalance: computing time of the busiest GPU ÷ mean. comm.: fraction of the step time waiting for communication.",
+    "memory: peak memory of a GPU. micro-batches: per step, one after the other. local tokens: tokens of sequences that "
+    "a single GPU computes.",
 )
 
 

@@ -50,9 +50,9 @@ def exact_match(
             _, correct = scorer(batch)
             is_exact = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
             for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
-                own = is_exact[start : start + sample.length]  # of token i + 1 at position i
+                sample_exact = is_exact[start : start + sample.length]  # position i is about token i + 1
                 spans = sample.turns.reshape(-1, 2).tolist()
-                exact_turns[position] = [bool(own[max(begin - 1, 0) : end - 1].all()) for begin, end in spans]
+                exact_turns[position] = [bool(sample_exact[max(begin - 1, 0) : end - 1].all()) for begin, end in spans]
             progress.advance(1)
     progress.finish()
     return [(number, turn, exact) for number, turns in sorted(exact_turns.items()) for turn, exact in enumerate(turns)]

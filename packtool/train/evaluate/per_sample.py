@@ -146,8 +146,8 @@ class Evaluation:
     def channel_totals(self) -> dict[str | None, Total]:
         """Totals of each channel with samples, in the caches' order; samples without a channel are last, as None."""
         codes = {name: code for code, name in enumerate(self.channels)} | {None: -1}
-        selected = {name: self.channel == code for name, code in codes.items()}
-        return {name: self._total_of(samples) for name, samples in selected.items() if samples.any()}
+        masks = {name: self.channel == code for name, code in codes.items()}
+        return {name: self._total_of(mask) for name, mask in masks.items() if mask.any()}
 
     def metrics(self, prefix: str = "eval_") -> dict[str, float]:
         """Return metrics for a log line: totals of all samples, and the loss of each channel as ``eval_loss/NAME``."""
@@ -158,6 +158,7 @@ class Evaluation:
         return figures | {f"{prefix}loss/{name}": channel.loss for name, channel in channels if name is not None}
 
     def _total_of(self, selected: npt.NDArray[np.bool_]) -> Total:
+        """Return the totals of selected samples."""
         targets, correct = int(self.target_tokens[selected].sum()), int(self.num_correct[selected].sum())
         loss = float(self.loss_sum[selected].sum()) / targets if targets else math.nan
         with np.errstate(over="ignore"):

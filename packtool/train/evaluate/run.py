@@ -123,6 +123,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
 
 
 def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
+    """Write a row for each sample, and the totals as metadata."""
     reader, config = prepared.reader, prepared.config
     totals = {name: dataclasses.asdict(total) for name, total in evaluation.channel_totals.items() if name is not None}
     info = {

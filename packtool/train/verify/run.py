@@ -155,23 +155,28 @@ def _verify_packs(
         model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
         set_attention(model, config.attn_impl, parallel)
-        make_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
+        make_pack = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
         # With sequence parallelism, every second pack has samples that are computed on a single rank.
-        tests = [make_test(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
+        tested_packs = [make_pack(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
         functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
-        calls = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
+        calls = [
+            (function, pack)
+            for pack in tested_packs
+            for function in functions
+            if function is not check_prefixes or pack.is_tree
+        ]
         checks: list[Check] = []
         progress.start("verify", len(calls))
         with without_dropout(model):
-            for check, test in calls:
-                checks.append(check(test))
+            for function, tested_pack in calls:
+                checks.append(function(tested_pack))
                 progress.advance(1)
         progress.finish()
     return packs, {
         "device": device.type if device.type == "cpu" else str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "attention": kernel,
-        "num_shared_tokens": sum(test.num_shared_tokens for test in tests),
+        "num_shared_tokens": sum(tested_pack.num_shared_tokens for tested_pack in tested_packs),
         "checks": tuple(worst_of(checks)),
     }
 
@@ -183,20 +188,20 @@ def _verify_trajectory(
     steps = plan_steps(config, _capacity(config, reader), reader)
 
     def load() -> PreTrainedModel:
+        """Load the model with packed attention."""
         model = load_model(config.model, spec.config, dtype=torch.float32, packing=True, attn_impl=config.attn_impl)
         return model.to(device)  # type: ignore[arg-type]  # to is overloaded
 
     kernel = choose(config.attn_impl, device, torch.float32).name
     with quiet_transformers():
-        trained, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
-    packs = [pack for packs, _ in steps for pack in packs]
-    return packs, {
+        trained_steps, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
+    return [pack for packs, _ in steps for pack in packs], {
         "device": str(device),
         "dtype": "float32",
         "attention": kernel,
         "num_shared_tokens": 0,
         "checks": checks,
-        "trajectory": trained,
+        "trajectory": trained_steps,
     }
 
 
@@ -229,16 +234,17 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
     else:
         plan = pack(index.length[fitting], capacity, seed=config.seed)
         plan = dataclasses.replace(plan, samples=fitting[plan.samples])
-    several = np.flatnonzero(np.diff(plan.offsets) > 1)
-    if not len(several):
+    candidates = np.flatnonzero(np.diff(plan.offsets) > 1)  # packs of at least two samples
+    if not len(candidates):
         raise ConfigError(
             f"--packing-length {capacity}: no two samples share a pack, so there is nothing to compare",
             "Raise it so that the two shortest samples fit into a pack.",
         )
-    shared = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
-    has_media, shares = plan.sums_per_pack(index.media_tokens[plan.samples])[several] > 0, shared[several] > 0
-    # The others stay in the plan's random order.
-    first = several[np.lexsort((~has_media, ~shares))[0]]
-    in_order = several[np.argsort(~shares, kind="stable")]
-    chosen = [first, *in_order[in_order != first]][: config.num_packs]
-    return [plan.pack(number).tolist() for number in chosen]
+    shared_tokens = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
+    has_prefix = shared_tokens[candidates] > 0
+    has_media = plan.sums_per_pack(index.media_tokens[plan.samples])[candidates] > 0
+    first = candidates[np.lexsort((~has_media, ~has_prefix))[0]]
+    # The other packs stay in the random order of the plan.
+    ordered = candidates[np.argsort(~has_prefix, kind="stable")]
+    numbers = [first, *ordered[ordered != first]][: config.num_packs]
+    return [plan.pack(number).tolist() for number in numbers]

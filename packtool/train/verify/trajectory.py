@@ -73,8 +73,8 @@ def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -
     """
     num_samples = config.samples_per_step or _SAMPLES_PER_STEP
     options = PlanOptions(max_length=packing_length, packing_length=packing_length, samples_per_step=num_samples)
-    run, index = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory), reader.index
-    inputs = Inputs(config=run, options=options, lengths=index.length, targets=index.target_tokens)
+    train_config, index = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory), reader.index
+    inputs = Inputs(config=train_config, options=options, lengths=index.length, targets=index.target_tokens)
     steps: list[StepSamples] = []
     for stretch in Timeline.of(inputs, ((0, 1, 1, 1),)).stretches():
         plan = stretch.plan
@@ -105,38 +105,41 @@ def compare_trajectories(
         read: returns a sample by its position in the caches.
     """
 
-    def packed(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    def packed_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
+        """Yield one batch for each pack."""
         for pack in packs:
             batch = collate_packs([read(number) for number in pack], spec)
             refuse_leaky_inputs(batch.model_inputs())
             yield batch
 
-    def unpacked(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    def unpacked_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
+        """Yield one batch for each sample."""
         for number in chain.from_iterable(packs):
             yield without_boundaries(collate_packs([read(number)], spec))
 
     progress.start("verify", 2 * len(steps))
     model = load()
-    losses = list(_losses(model, steps, packed, progress))
+    packed_losses = list(_train(model, steps, packed_batches, progress))
     weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     del model
     model = load()
     with own_attention(model):
-        others = list(_losses(model, steps, unpacked, progress))
+        unpacked_losses = list(_train(model, steps, unpacked_batches, progress))
     progress.finish()
-    trained = tuple(
-        TrainedStep(number, sum(map(len, packs)), num_targets, len(packs), loss, other)
-        for number, ((packs, num_targets), loss, other) in enumerate(zip(steps, losses, others, strict=True), start=1)
+    losses = zip(packed_losses, unpacked_losses, strict=True)
+    trained_steps = tuple(
+        TrainedStep(number, sum(map(len, packs)), num_targets, len(packs), packed, unpacked)
+        for number, ((packs, num_targets), (packed, unpacked)) in enumerate(zip(steps, losses, strict=True), start=1)
     )
-    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(step.unpacked) for step in trained))
+    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(step.unpacked) for step in trained_steps))
     checks = []
-    for step in trained:
+    for step in trained_steps:
         where = f"in step {step.step}, loss {step.packed:.7g} packed and {step.unpacked:.7g} unpacked,"
         checks.append(Check("losses", abs(step.packed - step.unpacked), allowed, where))
-    return trained, (worst_of(checks)[0], _check_weights(model, weights, len(steps)))
+    return trained_steps, (worst_of(checks)[0], _check_weights(model, weights, len(steps)))
 
 
-def _losses(
+def _train(
     model: PreTrainedModel,
     steps: Sequence[StepSamples],
     batches_of: Callable[[Sequence[Sequence[int]]], Iterator[Batch]],
@@ -151,19 +154,20 @@ def _losses(
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=_EPSILON, weight_decay=_WEIGHT_DECAY)
     with without_dropout(model):
         for packs, num_targets in steps:
-            total = 0.0
+            step_loss = 0.0
             for batch in batches_of(packs):
                 loss = sum_of_losses(model, batch.to(parameters[0].device)) / num_targets
                 torch.autograd.backward(loss)
-                total += float(loss.detach())
+                step_loss += float(loss.detach())
             torch.nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             progress.advance(1)
-            yield total
+            yield step_loss
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], num_steps: int) -> Check:
+    """Compare the weights of a trained model with others by name, after this number of steps."""
     checks = [Check("weights", 0.0, _ROUNDING * _LEARNING_RATE * num_steps, "nowhere")]
     for name, parameter in model.named_parameters():
         error = float((parameter.detach().cpu() - weights[name]).abs().max())
