@@ -29,8 +29,7 @@ _COLUMNS = ("step time", "speed-up", "imbalance", "comm.", "memory", "out of mem
 _MEANINGS = (
     "step time: mean over optimizer steps; every strategy has the same number of sequences per step.",
     "imbalance: computing time of the busiest GPU ÷ mean. comm.: fraction of the step time waiting for communication.",
-    "memory: peak memory of a GPU. micro-batches: per step, one after the other. local tokens: tokens of sequences that "
-    "a single GPU computes.",
+    "memory: peak of a GPU. micro-batches: per step, one after the other. local tokens: of sequences on a single GPU.",
 )
 
 
