@@ -67,10 +67,10 @@ def test_one_json_document(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_leak_is_exit_4_and_is_named(
+def test_a_leak_is_described_and_exits_with_4(
     as_json: bool, tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The attention is registered, and heeds no boundaries."""
+    """With attention that ignores sample boundaries."""
     attend = KERNELS["sdpa"].attend
 
     def leak(q: Any, k: Any, v: Any, varlen: Varlen, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def test_wrong_options(
 
 
 def test_a_hybrid_is_isolated(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A Qwen3-Next in the same folder of tokenizer and template, with the rows that have no pictures."""
+    """A Qwen3-Next with the same tokenizer and template, on the rows without images."""
     vocabulary = Qwen3VLConfig.from_pretrained(tiny.model).text_config.vocab_size
     config = hybrid_config("qwen3_next")
     config.vocab_size = vocabulary

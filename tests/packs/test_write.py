@@ -1,4 +1,4 @@
-"""Packs written out hold what the plan says, in every format, and appear whole or not at all."""
+"""Written packs equal the plan in every format, and output is complete or absent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documents(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
-    """Documents of tar files, and the other parts of each."""
+    """Return the JSON documents of tar files, and the other files of each pack."""
     for path in sorted(folder.glob("*.tar")):
         parts: dict[str, dict[str, bytes]] = {}
         with tarfile.open(path) as file:
@@ -61,7 +61,7 @@ def documents(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]
 
 
 def packs_in(folder: Path, layout: str) -> list[dict[str, Any]]:
-    """Packs as an independent reader finds them."""
+    """Read packs with an independent reader."""
     if layout in ("webdataset", "energon"):
         return [document for document, _ in documents(folder)]
     if layout == "megatron":
@@ -92,8 +92,8 @@ def interrupted(*args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["media", "text"])
-def test_every_layout_holds_the_expected_numbers(kind: str, fixed: Path) -> None:
-    """The committed numbers, which readers of others are held against too."""
+def test_every_format_has_the_expected_values(kind: str, fixed: Path) -> None:
+    """Compare with the committed values, which are also compared with the readers of other trainers."""
     expected = json.loads((ROOT / "docs" / "format-expected.json").read_text())[kind]
     for layout in conformance.FORMATS:
         if (folder := fixed / f"{kind}-{layout}").exists():
@@ -106,8 +106,8 @@ def test_every_layout_holds_the_expected_numbers(kind: str, fixed: Path) -> None
             assert conformance.check({"packs": packs, "loss": conformance.loss_of(packs)}, expected), "shifted"
 
 
-def test_packs_are_what_training_computes(fixed: Path) -> None:
-    """Tokens, targets and positions of the micro-batches that ``packtool train`` makes of the same plan."""
+def test_packs_equal_the_micro_batches_of_training(fixed: Path) -> None:
+    """Compare tokens, targets and positions with those that ``packtool train`` computes from the same plan."""
     cache, plan = str(fixed / "media-cache"), str(fixed / "a.plan")
     assert run(["plan", cache, "--packing-length", "160", "--save", plan, "--share-prefix", "false"]) == 0
     assert run(["pack", cache, "--plan", plan, "--output-dir", str(fixed / "planned"), "--packs-per-file", "2"]) == 0
@@ -125,7 +125,7 @@ def test_packs_are_what_training_computes(fixed: Path) -> None:
         assert [*pack["labels"][1:], -100] == batch.labels[0].tolist()
 
 
-def test_tar_files_hold_media_and_say_where_packs_begin(fixed: Path) -> None:
+def test_tar_files_have_media_and_an_index(fixed: Path) -> None:
     folder = fixed / "media-energon"
     images = 0
     for document, parts in documents(folder):
@@ -148,7 +148,7 @@ def test_tar_files_hold_media_and_say_where_packs_begin(fixed: Path) -> None:
 
 
 def samples_of(cache: Path) -> list[tuple[object, ...]]:
-    """What each sample of a cache trains, sorted; labels of first tokens are never trained, and packs lack them."""
+    """Return tokens and labels of each sample, sorted, without the labels of first tokens, which packs lack."""
     reader = CacheReader.open([str(cache)])
     found = []
     for sample in map(reader.sample, range(len(reader))):
@@ -174,12 +174,12 @@ ROWS = st.lists(
 
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS)
-def test_importing_packs_gives_the_samples_that_were_packed(
+def test_imported_packs_equal_the_packed_samples(
     rows: list[tuple[list[str], int, str | None, float | None, bool]],
     fixed: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Of every format: the directory by its name, and its files by a pattern."""
+    """For every format: by the name of the directory, and by a pattern of its files."""
     folder = tmp_path_factory.mktemp("round-trip")
     is_plain = True
     lines: list[dict[str, Any]] = []
@@ -210,7 +210,7 @@ def test_importing_packs_gives_the_samples_that_were_packed(
         assert samples_of(cache) == [(*sample[:-1], sample[-1] if has_channels else "") for sample in expected], layout
 
 
-def test_any_number_of_processes_writes_the_same(fixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_does_not_depend_on_the_number_of_processes(fixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["pack", str(fixed / "text-cache"), "--packing-length", "160", "--packs-per-file", "2"]
     done: list[int] = []
     monkeypatch.setattr(TerminalProgress, "advance", lambda self, num_done: done.append(num_done))
@@ -250,8 +250,8 @@ def test_wrong_options(
     assert not (tmp_path / "new").exists()
 
 
-def test_references_take_no_bytes_along(fixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a cache with embedded media: by default tables have them as it does."""
+def test_reference_mode_copies_no_bytes(fixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cache with embedded media; by default, tables contain them, too."""
     words = ["--model", str(fixed / "model"), "--max-length", "160", "--media", "embed"]
     rows = conformance.rows(fixed, True)[1:3]
     rows[1]["images"] = [{"bytes": base64.b64encode((fixed / "tall.png").read_bytes()).decode()}] * 2
@@ -271,7 +271,7 @@ def test_references_take_no_bytes_along(fixed: Path, capsys: pytest.CaptureFixtu
     assert "row 1 of" in capsys.readouterr().err
 
 
-def test_what_cannot_be_written_leaves_nothing_that_looks_whole(
+def test_failed_writes_leave_no_complete_output(
     fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["pack", str(fixed / "media-cache"), "--output-dir", str(tmp_path / "packs"), "--packs-per-file", "2"]

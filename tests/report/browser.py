@@ -34,7 +34,7 @@ _FLAGS = (
 
 
 def find() -> str | None:
-    """A browser in PATH that starts (Ubuntu has one that only says how to install it), or None."""
+    """Return a browser in PATH that starts, or None; Ubuntu has one that only prints how to install it."""
     for path in filter(None, map(shutil.which, _NAMES)):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             told = subprocess.run([path, "--version"], capture_output=True, timeout=PATIENCE_S, check=False)
@@ -77,14 +77,14 @@ class Browser:
         os.close(answers)
 
     def attach(self) -> None:
-        """Take hold of the tab and listen to all that it reports."""
+        """Attach to the tab and subscribe to its events."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command and its answer; what is reported meanwhile is kept in ``events``."""
+        """Send a command and return its result; events received meanwhile are kept in ``events``."""
         self._id += 1
         message: dict[str, Any] = {"id": self._id, "method": method, "params": parameters}
         if self._session is not None:
@@ -97,7 +97,7 @@ class Browser:
         return answer["result"]
 
     def open(self, url: str, width: int, height: int = 800, dark: bool = False, media: str = "screen") -> None:
-        """Load a page as a screen of this size (CSS pixels) and colour scheme shows it."""
+        """Load a page on a screen of this size (CSS pixels) and color scheme."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -108,29 +108,29 @@ class Browser:
             self.events.append(self._next())
 
     def evaluate(self, script: str) -> Any:
-        """A script's value, as JSON has it."""
+        """Return the value of a script as JSON."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
 
     def errors(self) -> list[str]:
-        """What the page has logged since it was opened, warnings included."""
+        """Return errors and warnings that the page has logged since it was opened."""
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 
     def requests(self) -> list[str]:
-        """Addresses that the page has asked for since it was opened, its own first."""
+        """Return the addresses that the page has requested since it was opened, its own first."""
         sent = (event for event in self.events if event["method"] == "Network.requestWillBeSent")
         return [event["params"]["request"]["url"] for event in sent]
 
     def screenshot(self) -> bytes:
-        """The whole page as PNG."""
+        """Return the full page as PNG."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(found["data"])
 
     def close(self) -> None:
-        """End the browser and all its processes."""
+        """Stop the browser and all its processes."""
         self._session = None
         with contextlib.suppress(RuntimeError, OSError):
             self.call("Browser.close")
@@ -157,7 +157,7 @@ class Browser:
 
 @contextlib.contextmanager
 def started(path: str, profile: Path) -> Iterator[Browser]:
-    """A browser that is ended in any case."""
+    """Start a browser, and stop it afterwards in any case."""
     browser = Browser(path, profile)
     try:
         browser.attach()
@@ -167,7 +167,7 @@ def started(path: str, profile: Path) -> Iterator[Browser]:
 
 
 def _pipe(reader: bool) -> tuple[int, int]:
-    """A pipe whose end for the browser is a high number, so that 3 and 4 are free for it."""
+    """Return a pipe whose end for the browser has a high number, so that 3 and 4 stay free."""
     read, write = os.pipe()
     theirs = read if reader else write
     high = fcntl.fcntl(theirs, fcntl.F_DUPFD, 64)

@@ -1,4 +1,4 @@
-"""Contents of pages, for tests."""
+"""Contents of plan pages for tests."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def content(
     """A small plan with packs of 1,024 tokens.
 
     Args:
-        reason: why most rows were dropped.
+        reason: of dropped rows.
         packs, lengths, fills: sample lengths of packs, and counts of the histograms.
-        steps: whose balance is told; 0 is for a single rank.
-        scale: that counts are multiplied with.
+        steps: number of steps in the chart of the balance; 0 for a single rank.
+        scale: factor of all counts.
     """
     before, after = [1.2 + i / 100 for i in range(steps)], [1.01] * (steps - 1) + [3.0]
     return {
@@ -62,5 +62,10 @@ def content_with_trees() -> dict[str, Any]:
 
 
 def branches(new: Sequence[int], shared: Sequence[int] | None = None) -> list[Branch]:
-    """A pack of samples that each add so many tokens to what they share with the one before."""
+    """Return the branches of a pack.
+
+    Args:
+        new: tokens that each sample adds.
+        shared: tokens that each sample shares with the one before.
+    """
     return find_branches(np.array(new), None if shared is None else np.array(shared))

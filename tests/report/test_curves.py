@@ -24,7 +24,7 @@ def write_log(folder: Path, records: list[dict[str, Any]], tail: str = "") -> st
 
 
 def record(step: int, **further: float) -> dict[str, Any]:
-    """A log line as training writes it."""
+    """Return a log line as training writes it."""
     return {
         "step": step,
         "loss": 2.0 + math.exp(-step / 40),
@@ -41,7 +41,7 @@ def record(step: int, **further: float) -> dict[str, Any]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
-    """The charts of the last picture."""
+    """Collect the charts of the last image."""
     seen: list[Chart] = []
 
     def draw(charts: list[Chart], *args: Any) -> Image.Image:
@@ -57,13 +57,13 @@ def titles(charts: list[Chart]) -> list[str]:
 
 
 def lines(chart: Chart) -> list[tuple[str, str, int]]:
-    """Look, name and number of points of each path."""
+    """Return look, name and number of points of each path."""
     return [
         (shape.look, shape.name, sum(map(len, shape.strokes))) for shape in chart.shapes if isinstance(shape, Curve)
     ]
 
 
-def test_every_quantity_has_a_panel_in_one_picture(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_every_figure_has_a_chart(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step, loss_web=2.5, loss_books=2.0) for step in range(1, 101)]
     records.insert(50, {"step": 50, "eval_loss": 2.4})
     path = write_curves(write_log(tmp_path, records), str(tmp_path))
@@ -95,7 +95,7 @@ def test_every_quantity_has_a_panel_in_one_picture(tmp_path: Path, drawn: list[C
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-def test_a_run_with_loss_weights_has_a_panel_of_its_objective() -> None:
+def test_loss_weights_add_a_chart_of_the_objective() -> None:
     records = [record(step, objective=1.5) for step in range(1, 5)]
     assert titles(charts_of(records))[:3] == [
         "loss, mean over target tokens, in nats",
@@ -104,14 +104,14 @@ def test_a_run_with_loss_weights_has_a_panel_of_its_objective() -> None:
     ]
 
 
-def test_what_the_log_does_not_have_is_left_out(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_missing_figures_have_no_chart(tmp_path: Path, drawn: list[Chart]) -> None:
     assert write_curves(write_log(tmp_path, [{"step": 3, "loss": 1.0, "learning_rate": 0.0}]), str(tmp_path))
     assert titles(drawn) == ["loss, mean over target tokens, in nats", "learning rate"]
     assert drawn[0].notes == []
     assert lines(drawn[0]) == [("c0", "", 1), ("c0", "", 1)], "a line, and a mark at each of few points"
 
 
-def test_curves_that_share_a_chart_have_names(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_curves_in_one_chart_have_names(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [{"step": step, "loss": 1.0} for step in range(1, 20)] + [{"step": 19, "eval_loss": 1.5}]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
     assert [name for _, name, _ in lines(drawn[0]) if name] == ["training", "evaluation"]
@@ -123,7 +123,7 @@ def test_nothing_to_draw(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_half_a_line_and_values_that_are_no_numbers(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_incomplete_lines_and_values_that_are_not_finite(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step) for step in range(1, 41)]
     records[7]["loss"] = math.nan
     records[8]["loss"] = math.inf
@@ -159,7 +159,7 @@ def test_smoothing_follows_the_curve() -> None:
     np.testing.assert_allclose(np.delete(smoothed(holed), 20), 3.0)
 
 
-def test_nothing_but_full_packs(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_fill_of_full_packs_only(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step, fill=1.0, token_accuracy=1.0) for step in range(1, 4)]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
     assert (drawn[-2].y.low, drawn[-2].y.high) == (90, 100)

@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def texts(page_text: str, pattern: str) -> list[str]:
-    """Plain text of all that a pattern finds in a page."""
+    """Return the plain text of all matches of a pattern in a page."""
     return [html.unescape(re.sub("<[^>]*>", "", found)) for found in re.findall(pattern, page_text, re.S)]
 
 
@@ -40,7 +40,7 @@ def texts(page_text: str, pattern: str) -> list[str]:
     batch=st.integers(1, 3),
     accumulation=st.integers(1, 3),
 )
-def test_a_page_tells_what_the_terminal_and_json_tell(
+def test_page_terminal_and_json_have_the_same_figures(
     lengths: list[int], kind: str, world_size: int, batch: int, accumulation: int, tmp_path: Path
 ) -> None:
     np.save(tmp_path / "lengths.npy", np.array(lengths))
@@ -84,7 +84,7 @@ def test_a_page_tells_what_the_terminal_and_json_tell(
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(1, 4), st.floats(1, 4)), min_size=3, max_size=30))
-def test_a_step_beyond_the_edge_is_told_of_the_series_it_belongs_to(pairs: list[tuple[float, float]]) -> None:
+def test_an_outlier_is_labeled_with_the_value_of_its_series(pairs: list[tuple[float, float]]) -> None:
     before, after = zip(*pairs, strict=True)
     series = {"hollow": before, "c0": after}
     for look, said in beyond(before, after):
@@ -92,17 +92,17 @@ def test_a_step_beyond_the_edge_is_told_of_the_series_it_belongs_to(pairs: list[
 
 
 def beyond(before: Sequence[float], after: Sequence[float]) -> list[tuple[str, str]]:
-    """What is told of steps beyond the upper edge."""
+    """Return the labels of steps above the upper end of the chart."""
     return [text for note in balance_chart(before, after).notes for text in note.texts]
 
 
-def test_the_worst_of_round_robin_is_not_told_as_the_worst_planned() -> None:
+def test_the_worst_round_robin_step_is_not_labeled_as_planned() -> None:
     told = beyond([1.01, 1.02, 1.01, 2.14], [1.01, 1.01, 1.0, 1.554])
     assert told == [("hollow", "2.14 ↑"), ("c0", "1.55 ↑")]
     assert beyond([1.0, 1.1, 2.88], [1.0, 1.0, 2.88]) == [("c0", "2.88 ↑")]
 
 
-def test_a_sweep_tells_the_same_on_its_page(tmp_path: Path) -> None:
+def test_sweep_page_has_the_same_figures(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 300, 500))
     config = PlanConfig(lengths=str(tmp_path / "lengths.npy"), sweep="300,600,900")
     rows = [preview(config, length).figures() for length in config.sweep_lengths()]

@@ -68,7 +68,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shown(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Opens a page and looks at it: it must have asked for nothing but itself and have logged nothing."""
+    """Return a function that opens a page and checks that it requests nothing else and logs nothing."""
 
     def look(what: Path | str, width: int, **options: Any) -> dict[str, Any]:
         path = what if isinstance(what, Path) else tmp_path / "page.html"
@@ -130,7 +130,7 @@ CONTENTS = {
 
 @pytest.mark.parametrize("width", [DESK, PHONE, SMALL_PHONE])
 @pytest.mark.parametrize("name", CONTENTS)
-def test_nothing_sticks_out(name: str, width: int, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+def test_nothing_overflows(name: str, width: int, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
     found = shown(page(CONTENTS[name]), width)
     assert found["width"] <= width
     for words, left, right, wide, _ in found["boxes"]:
@@ -181,7 +181,7 @@ def test_light_and_dark(planned: Path, shown: Callable[..., dict[str, Any]]) -> 
     assert printed["ink"] == light["ink"]
 
 
-def test_mistakes_would_be_noticed(browser: Browser, tmp_path: Path) -> None:
+def test_the_checks_of_pages_detect_mistakes(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "bad.html"
     path.write_text("<p style='width:2000px'>a</p><script>console.log(1); nowhere()</script><img src=gone.png>")
     browser.open(path.as_uri(), PHONE)
@@ -194,8 +194,8 @@ def test_mistakes_would_be_noticed(browser: Browser, tmp_path: Path) -> None:
 EVIL = "<script>hit()</script><img src=x onerror=hit()>\"'><svg onload=hit()>\u202e\x1b]0;t\x07&lt;b&gt;"
 
 
-def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
-    """Whatever rows, caches and manifests call themselves: the page shows it as text, and asks for nothing."""
+def test_names_with_scripts_are_escaped(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+    """Names of rows, caches and manifests are shown as text, and request nothing."""
     parts = content(title=EVIL, reason=EVIL, command=f"packtool plan {EVIL}")
     parts |= {"figures": [(EVIL, EVIL), *parts["figures"]], "headline": [(EVIL, EVIL, EVIL)]}
     rows = [{name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}]
@@ -209,7 +209,7 @@ def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict
         assert browser.evaluate("document.title").startswith("<script>hit()")
 
 
-def test_words_are_not_torn(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+def test_words_do_not_break(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
     reasons = ["over_max_length", "media_over_limit", "no_target_tokens", "turns_not_found", "media_unsupported"]
     dropped = [(f"dropped at export: {reason}", 23_456) for reason in reasons]
     shown(page(content() | {"dropped": dropped}), PHONE)
@@ -219,13 +219,13 @@ def test_words_are_not_torn(browser: Browser, shown: Callable[..., dict[str, Any
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of ``rgb(r, g, b)``, as WCAG 2 defines it."""
+    """Return the relative luminance of ``rgb(r, g, b)`` by WCAG 2."""
     shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(first: str, second: str) -> float:
-    """Contrast ratio of two colours, as WCAG 2 defines it."""
+    """Return the contrast ratio of two colors by WCAG 2."""
     low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)

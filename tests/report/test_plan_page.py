@@ -26,7 +26,7 @@ HOSTILE = ("<b>'", "<i onload", "\u202e", "\x1b", "\x07")
 
 
 def widths(drawing: Drawing, look: str) -> float:
-    """Thousandths of a line that all rectangles of a look take."""
+    """Return the total width of all rectangles of a look, in thousandths of a line."""
     boxes = [shape for shape in drawing.shapes if isinstance(shape, Box)]
     return sum(box.width for box in boxes if box.look.startswith(look))
 
@@ -59,7 +59,7 @@ def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
     assert all(box.x >= 0 and box.width > 0 and box.x + box.width <= 1000 * (1 + 1e-9) for box in boxes)
 
 
-def test_lengths_of_a_few_orders_of_magnitude_are_told_apart() -> None:
+def test_long_tails_leave_several_visible_bins() -> None:
     lengths = np.random.default_rng(0).lognormal(np.log(60), 0.5, 5000).astype(int) + 1
     counts = length_histogram(np.append(lengths, 100_000)).counts
     assert sum(count > 0.02 * len(lengths) for count in counts) >= 8, "not a single bar"
@@ -102,7 +102,7 @@ def test_a_tree_is_drawn_to_scale() -> None:
     assert "hared prefixes" not in page(content())
 
 
-def test_stretches_wrap_to_scale() -> None:
+def test_blocks_wrap_to_scale() -> None:
     stretches = [(700, "c0"), (800, None), (600, "c1")]
     drawing = blocks_drawing(stretches, 1000, max_lines=10)
     assert widths(drawing, "s c") == pytest.approx(1300)
@@ -110,7 +110,7 @@ def test_stretches_wrap_to_scale() -> None:
     assert widths(blocks_drawing(stretches, 1000, max_lines=1), "waste") == pytest.approx(300)
 
 
-def test_one_far_step_does_not_press_the_others_flat() -> None:
+def test_an_outlier_does_not_compress_the_other_steps() -> None:
     near = balance_chart([1.1, 1.2, 1.1], [1.0, 1.1, 1.0])
     far = balance_chart([1.1, 1.2, 1.1, 9.0], [1.0, 1.1, 1.0, 9.0])
     assert near.notes == []
@@ -119,15 +119,15 @@ def test_one_far_step_does_not_press_the_others_flat() -> None:
     assert [shape.look for shape in balance_chart([2.0], [2.0]).shapes] == ["dot-after"], "drawn once: nothing changed"
 
 
-def test_shares_are_drawn_where_their_steps_are() -> None:
-    """Ten steps, three at a time: the last stretch is of one step."""
+def test_shares_are_drawn_at_their_steps() -> None:
+    """Ten steps in intervals of three: the last interval has one step."""
     parts = [[1.0, 0.0]] * 2 + [[0.0, 1.0]] * 2
     mixture = {"rows": [("a",), ("b",)], "shares": parts, "unit": "tokens", "steps": 3, "num_steps": 10, "stages": []}
     boxes = [shape for shape in shares_chart(mixture | {"of": "epoch"}).shapes if isinstance(shape, Box)]
     assert [(round(box.x), round(box.width)) for box in boxes] == [(0, 300), (300, 300), (600, 300), (900, 100)]
 
 
-def test_words_of_others_are_no_markup() -> None:
+def test_text_of_others_is_escaped() -> None:
     evil = "<b>'\"&\u202e\x1b]0;t\x07_<i onload=hit()>"
     parts = content(title=evil, reason=evil, command=f"packtool {evil}")
     parts = parts | {"figures": [(evil, evil)], "headline": [(evil, evil, evil)]}
@@ -137,7 +137,7 @@ def test_words_of_others_are_no_markup() -> None:
         assert "&lt;b&gt;&#39;&#34;&amp;\\u202e\\x1b]0;t\\x07_" in text.replace("<wbr>", "")
 
 
-def test_shares_are_never_rounded_to_all_or_nothing() -> None:
+def test_shares_are_never_rounded_to_0_or_100_percent() -> None:
     text = page(content(parts=[("in the plan", 10_000_000), ("longer", 1)]))
     assert "> 99.99%" in text.replace("&gt;", ">")
     assert "< 0.01%" in text.replace("&lt;", "<")

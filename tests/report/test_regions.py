@@ -24,7 +24,7 @@ def shown(text: str, form: BoxForm | None = LISTS, num_images: int = 1, **more: 
     return regions_of(text, [IMAGE] * num_images, form, LIMITS, **{"is_complete": True, **more})
 
 
-def test_each_spelling() -> None:
+def test_each_notation_of_regions() -> None:
     box = ((0.1, 0.2), (0.5, 0.25))
     dog = ShownRegion("a dog", box, 0, True)
     assert shown(PICTURE + TOKENS.name("a dog") + TOKENS.boxes([[100, 200, 500, 250]]), TOKENS) == [dog]
@@ -56,19 +56,19 @@ def test_each_spelling() -> None:
         "<|box_start|>nothing<|box_end|>",
     ],
 )
-def test_other_numbers_are_no_places(text: str) -> None:
+def test_other_numbers_are_no_regions(text: str) -> None:
     assert shown(text) == []
     assert shown('{"bbox_2d": [1, 2, 3, 4]}', None) == shown('{"bbox_2d": [1, 2, 3, 4]}', num_images=0) == []
 
 
-def test_what_is_wrong_is_seen() -> None:
-    """Pixels that a model of thousandths would be told: JSON says that they are coordinates."""
+def test_regions_outside_the_image_are_reported() -> None:
+    """Pixels in the text of a model that uses thousandths: JSON marks them as coordinates."""
     (region,) = shown('{"bbox_2d": [300, 200, 1200, 900]}')
     assert not region.is_inside
     assert region.description(640, 480).endswith("of image 0, outside the image")
 
 
-def test_which_of_several_pictures_is_not_known() -> None:
+def test_regions_are_listed_for_each_possible_image() -> None:
     text = f'{PICTURE}{PICTURE} {{"point_2d": [1, 2]}} {PICTURE} "[3, 4]"'
     found = shown(text, num_images=3)
     assert [(region.image, len(region.corners)) for region in found] == [(0, 1), (1, 1), (0, 1), (1, 1), (2, 1)]
@@ -82,7 +82,7 @@ NUMBERS = st.integers(0, 500)
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(NAMES, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=5), st.booleans())
-def test_what_was_written_is_read(said: list[tuple[str, int, int, int, int]], has_tokens: bool) -> None:
+def test_written_regions_are_parsed(said: list[tuple[str, int, int, int, int]], has_tokens: bool) -> None:
     boxes = [(name, [x, y, x + width, y + height]) for name, x, y, width, height in said]
     if has_tokens:
         text = " ".join(TOKENS.name(name) + TOKENS.boxes([box]) for name, box in boxes)

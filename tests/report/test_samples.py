@@ -43,7 +43,7 @@ EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil
 
 @pytest.fixture
 def cache(run_export: Callable[..., Any], rows: Path, tmp_path: Path) -> str:
-    """Some 500 samples, and what was dropped of 620 rows; the last ones say things that pages might obey."""
+    """A cache of about 500 samples and some dropped rows; the last rows contain markup and control characters."""
     with rows.open("a") as file:
         for i in range(20):
             turns = [{"role": "user", "content": f"{EVIL} {i}"}, {"role": "assistant", "content": EVIL}]
@@ -54,7 +54,7 @@ def cache(run_export: Callable[..., Any], rows: Path, tmp_path: Path) -> str:
 
 
 def given(content: bytes | None) -> Any:
-    """What a script of the data hands to the page."""
+    """Return the value that a data script passes to the page."""
     assert content is not None
     found = re.fullmatch(r"packtool\.give\(\"[\w-]+\", (.*)\);\n", content.decode(), re.DOTALL)
     assert found is not None
@@ -72,12 +72,12 @@ class Counted(SilentProgress):
 
 
 def ints(packed: str) -> Any:
-    """Numbers as pages have them."""
+    """Decode base64 integers."""
     return np.frombuffer(base64.b64decode(packed), "<i4")
 
 
 @pytest.mark.parametrize("most", [7, 10_000])
-def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) -> None:
+def test_pages_have_the_content_of_the_cache(cache: str, most: int, tmp_path: Path) -> None:
     site, reader, counted = tmp_path / "site", CacheReader.open([cache]), Counted()
     pages = Pages(InspectConfig(directory=cache, max_samples=most), shows_all=False)
     assert write_pages(pages, str(site), counted) == 0
@@ -103,7 +103,7 @@ def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) 
     assert len(list(site.glob("media/*"))) <= 3
 
 
-def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_path: Path) -> None:
+def test_all_samples_of_a_pack_are_shown(cache: str, run_export: Callable[..., Any], tmp_path: Path) -> None:
     plan = str(tmp_path / "a.plan")
     assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
     pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), shows_all=False)
@@ -145,7 +145,7 @@ def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_p
         Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), shows_all=False)
 
 
-def test_what_lies_in_the_folder_is_safe(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_in_the_directory_are_kept(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = tmp_path / "site"
     (site / "data").mkdir(parents=True)
     (site / "data" / "mine.csv").write_text("mine")
@@ -170,7 +170,7 @@ def test_what_lies_in_the_folder_is_safe(cache: str, tmp_path: Path, capsys: pyt
         assert "show different things" in capsys.readouterr().err
 
 
-def test_an_interrupted_writing_has_no_index(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_pages_have_no_index(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
     pages = Pages(InspectConfig(directory=cache, max_samples=5), shows_all=False)
     write_pages(pages, str(site), SilentProgress())
@@ -190,7 +190,7 @@ def test_an_interrupted_writing_has_no_index(cache: str, tmp_path: Path, monkeyp
     assert (site / "index.html").exists()
 
 
-def test_media_that_cannot_be_had_are_left_out(tmp_path: Path) -> None:
+def test_unreadable_media_are_left_out(tmp_path: Path) -> None:
     sound = io.BytesIO()
     with wave.open(sound, "wb") as file:
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
@@ -211,7 +211,7 @@ def test_media_that_cannot_be_had_are_left_out(tmp_path: Path) -> None:
 
 
 def fetched(address: str, **headers: str) -> tuple[int, bytes, Any]:
-    """Status, body and headers of an answer."""
+    """Return status, body and headers of a response."""
     try:
         with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
             return answer.status, answer.read(), answer.headers
@@ -219,7 +219,7 @@ def fetched(address: str, **headers: str) -> tuple[int, bytes, Any]:
         return error.code, error.read(), error.headers
 
 
-def test_only_who_knows_the_address_is_served(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_need_the_token(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     pages = Pages(InspectConfig(directory=cache), shows_all=True)
     with serving(pages.content) as address:
         base, token = address.rstrip("/").rsplit("/", 1)
@@ -243,7 +243,7 @@ def test_only_who_knows_the_address_is_served(cache: str, capsys: pytest.Capture
 
 
 def settled(browser: Browser, script: str) -> Any:
-    """What a script finds, once it finds anything."""
+    """Run a script until its result is truthy; return it."""
     end = time.monotonic() + PATIENCE_S
     while not (found := browser.evaluate(script)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -251,8 +251,8 @@ def settled(browser: Browser, script: str) -> Any:
     return found
 
 
-def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> None:
-    """Opened from the disk, on a desk and on a phone: nothing overflows, and nothing that a row says is obeyed."""
+def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> None:
+    """Opened from disk, on a desktop and a phone: nothing overflows, and markup in rows has no effect."""
     plan, site = str(tmp_path / "a.plan"), tmp_path / "site"
     assert run(["plan", cache, "--packing-length", "400", "--world-size", "2", "--save", plan]) == 0
     pages = Pages(InspectConfig(directory=cache, plan=plan), shows_all=False)
@@ -316,10 +316,10 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE])
-def test_boxes_are_drawn_where_they_are(
+def test_boxes_are_drawn_at_their_position(
     width: int, run_export: Callable[..., Any], rows: Path, browser: Browser, tmp_path: Path
 ) -> None:
-    """A picture that is stored on its side: what covers its dark part on the page is the box that the row has."""
+    """An image that is stored rotated: the box of the row covers its dark part on the page."""
     shown, exif = Image.new("RGB", (640, 480), (240, 240, 240)), Image.Exif()
     shown.paste((20, 20, 20), (100, 80, 300, 240))
     exif[0x0112] = 6
@@ -358,7 +358,7 @@ def test_boxes_are_drawn_where_they_are(
     assert browser.errors() == []
 
 
-def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_path: Path) -> None:
+def test_a_pack_with_shared_prefixes_is_drawn_in_its_order(cache: str, tmp_path: Path) -> None:
     reader, path = CacheReader.open([cache]), str(tmp_path / "tree.plan")
     lengths = reader.index.length[:3]
     shared = np.array([0, 20, 25], np.int32)

@@ -14,7 +14,7 @@ from packtool.report.tables import TerminalProgress, aligned, print_table
 
 
 @pytest.mark.smoke
-def test_columns_stand_below_one_another() -> None:
+def test_columns_are_aligned() -> None:
     rows = [("", "samples", "loss", ""), ("图片", "1,000", "0.5", "ok"), ("text only", "7", "12.25", "FAILED")]
     assert aligned(rows, "lrrl") == [
         "           samples   loss",
@@ -25,7 +25,7 @@ def test_columns_stand_below_one_another() -> None:
     assert aligned([]) == []
 
 
-def test_a_long_cell_pushes_its_own_line_only() -> None:
+def test_a_long_cell_shifts_only_its_own_line() -> None:
     long = "s3://bucket/" + "x" * 70
     assert aligned([("rows", "3"), (long, "4")], "l") == ["rows  3", f"{long}  4"]
 
@@ -57,7 +57,7 @@ def test_a_line_without_figures_shows_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert "loss" not in shown[1]
 
 
-def test_a_bar_says_of_which_step_its_figures_are() -> None:
+def test_a_bar_names_the_step_of_its_figures() -> None:
     printed = io.StringIO()
     with TerminalProgress(Console(file=printed, width=200, force_terminal=True)) as progress:
         progress.start("train", 4)

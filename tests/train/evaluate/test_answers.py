@@ -1,4 +1,4 @@
-"""Exact matches out of packs are those of each sample alone, by transformers' own means."""
+"""Exact matches in packs equal those of each sample alone, computed by transformers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 4, "learning_rate": 5
 
 @pytest.fixture(scope="module")
 def full(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that has learned some of the answers by heart."""
+    """A model that has memorized some of the answers."""
     output_dir = tmp_path_factory.mktemp("full")
     return str(train(tiny.config(output_dir, **SETTINGS), SilentProgress()).checkpoint)
 
 
 @pytest.fixture(scope="module")
 def adapter(full: str, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An adapter of that model: a checkpoint is trained on like any model, with the same cache."""
+    """An adapter of that model: a checkpoint can be trained like any model, with the same cache."""
     settings = SETTINGS | {"model": full, "train_type": "lora", "num_train_epochs": 2.0}
     return str(train(tiny.config(tmp_path_factory.mktemp("lora"), **settings), SilentProgress()).checkpoint)
 
@@ -44,7 +44,7 @@ def trained(request: pytest.FixtureRequest) -> str:
 
 @torch.no_grad()
 def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
-    """(sample, turn, exact) with plain models on single samples."""
+    """Return (sample, turn, exact), computed by transformers for one sample at a time."""
     is_adapter = (Path(checkpoint) / "adapter_config.json").exists()
     base = PeftConfig.from_pretrained(checkpoint).base_model_name_or_path if is_adapter else checkpoint
     model: Any = AutoModelForImageTextToText.from_pretrained(base)
@@ -69,7 +69,7 @@ def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
     return found
 
 
-def test_packed_answers_are_those_of_single_samples(trained: str, tiny: TinyWorld) -> None:
+def test_packed_answers_equal_those_of_single_samples(trained: str, tiny: TinyWorld) -> None:
     turns = exact_match(trained, tiny.cache, packing_length=300)
     assert turns == one_by_one(trained, tiny)
     assert 0 < sum(exact for *_, exact in turns) < len(turns)

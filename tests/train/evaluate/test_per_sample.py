@@ -63,7 +63,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A model that has learned some answers by heart, and the tiny world's rows with and without channels."""
+    """A model that has memorized some answers, and rows with and without channels."""
     root = tmp_path_factory.mktemp("case")
     checkpoint = str(train(tiny.config(root / "full", **SETTINGS), SilentProgress()).checkpoint)
     rows = json.loads(Path(tiny.rows).read_text())
@@ -80,14 +80,14 @@ def case(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def alike(case: Case, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """The same model, and rows of which most begin alike."""
+    """The same model, and rows most of which share a prefix."""
     world = make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
     return dataclasses.replace(case, cache=world.cache, rows=world.rows)
 
 
 @torch.no_grad()
 def alone(case: Case) -> list[dict[str, float]]:
-    """Each sample by transformers' own means: its attention, its mask, its positions, its loss."""
+    """Compute each sample with transformers alone: its attention, mask, positions and loss."""
     model: Any = case.load()
     assert model.config.get_text_config()._attn_implementation == "sdpa"
     found = []
@@ -119,7 +119,7 @@ def reference(case: Case) -> list[dict[str, float]]:
 
 
 def largest_error(evaluation: Evaluation, reference: list[dict[str, float]]) -> float:
-    """Of all losses; what is counted must be the same."""
+    """Return the largest error of all losses; counts must be equal."""
     assert len(evaluation) == len(reference)
     assert evaluation.target_tokens.tolist() == [sample["target_tokens"] for sample in reference]
     assert evaluation.first_wrong.tolist() == [sample["first_wrong"] for sample in reference]
@@ -129,7 +129,7 @@ def largest_error(evaluation: Evaluation, reference: list[dict[str, float]]) -> 
     return float(np.abs(evaluation.loss - expected[:, 0]).max())
 
 
-def test_the_reference_has_right_and_wrong_answers(reference: list[dict[str, float]]) -> None:
+def test_the_reference_has_correct_and_wrong_answers(reference: list[dict[str, float]]) -> None:
     first = [sample["first_wrong"] for sample in reference]
     assert 3 < first.count(-1) < 37
     assert len(set(first)) > 8
@@ -146,7 +146,9 @@ def test_the_reference_has_right_and_wrong_answers(reference: list[dict[str, flo
     ],
     ids=str,
 )
-def test_each_sample_is_what_it_is_alone(plan: dict[str, int], case: Case, reference: list[dict[str, float]]) -> None:
+def test_scores_equal_those_of_each_sample_alone(
+    plan: dict[str, int], case: Case, reference: list[dict[str, float]]
+) -> None:
     error = largest_error(case.evaluate(**plan), reference)
     print(f"{plan}: largest error of a loss {error:.1e}")
     assert error <= 1e-5
@@ -164,7 +166,7 @@ def test_a_model_that_cannot_be_packed_is_evaluated_one_by_one(
 
 
 @pytest.mark.parametrize("label_logits_only", [True, False])
-def test_logits_where_a_head_allows_no_losses(
+def test_losses_from_logits_if_the_head_cannot_compute_them(
     label_logits_only: bool, case: Case, reference: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HeadLoss, "applies_to", lambda model: False)
@@ -188,10 +190,10 @@ class WithGaps:
 
 
 @pytest.mark.parametrize("chosen", [False, True], ids=["all targets", "of some samples"])
-def test_samples_that_share_prefixes_are_what_they_are_alone(
+def test_samples_with_shared_prefixes_have_the_same_scores_as_alone(
     chosen: bool, case: Case, alike: Case, tiny: TinyWorld
 ) -> None:
-    """Questions about one picture, one of which is asked on."""
+    """Questions about one image, one of which has a second turn."""
     reader = alike.reader
     samples = WithGaps(reader) if chosen else reader
     plan = plan_of_samples(reader, World(), max_tokens=400)
@@ -279,7 +281,7 @@ def test_samples_without_targets_have_no_loss(case: Case) -> None:
 
 @pytest.fixture
 def in_training(case: Case, tiny: TinyWorld) -> nn.Module:
-    """A model in the middle of training on padded rows: adapters with dropout, one module not in training mode."""
+    """A model during training on padded rows: adapters with dropout, one module not in training mode."""
     config = tiny.config("unused", train_type="lora", lora_dropout=0.5, packing=False)
     model: Any = make_trainable(
         load_model(case.checkpoint, case.spec.config, dtype=torch.float32, packing=False), config
@@ -292,7 +294,7 @@ def in_training(case: Case, tiny: TinyWorld) -> nn.Module:
     return model
 
 
-def test_training_goes_on_as_if_nothing_had_been(in_training: nn.Module, case: Case) -> None:
+def test_evaluation_does_not_change_training(in_training: nn.Module, case: Case) -> None:
     model: Any = in_training
     reader = case.reader
     plan = plan_of_samples(reader, World(), max_tokens=200)
@@ -323,7 +325,7 @@ def test_training_goes_on_as_if_nothing_had_been(in_training: nn.Module, case: C
     assert packed.config.get_text_config()._attn_implementation == ATTENTION_NAME
 
 
-def test_after_an_error_the_model_is_as_before(in_training: nn.Module, case: Case) -> None:
+def test_the_model_is_restored_after_an_error(in_training: nn.Module, case: Case) -> None:
     class Broken(SilentProgress):
         def advance(self, num_done: int, **fields: float | int | str) -> None:
             raise DataError("gone")
@@ -336,8 +338,8 @@ def test_after_an_error_the_model_is_as_before(in_training: nn.Module, case: Cas
     assert model.config.get_text_config()._attn_implementation == "sdpa"
 
 
-def test_two_processes_share_the_work_and_know_the_whole(case: Case, tmp_path: Path) -> None:
-    """One start: samples shared, a wrapped model, a rank without samples, plans that differ."""
+def test_two_processes_get_the_results_of_all_samples(case: Case, tmp_path: Path) -> None:
+    """In one launch: samples divided over ranks, a wrapped model, a rank without samples, differing plans."""
     job = {"model": case.checkpoint, "cache": case.cache, "output": str(tmp_path / "two.parquet")}
     run_two_processes(job | {"results": str(tmp_path / "rank-{}.json")}, tmp_path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))

@@ -1,4 +1,4 @@
-"""Scores of tokens and samples out of one packed sequence, for all kinds of models, which are as before afterwards."""
+"""Scores of tokens and samples of a packed sequence, for all kinds of models, which are restored afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.batch.reduced import (
 
 
 class Samples(SampleReader):
-    """A list in disguise."""
+    """A list of samples."""
 
     def __init__(self, samples: list[EncodedSample]) -> None:
         self.samples = samples
@@ -48,7 +48,7 @@ class Samples(SampleReader):
 
 
 def setting(name: str, directory: str = "") -> tuple[Any, InputSpec, list[EncodedSample]]:
-    """A model with transformers' own attention, as it is trained on padded rows."""
+    """Return a model with transformers' own attention, as for training on padded rows."""
     if name == "qwen3_next":
         model = hybrid_model(name)
         return model, InputSpec("", model.config, MediaLimits()), mixed_samples("qwen3")
@@ -58,7 +58,7 @@ def setting(name: str, directory: str = "") -> tuple[Any, InputSpec, list[Encode
 
 
 def scores(scorer: Scorer, spec: InputSpec, samples: list[EncodedSample], alignment: int = 1) -> np.ndarray:
-    """(S, 4) of samples that share one row."""
+    """Return the scores of samples in one packed sequence, (S, 4)."""
     dataset = EvaluationMicroBatches(Samples(samples), spec, [np.arange(len(samples))], alignment=alignment)
     item = dataset[0]
     assert isinstance(item, EvaluationBatch)
@@ -68,7 +68,7 @@ def scores(scorer: Scorer, spec: InputSpec, samples: list[EncodedSample], alignm
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", [*TEXT_MODELS, *VISION_MODELS, "qwen3_next"])
-def test_together_and_aligned_as_alone(name: str, tmp_path: Path) -> None:
+def test_packed_and_aligned_scores_equal_unpacked_ones(name: str, tmp_path: Path) -> None:
     model, spec, samples = setting(name, str(tmp_path))
     model.train()
     assert not is_packed(model)
@@ -87,7 +87,7 @@ def test_together_and_aligned_as_alone(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_first_wrong_and_sums_by_hand() -> None:
-    """Targets in the middle and at the end of a sample; what is between them does not count."""
+    """Targets in the middle and at the end of a sample; other tokens do not count."""
     model, spec, samples = setting("qwen3")
     with evaluating(model, packed=True):
         batch = collate_packs(samples[:1], spec)

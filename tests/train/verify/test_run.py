@@ -1,4 +1,4 @@
-"""Packs are compared with their samples: models that isolate pass, models that leak are caught by every check."""
+"""Checks of packed samples: models that isolate samples pass, and models that leak fail every check."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def config(tiny: TinyWorld, **settings: Any) -> VerifyConfig:
 
 @pytest.fixture
 def leaking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that has been registered, but does not heed the boundaries."""
+    """Packed attention that ignores sample boundaries."""
     attend = KERNELS["sdpa"].attend
 
     def leak(q: Any, k: Any, v: Any, varlen: Varlen, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def test_a_model_that_isolates_passes(tiny: TinyWorld) -> None:
     report.raise_if_failed()
 
 
-def test_so_it_does_in_16_bits_with_other_tolerances(tiny: TinyWorld) -> None:
+def test_a_model_that_isolates_passes_in_16_bits(tiny: TinyWorld) -> None:
     report = verify(config(tiny, torch_dtype="bfloat16", num_packs=1, packing_length=128))
     assert report.passed
     assert report.dtype == "bfloat16"
@@ -101,7 +101,7 @@ def test_so_it_does_in_16_bits_with_other_tolerances(tiny: TinyWorld) -> None:
 
 
 @pytest.mark.usefixtures("leaking")
-def test_every_check_sees_a_leak(tiny: TinyWorld) -> None:
+def test_every_check_detects_a_leak(tiny: TinyWorld) -> None:
     report = verify(config(tiny, num_packs=1))
     assert not report.passed
     assert [check.passed for check in report.checks] == [False] * 4
@@ -112,7 +112,7 @@ def test_every_check_sees_a_leak(tiny: TinyWorld) -> None:
     assert error.value.remedy
 
 
-def test_packs_are_those_of_two_samples_and_more_with_media_first(tiny: TinyWorld) -> None:
+def test_packs_have_two_samples_and_the_first_has_media(tiny: TinyWorld) -> None:
     reader = CacheReader.open([tiny.cache])
     for seed in range(5):
         packs = choose_packs(reader, config(tiny, seed=seed, num_packs=3))
@@ -127,7 +127,7 @@ def test_packs_are_those_of_two_samples_and_more_with_media_first(tiny: TinyWorl
         choose_packs(reader, config(tiny, packing_length=2))
 
 
-def test_a_kernel_that_is_not_there_is_told_before_the_model_is_read(tiny: TinyWorld, tmp_path: Any) -> None:
+def test_a_missing_kernel_is_reported_before_the_model_is_loaded(tiny: TinyWorld, tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"--attn-impl varlen: .*CUDA"):
         verify(config(tiny, attn_impl="varlen"))
 
@@ -140,10 +140,10 @@ def reduced(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
     return reduced_model(name), mixed_samples(name), reduced_spec(name, str(tmp_path))
 
 
-def test_the_cheap_part_leaves_a_run_as_it_was(reduced: Any) -> None:
+def test_cheap_checks_do_not_change_the_model(reduced: Any) -> None:
     model, samples, spec = reduced
     model.train()
-    model.model.eval()  # a part that is frozen, say
+    model.model.eval()  # such as a frozen part
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
     checks = verify_cheaply(model, samples, spec)
@@ -156,13 +156,13 @@ def test_the_cheap_part_leaves_a_run_as_it_was(reduced: Any) -> None:
 
 
 @pytest.mark.usefixtures("leaking")
-def test_the_cheap_part_sees_a_leak(reduced: Any) -> None:
+def test_cheap_checks_detect_a_leak(reduced: Any) -> None:
     model, samples, spec = reduced
     with pytest.raises(MismatchError, match="packed samples leak"):
         raise_if_failed(verify_cheaply(model, samples, spec))
 
 
-def test_the_cheap_part_in_adapters_and_in_mixed_precision(reduced: Any) -> None:
+def test_cheap_checks_with_adapters_and_mixed_precision(reduced: Any) -> None:
     model, samples, spec = reduced
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     raise_if_failed(verify_cheaply(adapted, samples, spec))
@@ -172,7 +172,7 @@ def test_the_cheap_part_in_adapters_and_in_mixed_precision(reduced: Any) -> None
     assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
 
 
-def test_a_run_whose_packs_leak_does_not_begin(
+def test_a_run_with_leaking_packs_does_not_start(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -184,8 +184,8 @@ def test_a_run_whose_packs_leak_does_not_begin(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_recurrent_layer_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hybrid passes isolated; with a state that runs on it is caught, though its attention is right."""
+def test_a_leaking_recurrent_layer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hybrid model passes, unless the state of its recurrent layers runs across sample boundaries."""
     spec = InputSpec("", hybrid_config("qwen3_next"), MediaLimits(None))
     samples = [make_sample(length, seed=length) for length in (9, 5, 12)]
     model = hybrid_model("qwen3_next")
@@ -196,8 +196,8 @@ def test_a_recurrent_layer_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert [check.passed for check in checks] == [False, False]
 
 
-def test_a_picture_that_reaches_another_sample_is_seen(tmp_path: Any) -> None:
-    """Media are changed with the tokens: here every picture has a little of all the others."""
+def test_a_leak_between_images_is_detected(tmp_path: Any) -> None:
+    """Here the features of every image contain a part of all others."""
     name = "qwen3_vl"
     save_image_processor(name, str(tmp_path))
     model, samples, spec = reduced_model(name), mixed_samples(name), reduced_spec(name, str(tmp_path))
@@ -213,7 +213,7 @@ def test_a_picture_that_reaches_another_sample_is_seen(tmp_path: Any) -> None:
 
 @pytest.fixture(params=[*TEXT_MODELS, *VISION_MODELS])
 def tree(request: pytest.FixtureRequest, tmp_path: Any) -> PackUnderTest:
-    """Samples of which most begin like others, with their prefixes once."""
+    """Samples with shared prefixes, each prefix computed once."""
     name = request.param
     if name in VISION_MODELS:
         save_image_processor(name, str(tmp_path))
@@ -233,8 +233,8 @@ def test_a_tree_is_compared_with_each_of_its_samples(tree: PackUnderTest) -> Non
         assert 0 < int((changed.input_ids != tree.batch.input_ids).sum()) <= node.length
 
 
-def test_samples_that_are_the_same_are_no_reason_to_stop() -> None:
-    """Nothing could leak between them, and what they share is compared with each alone."""
+def test_identical_samples_pass() -> None:
+    """There is nothing to leak between them, and their shared prefix is compared with each alone."""
     model, spec, sample = reduced_model("qwen3"), reduced_spec("qwen3"), make_sample(20, seed=1)
     checks = verify_cheaply(model, [sample, sample], spec, min_shared=1)
     assert [check.name for check in checks] == ["isolation", "loss", "prefixes"]
@@ -259,8 +259,8 @@ def test_packs_that_share_prefixes_are_verified(tiny: TinyWorld, tmp_path: Path,
     assert "--share-prefix false" in str(error.value)
 
 
-def test_samples_that_share_nothing_lie_in_their_order() -> None:
-    """The search for a tree groups them by channel, and the batch does not."""
+def test_samples_without_shared_prefixes_keep_their_order() -> None:
+    """The search for shared prefixes groups samples by channel, and the batch does not."""
     samples = [
         dataclasses.replace(make_sample(length, seed=length), channel=channel)
         for length, channel in ((9, "a"), (17, "b"), (5, "a"), (12, None))
@@ -270,8 +270,8 @@ def test_samples_that_share_nothing_lie_in_their_order() -> None:
     assert check_isolation(pack).error == 0.0
 
 
-def test_a_branch_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys are those of the branch before it, too."""
+def test_a_leak_between_branches_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each branch also sees the keys of the branch before it."""
     monkeypatch.setattr("packtool.batch.collate.key_index", _with_the_node_before)
     spec = reduced_spec("qwen3")
     tree = PackUnderTest(reduced_model("qwen3"), samples_alike("qwen3"), spec, torch.float32, min_shared=1)
@@ -288,7 +288,7 @@ def _with_the_node_before(parents: list[int], lengths: Any) -> Any:
     return np.concatenate(parts), tuple(map(len, parts))
 
 
-def test_a_model_that_does_not_listen_is_no_proof(reduced: Any) -> None:
+def test_a_model_that_ignores_its_input_is_refused(reduced: Any) -> None:
     model, samples, spec = reduced
     with torch.no_grad():
         for parameter in model.parameters():
@@ -297,7 +297,7 @@ def test_a_model_that_does_not_listen_is_no_proof(reduced: Any) -> None:
         verify_cheaply(model, samples, spec)
 
 
-def test_what_is_no_number_fails() -> None:
+def test_nan_fails() -> None:
     fine, lost = Check("loss", 0.1, 0.2, "here"), Check("loss", float("nan"), 0.2, "there")
     assert fine.passed
     assert not lost.passed
@@ -322,8 +322,8 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_the_check_before_training_makes_nothing_larger_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of all targets at once were ten times what the step needs."""
+def test_cheap_checks_need_less_memory_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing the logits of all targets at once would need ten times the memory of a step."""
     vocab_size = 2000
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 200 * vocab_size)
     model, spec = reduced_model("qwen2"), reduced_spec("qwen2")
@@ -338,7 +338,7 @@ def test_the_check_before_training_makes_nothing_larger_than_a_step(monkeypatch:
     assert in_check.numel <= in_step.numel < num_targets * vocab_size
 
 
-def test_the_check_takes_few_tokens() -> None:
+def test_cheap_checks_use_few_tokens() -> None:
     samples = [make_sample(num_tokens, seed=num_tokens) for num_tokens in (30, 10, 40, 20)]
     assert [sample.length for sample in shortest_samples(samples, 60)] == [30, 10, 20]
     assert [sample.length for sample in shortest_samples(samples, 59)] == [10, 20]

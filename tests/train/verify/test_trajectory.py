@@ -1,4 +1,4 @@
-"""Steps trained packed and unpacked: the same losses and weights, unless samples leak."""
+"""Steps trained packed and unpacked have the same losses and weights, unless samples leak."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ torch.set_num_threads(1)
 
 
 def steps_of(samples: list[EncodedSample], num_steps: int) -> list[StepSamples]:
-    """Steps of all samples, in two packs of others each time."""
+    """Return steps of all samples in two packs, which differ between steps."""
     num_targets = sum(int((sample.labels[1:] != -100).sum()) for sample in samples)
     turned = [[(step + place) % len(samples) for place in range(len(samples))] for step in range(num_steps)]
     return [([numbers[:2], numbers[2:]], num_targets) for numbers in turned]
 
 
 def loader(name: str) -> Callable[[], PreTrainedModel]:
-    """Reads a reduced model anew."""
+    """Return a function that loads a reduced model with packed attention."""
 
     def load() -> PreTrainedModel:
         model = reduced_model(name)
@@ -45,7 +45,7 @@ def loader(name: str) -> Callable[[], PreTrainedModel]:
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_families_with_pictures_train_alike(name: str, tmp_path: Path) -> None:
+def test_vision_models_train_the_same_packed_and_unpacked(name: str, tmp_path: Path) -> None:
     save_image_processor(name, str(tmp_path))
     samples, spec = mixed_samples(name), reduced_spec(name, str(tmp_path))
     trained, checks = compare_trajectories(
@@ -60,7 +60,7 @@ def test_families_with_pictures_train_alike(name: str, tmp_path: Path) -> None:
 
 
 def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that heeds no boundaries."""
+    """With attention that ignores sample boundaries."""
     save_image_processor(VISION_MODELS[-1], str(tmp_path))
     samples, spec = mixed_samples(VISION_MODELS[-1]), reduced_spec(VISION_MODELS[-1], str(tmp_path))
     attend = KERNELS["sdpa"].attend
@@ -82,8 +82,8 @@ def config(tiny: TinyWorld, **settings: Any) -> VerifyConfig:
     return VerifyConfig(**given | settings)
 
 
-def test_the_steps_are_those_that_training_plans(tiny: TinyWorld) -> None:
-    """Through the end of an epoch, without samples that are too long for a pack."""
+def test_steps_equal_those_of_training(tiny: TinyWorld) -> None:
+    """Also across the end of an epoch, and without samples that are too long for a pack."""
     num_short = int((CacheReader.open([tiny.cache]).index.length <= 56).sum())
     assert 14 < num_short < 28
     report = verify(config(tiny, samples_per_step=14, trajectory=3, packing_length=56))
@@ -105,18 +105,18 @@ def test_the_steps_are_those_that_training_plans(tiny: TinyWorld) -> None:
         ({"share_prefix": "true"}, "--share-prefix true cannot be combined with --trajectory"),
     ],
 )
-def test_options_that_contradict(tiny: TinyWorld, settings: dict[str, Any], told: str) -> None:
+def test_conflicting_options(tiny: TinyWorld, settings: dict[str, Any], told: str) -> None:
     problems = config(tiny, **settings).problems()
     assert any(told in problem for problem in problems), problems
 
 
-def test_steps_of_single_samples_prove_nothing(tiny: TinyWorld) -> None:
+def test_steps_of_single_samples_are_refused(tiny: TinyWorld) -> None:
     with pytest.raises(ConfigError, match="no two samples of these steps share a pack"):
         verify(config(tiny, samples_per_step=1))
 
 
-def test_weights_that_are_no_number_fail_the_check() -> None:
-    """Also if the weights of later modules differ by less than is allowed, or by more."""
+def test_nan_weights_fail_the_check() -> None:
+    """Whether weights of later modules differ by more or less than allowed."""
     model: Any = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(3)))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     weights["0.weight"] += torch.nan
