@@ -407,7 +407,12 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
 
 
 def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
-    """Return samples in pack order, (N,), offsets of packs, (K + 1,), their capacity, and the number of others."""
+    """Take the packs of ``--plan``, or pack all samples that are not too long.
+
+    Returns:
+        positions of samples in pack order, int64 (N,); offsets of packs, int64 (K + 1,); maximum tokens of a pack; and
+        the number of samples of the caches that are in no pack.
+    """
     if config.plan is not None:
         saved = read_plan_of(reader, config.plan)
         if saved.shared is not None:

@@ -94,7 +94,7 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
     """
     packs = preview.plan.full_packs
     balance = preview.plan.summary.balance
-    assert balance is not None, "a preview knows costs"
+    assert balance is not None, "previews are planned with costs"
     padding = figures["padding_of_plain_batches"]
     # These parts add up to all samples of the caches.
     length = "longer than --max-length" if figures["sources"] is None else "too long or too short"
@@ -214,6 +214,7 @@ def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, An
     trees = []
     for name, number in (("The tree that saves most", 0), ("The median tree", num_trees // 2))[:num_trees]:
         start, stop = starts[order[number] : order[number] + 2].tolist()
+        # ``lengths`` are tokens that samples add, ``full_lengths`` include their shared prefixes.
         num_tokens, num_unshared = int(packs.lengths[start:stop].sum()), int(packs.full_lengths[start:stop].sum())
         note = f"{stop - start:,} samples, {num_tokens:,} tokens instead of {num_unshared:,}"
         if stop - start > _MAX_TREE_SAMPLES:

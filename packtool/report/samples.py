@@ -134,7 +134,7 @@ class ShownPacks:
         """Return figures of the S steps shown, arrays of shape (S,), over all packs of these steps."""
         if self._plan.locations is None or self._placement is None or not len(self.numbers):
             return {}
-        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)
+        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # of each sample
         num_steps, num_ranks = int(step.max()) + 1, int(rank.max()) + 1
         rank_tokens = np.bincount(step * num_ranks + rank, self._plan.lengths, num_steps * num_ranks)
         tokens = rank_tokens.astype(np.int64).reshape(num_steps, num_ranks)

@@ -202,7 +202,7 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
             gpus[gpu] = f"GPU {gpu:,}, {word}"
     rectangles: dict[str, list[Rectangle]] = {}
     for number, gpu in enumerate(gpus):
-        for kind, start, length in _pieces(timing, step, gpu):
+        for kind, start, length in _activities(timing, step, gpu):
             rectangle = (start / seconds * SIZE, number * (_LINE + _GAP), length / seconds * SIZE, _LINE)
             rectangles.setdefault(kind, []).append(rectangle)
     shapes = [Boxes(boxes, _TIME_KINDS[kind][0]) for kind, boxes in rectangles.items()]
@@ -228,21 +228,22 @@ def _legend(kinds: Container[str]) -> list[tuple[str, str]]:
     return [look_and_name for kind, look_and_name in _TIME_KINDS.items() if kind in kinds]
 
 
-def _pieces(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, float, float]]:
+def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and duration in seconds of a GPU's activities in a step, in order and without gaps."""
     schedule = timing.schedule
     end = float(timing.device_seconds[step].max())
     now = 0.0
     for row in np.flatnonzero(schedule.row_keys == step * schedule.num_devices + gpu).tolist():
+        # A micro-batch starts when all GPUs that compute it are ready.
         start = float(timing.cell_starts[schedule.row_cells[row]])
-        parts = (
+        durations = (
             ("waiting", start - now),
             ("local", timing.local[row]),
             ("communication", timing.exposed[row]),
             ("sharded", timing.sharded[row]),
             ("launching", timing.launching[row]),
         )
-        for kind, seconds in parts:
+        for kind, seconds in durations:
             if seconds > 1e-9:
                 yield kind, now, float(seconds)
             now += float(seconds)

@@ -75,10 +75,10 @@ def histogram_lines(counts: Sequence[int], ends: Sequence[float], width: int, ro
     grouped = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_row))
     grouped = grouped[: int(np.flatnonzero(grouped).max(initial=0)) + 1]
     largest = int(grouped.max())
-    max_bar = max(width - len(f"{ends[-1]:,.0f}{largest:,}") - 4, 10)
+    max_bar_width = max(width - len(f"{ends[-1]:,.0f}{largest:,}") - 4, 10)
     lines = []
     for i, count in enumerate(grouped.tolist()):
-        bar = "█" * max(round(max_bar * count / largest), 1) + " " if count else ""
+        bar = "█" * max(round(max_bar_width * count / largest), 1) + " " if count else ""
         lines.append((f"{ends[min((i + 1) * bins_per_row, len(ends)) - 1]:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")
 

@@ -109,25 +109,14 @@ def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"trained up to step {figures['step']:,} ({figures['saved_at']}), {position}: {figures['tokens']:,} tokens, "
         f"{figures['target_tokens']:,} target tokens"
     )
-    rows = [
-        (
-            "cache",
-            "samples",
-            "trained",
-            "in this epoch",
-            "times trained",
-            "epochs",
-            "tokens",
-            "target tokens",
-            "skipped",
-        )
-    ]
+    heading = ("cache", "samples", "trained", "this epoch", "times trained", "epochs")
+    rows = [(*heading, "tokens", "target tokens", "skipped")]
     for source in figures["sources"]:
         cache = source["directory"] + ("" if source["is_in_the_run"] else " (removed from the run)")
         samples = ("num_samples", "num_trained", "num_trained_in_epoch", "num_times_trained")
-        tokens = ("tokens", "target_tokens", "num_skipped")
-        counts = [f"{source[name]:,}" for name in samples + tokens]
-        rows.append((cache, *counts[: len(samples)], f"{source['epochs']:.2f}", *counts[len(samples) :]))
+        samples_text = [f"{source[name]:,}" for name in samples]
+        tokens_text = [f"{source[name]:,}" for name in ("tokens", "target_tokens", "num_skipped")]
+        rows.append((cache, *samples_text, f"{source['epochs']:.2f}", *tokens_text))
     yield from aligned(rows, "lr")
     for start in figures["starts"]:
         event = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"

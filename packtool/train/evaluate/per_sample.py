@@ -241,7 +241,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
             batch = with_media_reads(batch, self.spec)
         except PacktoolError as error:
             return error
-        prompt_lengths = []
+        prompt_lengths = []  # tokens before the first target
         for sample in samples:
             targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
             prompt_lengths.append(int(targets[0]) + 1 if len(targets) else sample.length)
@@ -279,7 +279,7 @@ def evaluate(
         plan: micro-batches of the data-parallel ranks of ``world``.
         world: this rank; with several ranks, the process group must exist.
         num_workers: processes that load media ahead of the model.
-        samples: the samples with other labels than those of ``reader``.
+        samples: the same samples with other labels; by default those of ``reader``.
         parallel: the ranks over which sequences are split.
 
     Raises:

@@ -128,7 +128,7 @@ class PackUnderTest:
         """Tokens saved by sharing prefixes."""
         return sum(self.lengths) - sum(node.length for node in self.nodes)
 
-    def first(self, max_samples: int) -> PackUnderTest:
+    def limited_to(self, max_samples: int) -> PackUnderTest:
         """Return a pack of at most ``max_samples`` samples, preferring those with a shared prefix."""
         if len(self.samples) <= max_samples:
             return self
@@ -157,19 +157,19 @@ class PackUnderTest:
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Return each sample's logits at its checked positions, float32 (P, vocabulary) on the CPU, on every rank."""
-        checked, rows = [_positions(length) for length in self.lengths], []
+        checked, rows = [_checked_positions(length) for length in self.lengths], []
         nodes = list(zip(self.starts, self.nodes, strict=True))
         for number, positions in enumerate(checked):
             own = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
             rows.append(torch.cat(own)[positions])  # positions in the packed sequence
         num_positions = [len(positions) for positions in checked]
         if self.parallel is None:
-            return list(torch.split(_logits(self.model, batch, torch.cat(rows)), num_positions))
+            return list(torch.split(_compute_logits(self.model, batch, torch.cat(rows)), num_positions))
         # Each rank computes the logits of its local tokens; the sum over ranks has all of them.
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
         local = [(number, slots[row]) for number, row in enumerate(torch.cat(rows).tolist()) if row in slots]
         # Ranks without a checked position run the model, too: its forward pass communicates.
-        logits = _logits(self.model, batch, torch.tensor([slot for _, slot in local] or [0]))
+        logits = _compute_logits(self.model, batch, torch.tensor([slot for _, slot in local] or [0]))
         all_logits = logits.new_zeros((sum(num_positions), logits.shape[1]))
         if local:
             all_logits[torch.tensor([number for number, _ in local])] = logits
@@ -185,11 +185,11 @@ class PackUnderTest:
         if changed is not None:
             sample, own = self.samples[number], [node for node in self.nodes if number in node.samples]
             ids = batch.input_ids.clone()
-            ids[0, changed.start : changed.stop] = self._other_tokens(changed).to(ids.device)
+            ids[0, changed.start : changed.stop] = self._changed_tokens(changed).to(ids.device)
             parts = [stretch_of(sample, node.start, node.stop, self.spec) for node in own]
-            media = self._flipped(batch.media, parts, own.index(changed))
+            media = self._negate_media(batch.media, parts, own.index(changed))
             batch = dataclasses.replace(batch, input_ids=ids, media=media)
-        return _logits(self.model, batch, _positions(self.lengths[number]))
+        return _compute_logits(self.model, batch, _checked_positions(self.lengths[number]))
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the sum of a batch's losses (on this rank) divided by the targets of the whole pack, 0-d."""
@@ -220,7 +220,7 @@ class PackUnderTest:
         number = self.nodes.index(changed)
         start = self.starts[number]
         tokens = torch.full((sum(self.batch.lengths),), _UNCHANGED)
-        tokens[start : start + changed.length] = self._other_tokens(changed)
+        tokens[start : start + changed.length] = self._changed_tokens(changed)
         ids = self.batch.input_ids.clone()
         local_tokens = tokens.to(ids.device)[self.batch.index]
         ids[0] = torch.where(local_tokens == _UNCHANGED, ids[0], local_tokens)
@@ -229,9 +229,9 @@ class PackUnderTest:
             parts = with_own_media(parts, self.placement, self.spec, self.parallel.split)
         elif self.min_shared is not None:
             parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
-        return dataclasses.replace(self.batch, input_ids=ids, media=self._flipped(self.batch.media, parts, number))
+        return dataclasses.replace(self.batch, input_ids=ids, media=self._negate_media(self.batch.media, parts, number))
 
-    def _other_tokens(self, node: Node) -> Tensor:
+    def _changed_tokens(self, node: Node) -> Tensor:
         """Return changed tokens for a node, int64 (L,): each text token becomes the next larger one in the pack."""
         # Special tokens, such as placeholders of media, are kept.
         settings = self.spec.config.to_dict().items()
@@ -246,7 +246,9 @@ class PackUnderTest:
         own[~torch.isin(own, kept)] = known[(torch.searchsorted(known, words) + 1) % len(known)]
         return own
 
-    def _flipped(self, media: Mapping[str, Tensor], parts: Sequence[EncodedSample], number: int) -> dict[str, Tensor]:
+    def _negate_media(
+        self, media: Mapping[str, Tensor], parts: Sequence[EncodedSample], number: int
+    ) -> dict[str, Tensor]:
         """Return the inputs of the towers with the media of ``parts[number]`` negated.
 
         Args:
@@ -254,7 +256,7 @@ class PackUnderTest:
         """
         flipped = {}
         for name, tensor in media.items():
-            shapes = [_shape(part, name, self.spec) for part in parts]
+            shapes = [_tower_input_shape(part, name, self.spec) for part in parts]
             known = [shape for shape in shapes if shape]
             # Parts are concatenated along the first axis, or along the last one as patches in one long row.
             is_first = not known or sum(shape[0] for shape in known) == len(tensor) or len(known[0]) == 1
@@ -273,7 +275,7 @@ def without_boundaries(batch: PackedBatch) -> Batch:
     return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
 
 
-def _positions(length: int) -> Tensor:
+def _checked_positions(length: int) -> Tensor:
     """Return the checked positions of a sample, int64 (P,): its first ones, where leaks are largest, and later ones."""
     if length <= CHECKED_POSITIONS:
         return torch.arange(length)
@@ -281,7 +283,7 @@ def _positions(length: int) -> Tensor:
     return torch.cat([torch.arange(half), torch.linspace(half, length - 1, half).long()])
 
 
-def _logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
+def _compute_logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     """Run the model; return logits at some positions, float32 (P, vocabulary) on the CPU."""
     inputs = batch.model_inputs()
     positions = positions.to(batch.input_ids.device)
@@ -292,7 +294,7 @@ def _logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     return logits.float().cpu()
 
 
-def _shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]:
+def _tower_input_shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]:
     """Return the shape (or its first axis) of a sample's part of a tower input; () for other inputs such as grids."""
     if name == "pixel_values" and spec.family.processor_inputs:
         processed = load_processed([sample], spec)  # only the processor knows how many tiles a picture has
@@ -429,11 +431,12 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     Args:
         max_samples: maximum number of samples in the pack: in 16 bits, rounding of many sums would hide a leak.
     """
-    pack = pack.first(max_samples)
+    pack = pack.limited_to(max_samples)
     pack.model.zero_grad(set_to_none=True)
     with own_attention(base_model(pack.model)):
         for batch in pack.alone:
             torch.autograd.backward(pack.loss(batch))
+    # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.
     norms = {name: float(p.grad.float().norm()) for name, p in pack.model.named_parameters() if p.grad is not None}
     min_norm = _MIN_GRADIENT * max(norms.values(), default=0.0) or 1.0
     pack.subtract_packed_gradients()
@@ -452,14 +455,10 @@ def worst_of(checks: Sequence[Check]) -> list[Check]:
     return [max((check for check in checks if check.name == name), key=lambda check: check.excess) for name in names]
 
 
-def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
-    """Raise a MismatchError that describes every failed check.
-
-    Args:
-        shares: some samples share a prefix.
-    """
+def raise_if_failed(checks: Sequence[Check], *, shares_prefixes: bool = False) -> None:
+    """Raise a MismatchError that describes every failed check, if any; its remedy depends on ``shares_prefixes``."""
     if failures := [check.sentence() for check in checks if not check.passed]:
-        alternative = "--share-prefix false or " if shares else ""
+        alternative = "--share-prefix false or " if shares_prefixes else ""
         raise MismatchError(
             "\n".join(failures),
             f"Try --attn-impl sdpa, or train with {alternative}--packing false. If sdpa fails, too, please report the "
@@ -495,8 +494,8 @@ def verify_before_training(
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
-    shards = config.shares_experts or zero_stage(config) == 3
-    if shards or (on_gpu and (config.fsdp or config.deepspeed)):
+    is_sharded = config.shares_experts or zero_stage(config) == 3
+    if is_sharded or (on_gpu and (config.fsdp or config.deepspeed)):
         progress.note("packing is not verified, because the weights are sharded; run packtool verify on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
@@ -507,7 +506,7 @@ def verify_before_training(
     if len(samples) > 1:
         min_shared = run.source.min_shared
         checks = verify_cheaply(model, samples, spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
-        raise_if_failed(checks, shares=min_shared is not None)
+        raise_if_failed(checks, shares_prefixes=min_shared is not None)
 
 
 def verify_cheaply(

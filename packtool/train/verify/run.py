@@ -83,7 +83,7 @@ class VerifyReport:
 
     def raise_if_failed(self) -> None:
         """Raise a MismatchError, exit code 4, that names every failed check."""
-        raise_if_failed(self.checks, shares=self.num_shared_tokens > 0)
+        raise_if_failed(self.checks, shares_prefixes=self.num_shared_tokens > 0)
 
 
 def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:

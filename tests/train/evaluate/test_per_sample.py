@@ -172,7 +172,7 @@ def test_losses_from_logits_if_the_head_cannot_compute_them(
     monkeypatch.setattr(HeadLoss, "applies_to", lambda model: False)
     monkeypatch.setattr("packtool.train.model.loss.takes_logits_to_keep", lambda model: label_logits_only)
     monkeypatch.setattr("packtool.train.model.loss._ROWS_AT_ONCE", 7)
-    monkeypatch.setattr("packtool.train.evaluate.per_sample._CELLS_AT_ONCE", 30)
+    monkeypatch.setattr("packtool.train.evaluate.per_sample._MAX_CELLS", 30)
     assert largest_error(case.evaluate(max_tokens=400), reference) <= 1e-5
 
 

@@ -238,7 +238,7 @@ def test_identical_samples_pass() -> None:
     model, spec, sample = reduced_model("qwen3"), reduced_spec("qwen3"), make_sample(20, seed=1)
     checks = verify_cheaply(model, [sample, sample], spec, min_shared=1)
     assert [check.name for check in checks] == ["isolation", "loss", "prefixes"]
-    raise_if_failed(checks, shares=True)
+    raise_if_failed(checks, shares_prefixes=True)
 
 
 def test_packs_that_share_prefixes_are_verified(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
