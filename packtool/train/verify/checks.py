@@ -100,9 +100,10 @@ class PackUnderTest:
         self.alone = [without_boundaries(batch) for batch in alone]
         self.batch: PackedBatch | ShardedBatch
         numbers = range(len(self.samples))
+        # Nodes are shared prefixes, and the tokens that a single sample adds; without shared prefixes, samples.
         self.nodes = [Node((number,), 0, self.samples[number].length, ROOT) for number in numbers]
         if min_shared is not None:
-            assert parallel is None, "sequences that ranks share have no trees"
+            assert parallel is None, "sequences that are split over ranks have no shared prefixes"
             self.batch = collate_tree(self.samples, spec, min_shared=min_shared).to(device)
             if isinstance(self.batch, TreeBatch):  # otherwise no prefix is shared, and samples keep their order
                 self.nodes = find_tree(self.samples, spec, min_shared=min_shared)
@@ -114,7 +115,7 @@ class PackUnderTest:
             self.placement = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
             self.batch = collate_shard(self.samples, spec, parallel.split, self.placement).to(device)
         self.lengths = [sample.length for sample in self.samples]
-        # Padding after a sample and filler documents after the last one belong to no sample.
+        # Starts of the nodes in the pack. Padding and the filler documents at the end belong to no node.
         self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
         self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
 
@@ -157,17 +158,17 @@ class PackUnderTest:
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Return each sample's logits at its checked positions, float32 (P, vocabulary) on the CPU, on every rank."""
-        checked, rows = [_checked_positions(length) for length in self.lengths], []
-        nodes = list(zip(self.starts, self.nodes, strict=True))
-        for number, positions in enumerate(checked):
-            own = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
-            rows.append(torch.cat(own)[positions])  # positions in the packed sequence
-        num_positions = [len(positions) for positions in checked]
+        nodes, positions, num_positions = list(zip(self.starts, self.nodes, strict=True)), [], []
+        for number, length in enumerate(self.lengths):
+            spans = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
+            positions.append(torch.cat(spans)[_checked_positions(length)])  # in the packed sequence
+            num_positions.append(len(positions[-1]))
+        packed_positions = torch.cat(positions)
         if self.parallel is None:
-            return list(torch.split(_compute_logits(self.model, batch, torch.cat(rows)), num_positions))
+            return list(torch.split(_compute_logits(self.model, batch, packed_positions), num_positions))
         # Each rank computes the logits of its local tokens; the sum over ranks has all of them.
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
-        local = [(number, slots[row]) for number, row in enumerate(torch.cat(rows).tolist()) if row in slots]
+        local = [(number, slots[row]) for number, row in enumerate(packed_positions.tolist()) if row in slots]
         # Ranks without a checked position run the model, too: its forward pass communicates.
         logits = _compute_logits(self.model, batch, torch.tensor([slot for _, slot in local] or [0]))
         all_logits = logits.new_zeros((sum(num_positions), logits.shape[1]))
