@@ -182,13 +182,13 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, work, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
-    position = 0
+    position = 0  # of a row in the task
     rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
     try:
         while group := tuple(islice(rows, BATCH_ROWS)):
             samples_of_rows: dict[str, list[list[EncodedSample]]] = {name: [] for name in task.shards}
             num_dropped_before = outputs.num_dropped
-            for item in encode_samples(group, encoder):  # the samples of a row, or a dropped row
+            for item in encode_samples(group, encoder):  # the samples of a row, or a Dropped
                 split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
                 position += 1
                 if isinstance(item, Dropped):
@@ -210,7 +210,7 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *
 
 
 class _Outputs:
-    """The files of one task and their counts, which ``commit`` publishes."""
+    """The files of one task and their counts, which ``commit`` publishes; only counts if there is no directory."""
 
     def __init__(self, task: Task, work: Work, media_tokens: MediaTokens, embed: bool) -> None:
         self.result = TaskResult(task.number, work.export)
@@ -246,6 +246,7 @@ class _Outputs:
         for split, of_split in samples_of_rows.items():
             result = self.result.splits[split]
             embeds = self._embed and self._directory is not None
+            # With their media, rows come in groups that fit into memory.
             for rows in embed_media(of_split, self._policies, self.drop) if embeds else (of_split,):
                 samples = [sample for row in rows for sample in row]
                 index = index_part(samples, result.shard, result.counts.rows, self._channel_codes)
@@ -274,7 +275,13 @@ class _Outputs:
             return self.result
         if self._is_locked is not None and not self._is_locked():
             raise lost_error(self._directory)
-        number = self._task.number
+        directory, number = self._directory, self._task.number
+
+        def publish(suffix: str, data: bytes) -> str:
+            """Write one of the task's files, not durably; return its SHA-256."""
+            storage.publish(task_file(directory, number, suffix), data, durable=False)
+            return hashlib.sha256(data).hexdigest()
+
         for split, writer in self._writers.items():
             result = self.result.splits[split]
             result.sha256, state = writer.close()
@@ -282,16 +289,12 @@ class _Outputs:
             parts = self._index[split]
             columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
             index = arrow_bytes([] if columns is None else [index_batch(columns)], INDEX, pa.ipc.new_stream)
-            result.index_sha256 = hashlib.sha256(index).hexdigest()
-            storage.publish(task_file(self._directory, number, f"{split}.arrow"), index, durable=False)
+            result.index_sha256 = publish(f"{split}.arrow", index)
             prefixes = arrow_bytes(joined_batches(self._prefixes[split]), PREFIXES, pa.ipc.new_stream)
-            result.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
-            storage.publish(task_file(self._directory, number, f"{split}.prefixes.arrow"), prefixes, durable=False)
+            result.prefixes_sha256 = publish(f"{split}.prefixes.arrow", prefixes)
         if self._drops:
-            drops = "".join(self._drops).encode()
-            self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
-            storage.publish(task_file(self._directory, number, "dropped.jsonl"), drops, durable=False)
-        storage.publish(task_file(self._directory, number, "json"), self.result.to_json(), durable=False)
+            self.result.dropped_sha256 = publish("dropped.jsonl", "".join(self._drops).encode())
+        publish("json", self.result.to_json())
         return self.result
 
     def discard(self) -> None:
@@ -319,27 +322,27 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     num_val = max(round(num_train * ratio), 1) if ratio and num_train > 1 else 0
     val_rows = np.sort(np.random.default_rng(config.seed).choice(num_train, num_val, replace=False, shuffle=False))
     first = 0  # position of the task's first row among the rows of --dataset
-    parts: list[tuple[Stretches, tuple[int, ...], list[str]]] = []  # stretches, val rows and splits of each task
+    plans: list[tuple[Stretches, tuple[int, ...], list[str]]] = []  # stretches, val rows and splits of each task
     for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
         for stretches in _divide([(each.source, each.blocks) for each in sources], shard_rows):
             if split == VAL_SPLIT:
-                parts.append((stretches, (), [VAL_SPLIT]))
+                plans.append((stretches, (), [VAL_SPLIT]))
                 continue
             num_rows = sum(blocks.num_rows for _, blocks in stretches)
             low, high = np.searchsorted(val_rows, (first, first + num_rows))
-            val = tuple(int(row) for row in val_rows[low:high] - first)
-            parts.append((stretches, val, [TRAIN_SPLIT, VAL_SPLIT] if val else [TRAIN_SPLIT]))
+            task_val_rows = tuple(int(row) for row in val_rows[low:high] - first)
+            plans.append((stretches, task_val_rows, [TRAIN_SPLIT, VAL_SPLIT] if task_val_rows else [TRAIN_SPLIT]))
             first += num_rows
-    num_shards = {split: sum(split in splits for *_, splits in parts) for split in (TRAIN_SPLIT, VAL_SPLIT)}
+    num_shards = {split: sum(split in splits for *_, splits in plans) for split in (TRAIN_SPLIT, VAL_SPLIT)}
     next_shard = dict.fromkeys(num_shards, 0)
     tasks: list[Task] = []
-    for number, (stretches, val, splits) in enumerate(parts):
+    for number, (stretches, task_val_rows, splits) in enumerate(plans):
         shards = {}
         for split in splits:
             shard = next_shard[split]
             shards[split] = shard, f"data-{shard:05d}-of-{num_shards[split]:05d}.arrow"
             next_shard[split] += 1
-        tasks.append(Task(number, stretches, val, shards))
+        tasks.append(Task(number, stretches, task_val_rows, shards))
     return tasks
 
 
@@ -351,7 +354,7 @@ def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Ite
     stretches: list[tuple[Source, RowBlocks]] = []
     rows = 0
     for source, blocks in sources:
-        if len(blocks) and rows + blocks.num_rows < shard_rows:  # as thousands of small files
+        if len(blocks) and rows + blocks.num_rows < shard_rows:  # fast path for thousands of small files
             stretches.append((source, blocks))
             rows += blocks.num_rows
             continue
