@@ -141,7 +141,7 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
                 raise
             checkpoint = newest_checkpoint(config)
             if checkpoint is None:
-                raise PacktoolError(LOST_PEER, "No checkpoint to resume from: start the run again.") from error
+                raise PacktoolError(LOST_PEER, "No checkpoint was finished: start the run again.") from error
             command = f"{invocation.command} --resume-from-checkpoint true"
             command += " --overwrite-output-dir false" if config.overwrite_output_dir else ""
             advice = f"The newest checkpoint is {checkpoint}. To resume, on every machine, with the same environment:"

@@ -73,9 +73,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*EXPORT, "--dataset", "a", "--max_lenght", "3"], "No such option"),
         ([*EXPORT, "--dataset"], "requires an argument"),
         (EXPORT, "--dataset is missing"),
-        ([*EXPORT, "--dataset", "a", "--split-dataset-ratio", "2"], "above 0.999"),
+        ([*EXPORT, "--dataset", "a", "--split-dataset-ratio", "2"], "above the maximum of 0.999"),
         ([*EXPORT, "--dataset", "a", "--config", "gone.yaml"], "gone.yaml"),
-        ([*EXPORT, "--dataset", "a"], "no such directory here"),
+        ([*EXPORT, "--dataset", "a"], "there is no such directory"),
         (["export", "--model", "./m", "--output-dir", "o", "--max-length", "9", "--dataset", "a"], "no such directory"),
     ],
 )
