@@ -36,9 +36,9 @@ from packtool.progress import Progress
 from packtool.rows.open_files import close_readers
 from packtool.rows.prepared_notes import prepared_notes
 from packtool.rows.read import scan_sources
-from packtool.rows.sample import unforeseen_note
+from packtool.rows.sample import unexpected_note
 from packtool.rows.source import ScannedSource, SourceSpec
-from packtool.rows.sources import sources_of, splits_left_out
+from packtool.rows.sources import sources_of, unread_splits
 
 _NUM_CHECKED = 8  # sources whose first rows are checked before the work begins
 _CHUNK_BYTES = 4 * 2**20
@@ -168,7 +168,7 @@ class _Export:
             )
             for each in scanned
         )
-        for note in (*splits_left_out(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
+        for note in (*unread_splits(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
             progress.note(note)
         check_template(config.model, self.files, ((each.source, each.blocks) for each in scanned))
         self.tasks = make_tasks(scanned, config)
@@ -303,7 +303,7 @@ class _Export:
         self, manifest: Manifest, results: Sequence[TaskResult], done: Mapping[int, TaskResult], dropped_file: str
     ) -> ExportSummary:
         """Return the counts of this run, after a note about errors in rows that point to a bug in packtool."""
-        if note := unforeseen_note(manifest.dropped, dropped_file):
+        if note := unexpected_note(manifest.dropped, dropped_file):
             self.progress.note(note)
         return ExportSummary.of_manifest(
             manifest,

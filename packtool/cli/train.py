@@ -81,14 +81,14 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     )
     from packtool.cache.evaluation_file import plain_json
     from packtool.report.tables import print_table, source_rows, train_lines
-    from packtool.rows.sample import drop_notes, unforeseen_note
+    from packtool.rows.sample import drop_notes, unexpected_note
     from packtool.train.prepare.result import next_lines
 
     result = _train(config, invocation, world)
     if not world.is_first:
         return
     curves = None if config.dry_run else _draw_curves(result.output_dir)
-    if note := unforeseen_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
+    if note := unexpected_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
         show(f"packtool: {note}", error=True)
     for note in drop_notes(result.dropped):
         show(note, error=True)

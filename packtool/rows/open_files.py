@@ -1,6 +1,6 @@
-"""Files of rows as byte streams, compressed or not, and the few files that each thread keeps open.
+"""Byte streams of row files, compressed or not; the readers that each thread keeps open; detection of encodings.
 
-Text files in another encoding than UTF-8 are reported once per file, before each of their rows would be dropped.
+A text file that is not UTF-8 is one error for the file, instead of a drop for each of its rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SKIP_BYTES = 1 << 22
 
 
 def open_text(path: str, compression: Compression | None) -> BinaryIO:
-    """Open a file's decompressed bytes; seekable only without compression.
+    """Open a file as a stream of decompressed bytes, which is seekable only without compression.
 
-    Reading raises StorageError, or DataError if the compressed data is broken.
+    Reading raises StorageError, or DataError if the compressed data is damaged.
     """
     file = storage.open_read(path)
     if compression is None:
@@ -36,10 +36,10 @@ def open_text(path: str, compression: Compression | None) -> BinaryIO:
 
 
 class _Decompressed(io.RawIOBase):
-    """The decompressed bytes of a file; several members are concatenated."""
+    """The decompressed bytes of a file, all its gzip members or zstd frames concatenated."""
 
     def __init__(self, path: str, file: BinaryIO, compression: Compression) -> None:
-        import pyarrow as pa  # here, because plain text needs none of it
+        import pyarrow as pa  # here, because uncompressed text does not need it
 
         self._path, self._file = path, file
         self._stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), compression)
@@ -53,7 +53,8 @@ class _Decompressed(io.RawIOBase):
         except OSError as error:
             raise DataError(
                 f"{storage.masked(self._path)}: cannot be decompressed: {error}",
-                "The file is broken or cut off: copy it again, or name it without .gz or .zst if it is not compressed.",
+                "The file is damaged or truncated: copy it again. If it is not compressed, remove .gz or .zst from its "
+                "name.",
             ) from error
         buffer[: len(data)] = data
         return len(data)
@@ -64,7 +65,10 @@ class _Decompressed(io.RawIOBase):
 
 
 class HashedFile:
-    """A file that is read from its beginning to its end while a digest of its content is computed."""
+    """A file read once from beginning to end while the digest of its content is computed.
+
+    The first block of bytes stays in memory until ``take_head`` is called.
+    """
 
     def __init__(self, file: BinaryIO, path: str) -> None:
         self._file, self._path, self._digest = file, path, blake2b(digest_size=16)
@@ -72,17 +76,17 @@ class HashedFile:
         self._peeked = b""
 
     def peek(self, size: int) -> bytes:
-        """Return what the next ``read`` will return: ``size`` bytes, or the whole of a smaller file."""
+        """Return the bytes that the next ``read`` will return: up to ``size``."""
         self._peeked = self._peeked or _read_or_raise(self._file.read, size, self._path)
         return self._peeked
 
     def take_head(self) -> bytes:
-        """Return the first bytes read and release them."""
+        """Return the bytes of the first ``read``, and release them: a second call returns b""."""
         head, self._head = self._head or b"", b""
         return head
 
     def read(self, size: int = -1) -> bytes:
-        """Read bytes like a binary file, but first, and alone, those that ``peek`` returned."""
+        """Read up to ``size`` bytes; after ``peek``, exactly the bytes that it returned."""
         data, self._peeked = self._peeked or _read_or_raise(self._file.read, size, self._path), b""
         if self._head is None:
             self._head = data
@@ -90,29 +94,30 @@ class HashedFile:
         return data
 
     def readline(self, size: int = -1) -> bytes:
-        """Read a line like a binary file."""
+        """Read up to the end of the line, at most ``size`` bytes."""
         data = _read_or_raise(self._file.readline, size, self._path)
         self._digest.update(data)
         return data
 
     @property
     def digest(self) -> str:
-        """Digest of the whole file; reads the rest of it."""
+        """Digest of the whole file; reads the file to its end."""
         while self.read(_SKIP_BYTES):
             pass
         return self._digest.hexdigest()
 
 
 def _read_or_raise(read: Callable[[int], bytes], size: int, label: str) -> bytes:
+    """Return ``read(size)``; raise StorageError instead of OSError."""
     try:
         return read(size)
     except OSError as error:
-        remedy = "Check the disk that it lies on, or copy it to another."
+        remedy = "Check the disk, or copy the file to another disk."
         raise StorageError(f"{label} cannot be read: {error.strerror or error}", remedy) from error
 
 
 def digest_of(*paths: str) -> str:
-    """Return a digest of the content of files; of remote files, of their size and version."""
+    """Return one digest of several files: of the content of local files, of size and version of remote files."""
     digest = blake2b(digest_size=16)
     for path in paths:
         if storage.is_remote(path):
@@ -125,25 +130,25 @@ def digest_of(*paths: str) -> str:
 
 
 class TextReader:
-    """Ranges of a text; a compressed text is decompressed once if the ranges are read in order."""
+    """Reads byte ranges of a text; a compressed text is decompressed only once if the ranges are in order."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._file = open_text(source.path, source.compression)
-        self._at = 0
+        self._offset = 0
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop) of the text; raise DataError if the file has become shorter."""
+        """Return bytes [start, stop) of the decompressed text; raise DataError if it has become shorter."""
         if self._source.compression is None:
             self._file.seek(start)
         else:
-            if start < self._at:
+            if start < self._offset:
                 self._file.close()
-                self._file, self._at = open_text(self._source.path, self._source.compression), 0
-            while self._at < start and (skipped := len(self._file.read(min(_SKIP_BYTES, start - self._at)))):
-                self._at += skipped
+                self._file, self._offset = open_text(self._source.path, self._source.compression), 0
+            while self._offset < start and (skipped := len(self._file.read(min(_SKIP_BYTES, start - self._offset)))):
+                self._offset += skipped
         data = _read_or_raise(self._file.read, stop - start, self._source.label)
-        self._at = start + len(data)
+        self._offset = start + len(data)
         if len(data) < stop - start:
             raise changed_error(self._source, "it ends early")
         return data
@@ -153,11 +158,11 @@ class TextReader:
 
 
 def read_text(source: Source, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a text; raises as ``opened``."""
-    is_most = source.compression is None and 2 * (stop - start) > source.size > 0
-    if is_most and not storage.is_remote(source.path):
-        # Small files come in thousands, one after the other: keeping them open is no use.
-        with suppress(StorageError):  # reported below
+    """Return bytes [start, stop) of a source's decompressed text; raise the same errors as ``opened``."""
+    is_most_of_file = source.compression is None and 2 * (stop - start) > source.size > 0
+    if is_most_of_file and not storage.is_remote(source.path):
+        # There may be thousands of small files, each of which is read once: do not keep them open.
+        with suppress(StorageError):  # ``opened`` raises it again
             data = storage.read_bytes(source.path)
             if len(data) == source.size:
                 return data[start:stop]
@@ -169,11 +174,11 @@ _open = threading.local()
 
 
 def opened(source: Source, open_reader: Callable[[Source], R]) -> R:
-    """Return this thread's reader of a source, opened on first use; the four most recently used stay open.
+    """Return this thread's reader of a source; it is opened on first use, and the four used last stay open.
 
     Raises:
-        DataError: if the file has changed since it was scanned.
-        StorageError: if it cannot be opened.
+        DataError: the file has changed since it was scanned.
+        StorageError: the file cannot be opened.
     """
     readers = _readers()
     if source not in readers:
@@ -187,19 +192,20 @@ def opened(source: Source, open_reader: Callable[[Source], R]) -> R:
 
 
 def close_readers() -> None:
-    """Close all files that this thread keeps open."""
+    """Close all readers that this thread keeps open."""
     readers = _readers()
     while readers:
         readers.popitem()[1].close()
 
 
 def changed_error(source: Source, detail: str) -> DataError:
-    """Return the error for a file that has changed since it was scanned."""
+    """Return the error for a file that has changed since it was scanned; ``detail`` says how."""
     return DataError(f"{source.label} has changed since it was scanned: {detail}", "Run the export again.")
 
 
 def _readers() -> OrderedDict[Source, Any]:
-    # A forked child shares file offsets with its parent and must open its own files.
+    """Return the open readers of this thread by source, the one used last at the end."""
+    # A forked child shares file offsets with its parent, so it must open its own files.
     if getattr(_open, "pid", None) != os.getpid():
         _open.pid, _open.readers = os.getpid(), OrderedDict()
     readers: OrderedDict[Source, Any] = _open.readers
@@ -207,20 +213,22 @@ def _readers() -> OrderedDict[Source, Any]:
 
 
 def _check_unchanged(source: Source) -> None:
-    """Compare sizes and entity tags only: the clocks of machines differ."""
+    """Raise DataError if a file's size, or a remote file's entity tag, has changed since the scan."""
     if source.size < 0:
         return
     try:
         state = storage.stat(source.path)
     except StorageError as error:
-        raise DataError(f"{source.label} was scanned and is gone: {error.message}", "Run the export again.") from error
+        raise DataError(
+            f"{source.label} was deleted after its scan: {error.message}", "Run the export again."
+        ) from error
     if state.size != source.size:
-        raise changed_error(source, f"it had {source.size} bytes and has {state.size}")
+        raise changed_error(source, f"it had {source.size} bytes and now has {state.size}")
     if storage.is_remote(source.path) and source.modified and state.modified not in ("", source.modified):
-        raise changed_error(source, "its entity tag is another")
+        raise changed_error(source, "its entity tag is different")
 
 
-# Byte order marks; the longer ones first, because UTF-32's begins with UTF-16's.
+# Byte order marks; UTF-32 comes first, because its mark begins with that of UTF-16.
 _ENCODING_MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -234,16 +242,19 @@ _HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 
 
 def check_encoding(path: str, head: bytes) -> None:
-    """Check the first bytes of a text file for another encoding than UTF-8.
+    """Check that a text file is UTF-8.
 
-    Fewer broken rows than half are not the file's problem: those rows are dropped.
+    If at most half of the rows in ``head`` are invalid, the file passes and these rows are dropped later.
+
+    Args:
+        head: first bytes of the file; 128 KiB are used.
 
     Raises:
-        DataError: with the probable encoding and the command that converts the file.
+        DataError: the file has another encoding; the message names the probable one and a command for conversion.
     """
     head = head[:_HEAD_BYTES]
     if b"\0" not in head and _is_utf8(head):
-        return  # fast path
+        return
     name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None) or _without_mark(head)
     if name is None:
         try:
@@ -251,23 +262,23 @@ def check_encoding(path: str, head: bytes) -> None:
             return
         except UnicodeDecodeError as error:
             if error.end == len(head) and error.start >= len(head) - 3:
-                return  # a character that continues after the head
+                return  # the head ends inside a character
         rows = [row for row in _ROW_ENDS.split(head) if row.strip()]
         num_broken = sum(not _is_utf8(row) for row in rows)
         if num_broken < _MIN_BROKEN_ROWS or 2 * num_broken <= len(rows):
             return
         name = _probable_encoding(head)
     is_known = name.startswith("UTF")
-    problem = f"the file is {name}" if is_known else f"most of its rows are no UTF-8; by its bytes it may be {name}"
+    problem = f"the file is {name}" if is_known else f"most rows are not UTF-8; the encoding may be {name}"
     raise DataError(
-        f"{path}: {problem}, and rows are read as UTF-8",
-        f"Convert it once: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
-        + ("" if is_known else " (file -i FILE may tell the encoding)"),
+        f"{path}: {problem}. Rows must be UTF-8",
+        f"Convert the file: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
+        + ("" if is_known else " (file -i FILE may identify the encoding)"),
     )
 
 
 def _without_mark(head: bytes) -> str | None:
-    """Recognise UTF-16 and UTF-32 without a byte order mark by the zero bytes of ASCII characters."""
+    """Return the name of UTF-16 or UTF-32 text without a byte order mark, by the zero bytes of ASCII; else None."""
     if len(head) < 8 or head.count(0) < len(head) // 4:
         return None
     is_zero = [head[offset::4].count(0) * 4 > len(head) * 0.8 for offset in range(4)]
@@ -288,7 +299,7 @@ def _is_utf8(row: bytes) -> bool:
 
 
 def _probable_encoding(head: bytes) -> str:
-    """Guess a legacy encoding: accented letters are single high bytes, other scripts come in runs of two bytes each."""
+    """Return the likely legacy encoding: bytes above 127 are single in Western text, and in runs in East Asian text."""
     runs = [len(run) for run in _HIGH_BYTES.findall(head)]
     if sum(length == 1 for length in runs) * 2 > len(runs):
         return "WINDOWS-1252"

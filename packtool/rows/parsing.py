@@ -1,7 +1,7 @@
-"""Strict JSON of rows: nothing of it changes silently.
+"""Strict JSON parser for rows: the lines of files and JSON text in cells.
 
-Python's parser accepts too much: of a duplicate key it keeps the last value, and it reads half of a surrogate pair as a
-character. All JSON text of rows is parsed here: lines of files as well as text in cells.
+Python's parser accepts text that other parsers read differently: it keeps the last value of a duplicate key, and reads
+an unpaired surrogate as a character.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 _OPENING, _BLANKS = ("{", "["), " \t\r\n"
 MAX_DEPTH = 100
-"""Maximum nesting of lists and objects, far below Python's own limit, which includes the caller's depth."""
+"""Maximum nesting of lists and objects; far below Python's recursion limit, which also counts the callers."""
 
-_TOO_DEEP = f"lists and objects nest more than {MAX_DEPTH} deep"
-# JSON can write half of a surrogate pair; real files do, where an emoji was cut in two.
+_TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep"
+# JSON can contain an unpaired surrogate; real files do where an emoji was cut in two.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Problem(ValueError):
-    """A reason to drop a row.
+    """An error because of which a row is dropped.
 
     Args:
-        reason: drop reason, as in ``dropped.jsonl``.
+        reason: drop reason, a key of ``rows.sample.DROP_REASONS``.
         detail: explanation for the user.
     """
 
@@ -34,15 +34,15 @@ class Problem(ValueError):
 
 
 class JsonProblem(Problem):
-    """A text that is not JSON, or that JSON readers would read differently."""
+    """A text that is not JSON, or that JSON parsers read differently."""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Raises:
-        JsonProblem: if it is not JSON or not UTF-8, nests more than 100 deep, has a key twice in one object, or half
-            of a surrogate pair.
+        JsonProblem: the text is not JSON or not UTF-8, is nested more than 100 levels deep, or has a duplicate key or
+            an unpaired surrogate.
     """
     if isinstance(text, bytes):
         try:
@@ -52,23 +52,24 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value, end = _scan(text, 0) if text[:1] in _OPENING else (None, -1)
         if end != len(text) and (end < 0 or text[end:].strip(_BLANKS)):
-            value = _decoder.decode(text)  # accepts leading blanks, and describes what is wrong at the end
+            value = _decoder.decode(text)  # accepts leading blanks, and describes errors after the value
     except JsonProblem:
         raise
     except RecursionError as error:
         raise JsonProblem("invalid_json", _TOO_DEEP) from error
     except StopIteration as error:  # the scanner's form of "expecting value"
-        raise JsonProblem("invalid_json", f"a value is missing or broken at character {error.value}") from error
+        raise JsonProblem("invalid_json", f"a value is missing or invalid at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise JsonProblem("invalid_json", _TOO_DEEP)
     if _SURROGATE.search(text) and not is_utf8_text(value):
-        raise JsonProblem("invalid_text", "half of a surrogate pair (\\ud800 to \\udfff alone) is no character")
+        raise JsonProblem("invalid_text", "the text has an unpaired surrogate (\\ud800 to \\udfff)")
     return value
 
 
 def _is_too_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested more than 100 levels deep, without recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
         level = [
@@ -83,18 +84,18 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def is_utf8_text(value: Any) -> bool:
-    """Return whether all strings in nested lists and objects can be encoded as UTF-8."""
-    waiting = [value]
+    """Return whether all strings in nested lists and objects, keys included, can be encoded as UTF-8."""
+    remaining = [value]
     try:
-        while waiting:
-            item = waiting.pop()
+        while remaining:
+            item = remaining.pop()
             if isinstance(item, str):
                 item.encode()
             elif isinstance(item, dict):
-                waiting += item.keys()
-                waiting += item.values()
+                remaining += item.keys()
+                remaining += item.values()
             elif isinstance(item, list):
-                waiting += item
+                remaining += item
     except UnicodeEncodeError:
         return False
     return True
@@ -105,10 +106,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
         duplicate = next(key for key in keys if keys.count(key) > 1)
-        raise JsonProblem("duplicate_keys", f"the key {duplicate[:80]!r} comes twice in one object: which one counts?")
+        raise JsonProblem("duplicate_keys", f"the key {duplicate[:80]!r} occurs twice in one object")
     return value
 
 
-# Made once: ``json.loads`` with a hook makes a parser for every call.
+# Created once: ``json.loads`` with a hook creates a parser for every call.
 _decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
 _scan: Callable[[str, int], tuple[Any, int]] = vars(_decoder)["scan_once"]  # missing in its type stubs

@@ -1,4 +1,4 @@
-"""Notes on rows that another tool has tokenized: their likely origin, the columns that are used, and open questions."""
+"""Messages about rows that another tool has tokenized: their likely origin, and how packtool reads them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LLAMA_FACTORY = {"input_ids", "attention_mask", "labels", "images", "videos", "
 _AXOLOTL = {"input_ids", "attention_mask", "labels", "position_ids"}
 _TRL = {"completion_mask", "assistant_masks", "seq_lengths"}
 _BOUNDARIES = {"seq_lengths", "cu_seqlens", "seq_start_id", "position_ids"}
-_NOT_VOUCHED = (
-    "nobody vouches for these tokens: no row says which tokenizer, chat template and truncation made it, and --model "
-    "is taken to be the model that they were made for"
+_UNCHECKED_TOKENS = (
+    "the tokens cannot be checked: rows do not record their tokenizer, chat template and truncation; make sure that "
+    "--model is the model for which they were tokenized"
 )
 
 
 def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list[str]:
-    """Return notes on sources, a line each; sources with the same note share a line.
+    """Describe how sources with tokenized rows are read, in one line for all sources with the same description.
 
     Args:
-        takes_tokens: add a note on rows without tokens, which ``packtool import`` does not expect.
+        takes_tokens: whether the command is ``packtool import``; then sources without tokens are described too.
     """
     labels: dict[str, list[str]] = {}
     for item in scanned:
@@ -36,8 +36,8 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
             labels.setdefault(_description(source, item.blocks), []).append(source.label)
         elif takes_tokens and source.form is not None:
             text = (
-                f"rows ({source.form}) without tokens, as ms-swift's cached datasets are; they are tokenized "
-                "now, as packtool export does"
+                f"rows without tokens (form {source.form}), as in ms-swift's cached datasets; they are tokenized now, "
+                "as by packtool export"
             )
             labels.setdefault(text, []).append(source.label)
     notes = [
@@ -45,10 +45,11 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
         for text, (first, *others) in labels.items()
     ]
     has_tokens = any(item.source.form == PREPARED.name for item in scanned)
-    return [*notes, _NOT_VOUCHED] if has_tokens else notes
+    return [*notes, _UNCHECKED_TOKENS] if has_tokens else notes
 
 
 def _description(source: Source, blocks: Iterable[RowBlock]) -> str:
+    """Describe the tokens of a source by the rows of its first block."""
     rows = [row for block in islice(blocks, 1) for _, row in read_block(source, block) if isinstance(row, dict)]
     samples: list[Sample] = []
     for row in rows:
@@ -56,32 +57,33 @@ def _description(source: Source, blocks: Iterable[RowBlock]) -> str:
             with suppress(RowProblem):
                 samples.append(to_sample(row, source, 0))
         except BaseException as error:
-            unexpected_drop("", 0, error)  # raises errors that are not the row's
+            unexpected_drop("", 0, error)  # raises it if the row is not the cause
     keys = {key for row in rows for key in row}
     columns = dict(source.columns)
     names = {name: (columns[name],) if name in columns else NAMES[name] for name in TOKEN_COLUMNS}
     used = [name for name in TOKEN_COLUMNS if keys.intersection(names[name])]
     used += [kind for kind in ("images", "videos", "audios") if any(getattr(sample, kind) for sample in samples)]
-    parts = [f"tokens{_origin(source, keys)}", f"taken over: {', '.join(used) or 'nothing'}"]
+    statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used) or 'none'}"]
     if samples and all(sample.is_text for sample in samples):
-        parts.append("no labels, so every token is a target, as in pretraining")
+        statements.append("no labels, so every token is a target, as in pretraining")
     max_samples = max((len(sample.tokens.starts) for sample in samples if sample.tokens is not None), default=1)
     if max_samples > 1:
-        parts.append(f"packs are taken apart (up to {max_samples:,} samples a row)")
+        statements.append(f"packs are split into samples (up to {max_samples:,} per row)")
     elif source.kind != "megatron" and not _BOUNDARIES & set(used):
-        parts.append("each row is one sample, for nothing says otherwise")
-    return "; ".join(parts)
+        statements.append("each row is one sample, because no column has sample boundaries")
+    return "; ".join(statements)
 
 
 def _origin(source: Source, keys: set[str]) -> str:
+    """Return a phrase with the tool that probably wrote the rows, by their column names; "" if unknown."""
     if source.kind == "megatron":
-        return " of Megatron's indexed datasets, a document each"
+        return " of a Megatron indexed dataset, one document per row"
     if {"sample", "cu_seqlens", "position_ids"} <= keys:
-        return ", as packtool pack writes them"
+        return " written by packtool pack"
     if {"seq_start_id", "loss_mask"} <= keys:
-        return ", as NeMo and Megatron Bridge pack them"
+        return " packed by NeMo or Megatron Bridge"
     if keys & _TRL:
-        return ", as TRL prepares them"
+        return " prepared by TRL"
     if keys >= _LLAMA_FACTORY:
-        return ", as LLaMA-Factory's tokenized_path has them"
-    return ", as axolotl prepares them" if keys >= _AXOLOTL else ""
+        return " from LLaMA-Factory's tokenized_path"
+    return " prepared by axolotl" if keys >= _AXOLOTL else ""

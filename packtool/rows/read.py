@@ -1,6 +1,7 @@
-"""Scan sources for the positions of their rows, and read the rows of one block.
+"""Scan files for the positions and the form of their rows, and read the rows of one block.
 
-Scanning reads each file once and keeps one entry for each block: a few bytes a block for a source of any size.
+A scan reads each file once and stores a few bytes per block of rows. How rows are stored in a file is the matter of
+``text_files`` and ``readers``.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
-    """Yield (row number, parsed row) in order, or a ``Dropped`` for a row that cannot be parsed.
+    """Yield (row number, parsed row) in order; a ``Dropped`` in place of a row that cannot be parsed.
 
-    A row that was drawn several times is repeated.
+    A row that was drawn several times is yielded several times.
 
     Raises:
-        DataError: if the file has changed since it was scanned.
-        StorageError: if it cannot be read.
+        DataError: the file has changed since it was scanned.
+        StorageError: the file cannot be read.
     """
     rows = text_rows(source, block) if source.kind in PARSERS else opened(source, _open_reader).rows(block)
     if block.picks is None:
@@ -46,29 +47,29 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
 
 
 def _open_reader(source: Source) -> Reader:
-    from packtool.rows.readers import READERS  # here, because text needs no pyarrow
+    from packtool.rows.readers import READERS  # here, because text files do not need pyarrow
 
     return READERS[source.kind](source)
 
 
 _HEAD_BYTES = 4096
-# Parts of a text that may have a mark of a medium (<image>), as it is or as JSON may escape it.
-_PARTS_OF_MARKS = (b"<", b"u003")
+# A text with a media placeholder (<image>) contains one of these: < itself, or its escape in JSON.
+_BYTES_OF_MARKS = (b"<", b"u003")
 
 
 def scan_sources(
     specs: Sequence[SourceSpec], seed: int, report: Callable[[ScannedSource], None] = lambda scanned: None
 ) -> list[ScannedSource]:
-    """Scan all sources, and draw the requested samples of their rows.
+    """Scan files of rows, and draw the requested samples.
 
     Args:
-        seed: of the samples.
-        report: called with each source after its scan, before rows are drawn.
+        seed: seed of the samples.
+        report: called with each source after its scan, before samples are drawn.
 
     Raises:
-        DataError: if a source is missing, broken (a broken line of a .jsonl costs only that row) or of unknown kind or
-            form.
-        StorageError: if one cannot be read.
+        DataError: a file is missing or damaged, or its format or the form of its rows is unknown. An invalid line of a
+            .jsonl file is not an error; only that row is dropped later.
+        StorageError: a file cannot be read.
     """
     scanned = []
     for spec in specs:
@@ -84,21 +85,24 @@ def scan_sources(
 
 
 def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
-    """Scan one source, and draw a sample of its rows if requested; raises as ``scan_sources``."""
+    """Scan one file of rows, as ``scan_sources`` does."""
     return scan_sources([spec], seed)[0]
 
 
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
-    """Return a source and its blocks in order; the file is read up to the first block with usable rows, then lazily.
+    """Open a file of rows for streaming; it is read up to the first block with usable rows, and the rest lazily.
+
+    Returns:
+        the source with the form of its rows, and all of its blocks in order.
 
     Raises:
-        ConfigError: if a sample is requested, which needs the number of rows.
+        ConfigError: a sample of the rows is requested, which needs the number of rows.
         DataError, StorageError: as ``scan_sources``, also while the blocks are iterated.
     """
     if spec.is_sampled:
         raise ConfigError(
-            f"--dataset {spec.name}: a sample can only be drawn of rows that were counted",
-            "Leave out --streaming true, or the number behind #.",
+            f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown",
+            "Remove --streaming true, or the # and the number after it.",
         )
     scanner = _Scanner(spec)
     first: list[RowBlock] = []
@@ -123,7 +127,7 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
 
 
 def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
-    """Draw the sample of one argument from all of its sources together."""
+    """Return the sources of one argument, with the sample that is drawn from all of them together if requested."""
     spec = members[0].spec
     if not spec.is_sampled:
         return members
@@ -141,22 +145,22 @@ def _existing_source(spec: SourceSpec) -> Source:
     """Return the source of a file that must exist, without the form of its rows."""
     state, file_format = storage.find(spec.path), format_of(spec.path)
     if state is None or file_format is None:
-        shown = storage.masked(spec.path)
+        label = storage.masked(spec.path)
         if file_format is None and state is not None:
-            raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN_FORMATS}.")
+            raise DataError(f"--dataset {label}: unknown file format", f"Supported are {KNOWN_FORMATS}.")
         if storage.is_directory(spec.path):
-            raise DataError(f"--dataset {shown} is a directory", "Give the files in it.")
-        raise DataError(f"--dataset {shown}: there is no such file", "Check the path.")
+            raise DataError(f"--dataset {label} is a directory", "Pass the files in it.")
+        raise DataError(f"--dataset {label}: there is no such file", "Check the path.")
     kind, compression = file_format
-    known = {**vars(spec), "columns": ()}  # found with the form of its rows
-    return Source(**known, kind=kind, compression=compression, size=state.size, modified=state.modified)
+    values = {**vars(spec), "columns": ()}  # set when the form of the rows is detected
+    return Source(**values, kind=kind, compression=compression, size=state.size, modified=state.modified)
 
 
 class _Scanner:
-    """A file that is scanned for blocks of rows.
+    """A file that is scanned for blocks of rows, and then for the form of its rows.
 
     Attributes:
-        blocks: found while they are iterated.
+        blocks: iterator over the blocks; it reads the file as it advances.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -185,14 +189,15 @@ class _Scanner:
             raise
 
     def digest(self) -> str:
-        """Return the digest of the content, after all blocks have been iterated."""
+        """Return the digest of the content. All blocks must have been iterated."""
         return self._digest if self._file is None else self._file.digest
 
     def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
-        """Return the source with the form of the first block that has rows; without form if none has.
+        """Return the source with the form of the first block that has usable rows; with no form if none has.
 
         Args:
-            blocks: of the file, the first of which was found before, so that the file's head is in memory.
+            blocks: blocks of the file. At least one must have been taken from ``self.blocks``, so that the beginning of
+                the file is in memory and is not read again.
         """
         source = self._source
         if source.kind == "txt":
@@ -209,12 +214,12 @@ class _Scanner:
                     form, columns = detect(rows, self._spec.columns, self._spec.formatting, source.label)
                     holds_media = any(could_hold_media(row, columns) for row in rows)
                     source = source.replaced(form=form, columns=columns, holds_media=holds_media)
-                    if not text or any(part in text for part in _PARTS_OF_MARKS):
+                    if not text or any(part in text for part in _BYTES_OF_MARKS):
                         check_first_rows(rows, source)
                     return source
             return source
         finally:
-            close_readers()  # workers have their own
+            close_readers()  # worker processes open their own
 
     def close(self) -> None:
         if self._file is not None:
@@ -222,10 +227,11 @@ class _Scanner:
 
 
 def _has_lines(source: Source, head: bytes) -> bool:
+    """Return whether a .json file has one object per line; raise DataError if it is a single object."""
     start = head[:_HEAD_BYTES].removeprefix(codecs.BOM_UTF8).lstrip()
     if start.partition(b"\n")[0].strip() == b"{":
         raise DataError(
-            f"{source.label}: a .json file must hold one array of rows, or one object a line, and this is one object",
-            "Take the array of rows out of it.",
+            f"{source.label}: the file is one JSON object; it must be one array of rows, or one object per line",
+            "Write the array of rows inside this object to a file of its own.",
         )
     return start.startswith(b"{")

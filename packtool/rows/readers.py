@@ -1,6 +1,7 @@
-"""Rows of files that are not text: parquet and Arrow tables, Megatron's indexed datasets, and packs in tar files.
+"""Rows of binary files: parquet and Arrow tables, Megatron's indexed datasets, and packs in tar files.
 
-Tables are read sequentially a few rows at a time. The two other formats are:
+Each format has a class with ``blocks``, ``digest``, ``rows`` and ``close``. Tables are read sequentially, a few rows at
+a time. The two other formats are:
 
 Megatron's indexed datasets
     Tokens of documents in a ``.bin`` file, and their positions in the ``.idx`` beside it. A row is a document; most
@@ -12,13 +13,13 @@ Megatron's indexed datasets
         u64, u64        sequences n, document borders d
         int32[n]        tokens of each sequence
         int64[n]        first byte of each sequence in the .bin file
-        int64[d]        number of the first sequence of each document, and at the end n
+        int64[d]        number of the first sequence of each document, and n at the end
 
-    Multimodal sets have int8[n] after it and are not supported.
+    Multimodal datasets have int8[n] after it and are not supported.
 
 Packs in tar files, as ``packtool pack`` and WebDataset write them
-    The members of a pack are neighbours whose names are equal up to the first dot: ``000000007.json``,
-    ``000000007.image0.jpg``. A row is a pack's document with the bytes of its files.
+    The members of a pack are consecutive and have the same name up to the first dot: ``000000007.json``,
+    ``000000007.image0.jpg``. A row is the JSON object of a pack with the bytes of its files.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 
 
 class TableReader:
-    """An open table, read sequentially; reading earlier rows starts again.
+    """An open table that is read sequentially; reading earlier rows starts again at their row group.
 
     A compressed file is decompressed once, into an anonymous temporary file.
 
-    Args:
-        source: of format ``kind``, the name of the format in messages.
+    Attributes:
+        kind: name of the format in messages.
 
     Raises:
-        DataError: from all methods, if the file is broken or of another format.
-        StorageError: if it cannot be reached.
+        DataError: the file is damaged or has another format; raised by all methods.
+        StorageError: the file cannot be reached.
     """
 
     kind = ""
@@ -78,24 +79,27 @@ class TableReader:
             raise DataError(f"{source.label} has two columns {shown(duplicate)}", "Give each column its own name.")
         self._iterator: Iterator[pa.RecordBatch] | None = None
         self._batch: pa.RecordBatch | None = None
-        self._first = self._stop = 0  # rows of the batch
+        self._first = self._stop = 0  # range of the rows in the batch
 
     def _open(self) -> None:
-        """Set ``schema``."""
+        """Open ``self._file`` as a table, and set ``schema``."""
         raise NotImplementedError
 
     def num_rows(self) -> int:
         raise NotImplementedError
 
     def _batches_from(self, row: int) -> tuple[int, Iterator[pa.RecordBatch]]:
-        """Return record batches from the batch (or row group) of a row to the end, and the first row in them."""
+        """Return the number of the first row of the row group with ``row``, and the batches from there to the end.
+
+        Formats without row groups return the whole table. Nothing is read before the iterator is used.
+        """
         raise NotImplementedError
 
     def blocks(self) -> Iterator[RowBlock]:
         return equal_blocks(self.num_rows())
 
     def digest(self) -> str:
-        """Return a digest of the content; of a remote file, of its schema, size and version."""
+        """Return a digest of the content; for a remote file, of its schema, size and version."""
         source = self._source
         if not storage.is_remote(source.path):
             with open_text(source.path, None) as file:
@@ -106,13 +110,14 @@ class TableReader:
         return digest.hexdigest()
 
     def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
-        """Yield (row number, row) of a block.
+        """Yield (row number, row) for the rows of a block, or a ``Dropped`` in place of a row that cannot be read.
 
-        Null values in nested objects are left out: these formats cannot tell them from missing keys.
+        Null values in nested objects are omitted: these formats cannot distinguish them from missing keys.
         """
         source, number = self._source, block.start
         for batch in self.read(block.start, block.stop):
-            # Rows of pictures must not be in memory twice, and a value without a Python type must cost its row only.
+            # Large batches (images) are converted row by row, so that they are not in memory twice. So are batches with
+            # a value that cannot be converted, so that only its row is dropped.
             rows = None
             if batch.nbytes < min(_BATCH_BYTES, source.max_row_bytes):
                 with suppress(*_VALUE_ERRORS):
@@ -125,7 +130,7 @@ class TableReader:
                 number += 1
 
     def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield rows [start, stop) in batches; raise DataError if the file has no such rows any more."""
+        """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter."""
         first, batches = self._batches_from(start)
         if self._iterator is None or start < self._first or first >= self._stop:
             self._iterator, self._batch, self._first, self._stop = batches, None, first, first
@@ -153,7 +158,7 @@ class TableReader:
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{self._source.label} cannot be read as {self.kind} file: {error}",
-                "The file is broken, cut off or of another kind: write it again, or give it the suffix of its kind.",
+                "The file is damaged, truncated or in another format: write it again, or correct its suffix.",
             ) from error
 
 
@@ -163,7 +168,7 @@ class ParquetReader(TableReader):
     kind = "a parquet"
 
     def _open(self) -> None:
-        # Column chunks are read in pieces: a row group of pictures may be larger than the memory.
+        # Column chunks are read in pieces: a row group with images may be larger than the memory.
         self._table = pq.ParquetFile(self._file, pre_buffer=False, buffer_size=1 << 20)
         self.schema = self._table.schema_arrow
         self._groups = [self._table.metadata.row_group(group) for group in range(self._table.num_row_groups)]
@@ -186,7 +191,7 @@ class ParquetReader(TableReader):
 
 
 class ArrowReader(TableReader):
-    """An open Arrow file or stream."""
+    """An open Arrow file or Arrow stream."""
 
     kind = "an Arrow"
 
@@ -211,11 +216,12 @@ class ArrowReader(TableReader):
 
 
 def _seekable(source: Source) -> Any:
+    """Open a source as a seekable file for pyarrow."""
     if source.compression is None:
         if storage.is_remote(source.path):
             return pa.PythonFile(storage.open_read(source.path), mode="r")
         path = storage.normalize(source.path)
-        if source.size == 0:  # which cannot be mapped
+        if source.size == 0:  # an empty file cannot be mapped
             return pa.OSFile(path)
         storage.stat(source.path)  # raises a clear error if the file is missing
         return pa.memory_map(path)
@@ -230,26 +236,27 @@ def _seekable(source: Source) -> Any:
     return pa.PythonFile(copy, mode="r")
 
 
-# Raised for a value without a Python type: text that is not UTF-8, say.
+# Raised for a value that has no Python equivalent, such as text that is not UTF-8.
 _VALUE_ERRORS = (pa.ArrowException, ValueError, ArithmeticError)
 
 
 def _as_python(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    tokens = [
-        name for name in NUMBER_COLUMNS if name in batch.schema.names and _holds_numbers(batch.schema.field(name))
+    """Convert a batch to rows; columns of tokens become numpy arrays, which is 100 times faster than Python objects."""
+    token_columns = [
+        name for name in NUMBER_COLUMNS if name in batch.schema.names and _is_list_of_numbers(batch.schema.field(name))
     ]
-    if not tokens:
+    if not token_columns:
         return [{name: _without_nulls(value) for name, value in row.items()} for row in batch.to_pylist()]
-    others = batch.select([name for name in batch.schema.names if name not in tokens])
+    others = batch.select([name for name in batch.schema.names if name not in token_columns])
     rows = _as_python(others) if others.num_columns else [{} for _ in range(batch.num_rows)]
-    for name in tokens:
+    for name in token_columns:
         for row, value in zip(rows, batch.column(name), strict=True):
             row[name] = _array(value)
     return rows
 
 
-def _holds_numbers(field: pa.Field) -> bool:
-    """Return whether a column has (lists of) lists of numbers, for which Python objects are 100 times slower."""
+def _is_list_of_numbers(field: pa.Field) -> bool:
+    """Return whether the values of a column are lists of numbers, or lists of such lists."""
     if not _is_list(field.type):
         return False
     inner = field.type.value_type
@@ -263,7 +270,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _array(value: pa.Scalar) -> Any:
-    """Return a list of numbers as an array, or as a list if it has nulls; None for null; nested lists as a list."""
+    """Convert a list of numbers to an array, or to a list if it contains nulls or lists; convert null to None."""
     if not value.is_valid:
         return None
     if _is_list(value.type.value_type):
@@ -271,9 +278,10 @@ def _array(value: pa.Scalar) -> Any:
     return value.as_py() if value.values.null_count else value.values.to_numpy(zero_copy_only=False)
 
 
-def _row(source: Source, number: int, one: pa.RecordBatch) -> dict[str, Any] | Dropped:
+def _row(source: Source, number: int, batch: pa.RecordBatch) -> dict[str, Any] | Dropped:
+    """Convert a batch of one row, or return a ``Dropped`` if a value cannot be converted or the row is too large."""
     try:
-        (row,) = _as_python(one)
+        (row,) = _as_python(batch)
     except UnicodeDecodeError as error:
         return Dropped(source.label, number, "invalid_text", f"not UTF-8: {error}")
     except _VALUE_ERRORS as error:
@@ -282,7 +290,7 @@ def _row(source: Source, number: int, one: pa.RecordBatch) -> dict[str, Any] | D
 
 
 def _text_bytes(value: Any) -> int:
-    """Return the approximate number of characters of all texts in a row, without embedded media."""
+    """Return the number of characters of all texts in a row, without keys and embedded media."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -291,6 +299,7 @@ def _text_bytes(value: Any) -> int:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a value without the null values of nested objects."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -298,22 +307,23 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEAD = struct.Struct("<QBQQ")
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_INDEX_HEAD = struct.Struct("<QBQQ")
 _NUMBER_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class MegatronReader:
-    """An open index and its file of tokens.
+    """An open Megatron index and its file of tokens.
 
     Raises:
-        DataError: if the index cannot be read or does not fit the ``.bin`` file.
-        StorageError: if one of the files cannot be reached.
+        DataError: the index is invalid or does not match the ``.bin`` file.
+        StorageError: one of the files cannot be reached.
     """
 
     def __init__(self, source: Source) -> None:
         if source.compression is not None:
-            raise DataError(f"{source.label}: an index of tokens is read where it lies", "Decompress the two files.")
+            message = f"{source.label}: compressed Megatron datasets are not supported"
+            raise DataError(message, "Decompress the .idx file and its .bin file.")
         self._source, self._tokens_path = source, source.path[: -len("idx")] + "bin"
         self._index, self._tokens = storage.open_read(source.path), storage.open_read(self._tokens_path)
         try:
@@ -323,15 +333,16 @@ class MegatronReader:
             raise
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Return blocks of 64 documents, after reading the last one: that finds a truncated file."""
+        """Return blocks of 64 documents. Reads the last document first, so that a truncated file is an error."""
         self.read(max(self._num_documents - 1, 0), self._num_documents)
         return equal_blocks(self._num_documents)
 
     def digest(self) -> str:
+        """Return a digest of both files."""
         return digest_of(self._source.path, self._tokens_path)
 
     def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
-        """Yield (document number, ``{"input_ids": its tokens}``) of a block."""
+        """Yield (document number, ``{"input_ids": its tokens}``) for the documents of a block."""
         for number, tokens in enumerate(self.read(block.start, block.stop), block.start):
             if tokens.nbytes > self._source.max_row_bytes:
                 yield number, too_large(self._source, number)
@@ -339,29 +350,29 @@ class MegatronReader:
                 yield number, {"input_ids": tokens}
 
     def read(self, start: int, stop: int) -> list[npt.NDArray[Any]]:
-        """Return the tokens of documents [start, stop), each (L,), in the file's number type.
+        """Return the tokens of documents [start, stop), each (L,), in the number type of the file.
 
         Raises:
-            DataError: if the file is broken there, or has no such documents any more.
+            DataError: the index is invalid, or the file has become shorter.
         """
         if stop > self._num_documents:
             raise changed_error(self._source, f"it ends at document {self._num_documents}")
         if start == stop:
             return []
-        n = self._num_sequences
-        borders = self._numbers(12 * n + 8 * start, stop - start + 1, "<i8")
+        num_sequences = self._num_sequences
+        borders = self._index_numbers(12 * num_sequences + 8 * start, stop - start + 1, "<i8")
         first, last = int(borders[0]), int(borders[-1])
-        if first < 0 or last > n or (np.diff(borders) < 0).any():
-            raise self._broken(f"documents {start} to {stop} lie outside of its {n} sequences")
-        sizes = self._numbers(4 * first, last - first, "<i4")
-        offsets = self._numbers(4 * n + 8 * first, last - first, "<i8")
+        if first < 0 or last > num_sequences or (np.diff(borders) < 0).any():
+            raise self._index_error(f"documents {start} to {stop} are outside of its {num_sequences} sequences")
+        sizes = self._index_numbers(4 * first, last - first, "<i4")
+        offsets = self._index_numbers(4 * num_sequences + 8 * first, last - first, "<i8")
         sequences = []
         for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
             if offset < 0 or size < 0:
-                raise self._broken(f"a sequence of {size} tokens at {offset}")
+                raise self._index_error(f"it has a sequence of {size} tokens at byte {offset}")
             sequences.append(self._read(self._tokens, offset, size, self._token_type))
         empty = np.zeros(0, self._token_type)
-        bounds = (borders - first).tolist()
+        bounds = (borders - first).tolist()  # of each document in ``sequences``
         return [sequences[a] if b == a + 1 else np.concatenate([empty, *sequences[a:b]]) for a, b in pairwise(bounds)]
 
     def close(self) -> None:
@@ -369,25 +380,28 @@ class MegatronReader:
         self._tokens.close()
 
     def _read_head(self) -> None:
-        head = self._index.read(len(_MAGIC) + _HEAD.size)
-        if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEAD.size:
-            raise self._broken("it does not begin as Megatron's indexes do")
-        version, code, self._num_sequences, num_borders = _HEAD.unpack_from(head, len(_MAGIC))
+        """Read and check the head of the index."""
+        head = self._index.read(len(_INDEX_MAGIC) + _INDEX_HEAD.size)
+        if not head.startswith(_INDEX_MAGIC) or len(head) < len(_INDEX_MAGIC) + _INDEX_HEAD.size:
+            raise self._index_error("it does not begin with MMIDIDX")
+        version, code, self._num_sequences, num_borders = _INDEX_HEAD.unpack_from(head, len(_INDEX_MAGIC))
         self._num_documents = max(num_borders - 1, 0)
         if version != 1 or code not in _NUMBER_TYPES:
-            raise self._broken(f"version {version} with numbers of kind {code} is not known")
+            raise self._index_error(f"version {version} with number type {code} is not supported")
         self._token_type = np.dtype(_NUMBER_TYPES[code])
-        expected = len(head) + 12 * self._num_sequences + 8 * num_borders
+        expected_size = len(head) + 12 * self._num_sequences + 8 * num_borders
         size = self._index.seek(0, 2)
-        if size == expected + self._num_sequences and self._num_sequences:
-            raise self._broken("it is of a multimodal set, whose pictures packtool does not read")
-        if size != expected:
-            raise self._broken(f"it has {size:,} bytes where its head tells of {expected:,}")
+        if size == expected_size + self._num_sequences and self._num_sequences:
+            raise self._index_error("it belongs to a multimodal dataset, which packtool cannot read")
+        if size != expected_size:
+            raise self._index_error(f"it has {size:,} bytes, but its head requires {expected_size:,}")
 
-    def _numbers(self, offset: int, count: int, number_type: str) -> npt.NDArray[Any]:
-        return self._read(self._index, len(_MAGIC) + _HEAD.size + offset, count, np.dtype(number_type))
+    def _index_numbers(self, offset: int, count: int, number_type: str) -> npt.NDArray[Any]:
+        """Return ``count`` numbers of the index; ``offset`` is in bytes after its head."""
+        return self._read(self._index, len(_INDEX_MAGIC) + _INDEX_HEAD.size + offset, count, np.dtype(number_type))
 
     def _read(self, file: BinaryIO, offset: int, count: int, number_type: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return ``count`` numbers of a file from byte ``offset`` on; raise DataError if it ends before."""
         stop = offset + count * number_type.itemsize
         label = self._source.label
         try:
@@ -397,14 +411,15 @@ class MegatronReader:
             raise StorageError(f"{label} cannot be read: {error.strerror or error}", "Check the disk.") from error
         if len(data) != stop - offset:
             raise DataError(
-                f"{label}: its .bin file ends before byte {stop:,}, which the index names",
-                "Both files must come from one run: copy them again.",
+                f"{label}: the .bin file ends before byte {stop:,}, which the index refers to",
+                "Both files must come from the same run: copy them again.",
             )
         return np.frombuffer(data, number_type)
 
-    def _broken(self, detail: str) -> DataError:
+    def _index_error(self, detail: str) -> DataError:
         return DataError(
-            f"{self._source.label} cannot be read as Megatron's index: {detail}", "Write it again, with its .bin file."
+            f"{self._source.label} cannot be read as a Megatron index: {detail}",
+            "Create the .idx file and its .bin file again.",
         )
 
 
@@ -413,38 +428,39 @@ _EMPTY_BLOCK = bytes(tarfile.BLOCKSIZE)
 
 
 class TarReader:
-    """An open tar file. Nothing is extracted to disk, and only regular files are read.
+    """An open tar file of packs. Nothing is extracted to disk, and only regular files are read.
 
     Raises:
-        DataError: if the file is compressed; while reading, if it is no tar file or is truncated.
-        StorageError: if it cannot be reached.
+        DataError: the file is compressed; while reading, also if it is not a tar file or is truncated.
+        StorageError: the file cannot be reached.
     """
 
     def __init__(self, source: Source) -> None:
         if source.compression is not None:
-            raise DataError(f"{source.label}: a tar file is read where it lies", "Decompress it.")
+            raise DataError(f"{source.label}: compressed tar files are not supported", "Decompress the file.")
         self._source = source
         self._file: BinaryIO = storage.open_read(source.path)
 
     def digest(self) -> str:
+        """Return a digest of the file."""
         return digest_of(self._source.path)
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yield blocks of 64 packs, in order; their bounds are bytes of the file."""
-        start = first = 0
+        """Yield blocks of 64 packs, in order."""
+        start = first_row = 0
         while True:
-            # Opened again for each block: an open tar file keeps all members that it has read.
+            # ``_packs`` opens the tar file again for each block, because an open one keeps all members in memory.
             offsets = [offset for offset, _ in islice(self._packs(start), BLOCK_ROWS + 1)]
             num_rows = min(len(offsets), BLOCK_ROWS)
             stop = offsets[-1] if len(offsets) > num_rows else self._source.size
             if num_rows:
-                yield RowBlock(start, stop, first, num_rows)
+                yield RowBlock(start, stop, first_row, num_rows)
             if len(offsets) == num_rows:
                 return
-            start, first = stop, first + num_rows
+            start, first_row = stop, first_row + num_rows
 
     def rows(self, block: RowBlock) -> Iterator[NumberedRow]:
-        """Yield (number, document with the bytes of its files) of each pack of a block."""
+        """Yield (pack number, JSON object with the bytes of its files) for the packs of a block."""
         number = block.first_row
         for number, (_, members) in enumerate(islice(self._packs(block.start), block.num_rows), block.first_row):
             yield number, guard_row(self._source.label, number, self._row, number, members)
@@ -455,14 +471,14 @@ class TarReader:
         self._file.close()
 
     def _packs(self, start: int) -> Iterator[tuple[int, _Members]]:
-        """Yield the first byte of each pack from byte ``start`` on, and its members by name after the first dot."""
+        """Yield byte offset and members of each pack from byte ``start`` on; members by name after the first dot."""
         for _, group in groupby(self._members(start), key=lambda member: _split_name(member.name)[0]):
             members = list(group)
             yield members[0].offset, {_split_name(member.name)[1]: member for member in members}
 
     def _members(self, start: int) -> Iterator[tarfile.TarInfo]:
-        """Yield the regular files from byte ``start`` on."""
-        remedy = "Write it again, or copy it again if it is cut off."
+        """Yield the regular files from byte ``start`` on; raise DataError at the end if the tar file is truncated."""
+        remedy = "Write the file again, or copy it again if it is truncated."
         self._file.seek(start)
         try:
             with tarfile.open(fileobj=self._file, mode="r:") as archive:
@@ -472,7 +488,7 @@ class TarReader:
                 end = archive.offset
             self._file.seek(end)
             if self._file.read(tarfile.BLOCKSIZE) != _EMPTY_BLOCK:
-                raise DataError(f"{self._source.label} is broken or cut off at byte {end:,}", remedy)
+                raise DataError(f"{self._source.label} is damaged or truncated at byte {end:,}", remedy)
         except OSError as error:
             raise StorageError(
                 f"{self._source.label} cannot be read: {error.strerror or error}", "Check the disk."
@@ -485,31 +501,32 @@ class TarReader:
         return self._file.read(member.size)
 
     def _row(self, number: int, members: _Members) -> dict[str, Any] | Dropped:
+        """Return the row of a pack; in its media, ``bytes`` replaces the name of a ``file``."""
         source, document = self._source, members.get("json")
         if document is None:
             names = ", ".join(sorted(members)[:8])
-            return Dropped(source.label, number, "unknown_form", f"there is no .json in the group, but {names}")
+            return Dropped(source.label, number, "unknown_form", f"the pack has no .json file; its files are {names}")
         row = parse_row(source, number, None if document.size > source.max_row_bytes else self._read(document))
         if isinstance(row, Dropped):
             return row
         for entry in _media_entries(row):
             if isinstance(name := entry.pop("file", None), str):
                 if name not in members:
-                    detail = f"the pack names {name}, which is not in the file"
+                    detail = f"the pack refers to {name}, which is not in the tar file"
                     return Dropped(source.label, number, "media_missing", detail)
                 entry["bytes"] = self._read(members[name])
         return row
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Split a member's name into the part that its pack shares and the part after the first dot."""
+    """Split a member's name into the name of its pack and the part after the first dot."""
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
     return folder + slash + stem, suffix
 
 
 def _media_entries(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a row's media and of the frames of its videos."""
+    """Yield the objects that describe a row's media and the frames of its videos."""
     for kind in ("images", "videos", "audios"):
         media = row.get(kind)
         for medium in media if isinstance(media, list) else ():
@@ -525,4 +542,4 @@ READERS: dict[str, Callable[[Source], Reader]] = {
     "megatron": MegatronReader,
     "tar": TarReader,
 }
-"""Readers by format."""
+"""Reader classes by file format."""

@@ -1,7 +1,7 @@
-"""Samples: what rows of any form become before encoding, and what becomes of rows that cannot be used.
+"""Samples, the rows of any form before encoding, and ``Dropped``, a row that is left out with a reason.
 
-``guard_row`` confines errors to one row. Known problems have a drop reason of their own; any other exception becomes a
-``Dropped`` with the reason ``unexpected``, which names the exception and its place in packtool's code for a report.
+``guard_row`` limits an exception to its row. Known problems have their own drop reason; any other exception becomes a
+``Dropped`` with the reason ``unexpected``, whose detail names the exception and its line in packtool's code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from packtool.config.data import BboxType
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, PacktoolError, RowError
-from packtool.rows.media_policy import ALLOWED_BY, NOT_ALLOWED, MediaPolicy
+from packtool.rows.media_policy import NOT_ALLOWED, MediaPolicy
 
 MediaKind = Literal["image", "video", "audio"]
 
@@ -31,10 +31,10 @@ class Turn:
 
     Args:
         role: one of ``constants.ROLES``.
-        content: text with ``<image>``, ``<video>`` and ``<audio>`` where media go.
-        extra: further keys that chat templates read (``tool_calls``, ``reasoning_content``, ``name``, ...).
-        loss: whether the row trains this assistant turn; None leaves it to the loss scale.
-        loss_scale: the row's weight for this assistant turn's tokens; None leaves it to the loss scale.
+        content: text with the placeholders ``<image>``, ``<video>`` and ``<audio>`` at the positions of media.
+        extra: other keys that chat templates read (``tool_calls``, ``reasoning_content``, ``name``, ...).
+        loss: whether this assistant turn is trained; None if ``--loss-scale`` decides.
+        loss_scale: loss weight of this assistant turn's tokens; None if ``--loss-scale`` decides.
     """
 
     role: str
@@ -45,7 +45,7 @@ class Turn:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Texts that templates may write: its reasoning, its content, then those in its tool calls."""
+        """All texts that a template may write: reasoning, content, then the texts in tool calls."""
         if not self.extra:
             return (self.content,)
         texts: list[str] = []
@@ -58,7 +58,7 @@ class Turn:
         return tuple(texts)
 
     def map_texts(self, change: Callable[[str], str]) -> Turn:
-        """Return the turn with ``change`` applied to each of ``texts``, in their order."""
+        """Return a copy with ``change`` applied to each text, in the order of ``texts``."""
         changed = {key: change(value) for key, value in self.extra.items() if isinstance(value, str)}
         content = change(self.content)
         changed |= {key: _map_texts(value, change) for key, value in self.extra.items() if key not in changed}
@@ -66,7 +66,7 @@ class Turn:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply ``change`` to each text in nested lists and mappings, except keys."""
+    """Apply ``change`` to each text in nested lists and mappings, but not to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -79,8 +79,8 @@ class Response:
     """One of several accepted answers to a row's prompt.
 
     Args:
-        turns: of the assistant, and of tools between them.
-        weight: factor on the loss scale of its tokens, above 0.
+        turns: assistant turns, perhaps with tool turns between them.
+        weight: factor on the loss weight of its tokens, above 0.
     """
 
     turns: tuple[Turn, ...]
@@ -89,12 +89,12 @@ class Response:
 
 @dataclass(frozen=True)
 class RowPart:
-    """Position of a sample in its row, if a row becomes several samples.
+    """Position of a sample in a row that becomes several samples.
 
     Args:
-        turn: 1-based number of its last assistant turn; 0 if turns are not samples.
+        turn: 1-based number of the sample's last assistant turn; 0 if the row is not split by turns.
         num_turns: assistant turns of the row.
-        response: 1-based number of its response; 0 for a row with one answer.
+        response: 1-based number of the sample's response; 0 if the row has one answer.
         num_responses: responses of the row.
     """
 
@@ -111,16 +111,16 @@ class RowPart:
 
 @dataclass(frozen=True)
 class MediaRef:
-    """One picture, video or sound: where its file is, or its bytes.
+    """An image, a video or an audio file: its path or URL, its bytes, or its frames.
 
     Args:
         path: absolute path or URL, or None.
-        data: the encoded file's bytes, or None.
-        frames: pictures of a video that is given so, in order; ``path`` and ``data`` are None then.
-        fps: frames per second of such a video, if the row has it.
-        clip: (start, end) in seconds of the part of a video that is used; None for its beginning or its end.
-        limits: (name, number) of limits on the size that the row gives this medium, as in Qwen's rows.
-        policy: media access policy of the row that names the path.
+        data: bytes of the encoded file, or None.
+        frames: images of a video that the row lists as frames; ``path`` and ``data`` are None then.
+        fps: frames per second of a video listed as frames, if the row has it.
+        clip: (start, end) in seconds of the used section of a video; a None in it is the video's own start or end.
+        limits: (name, value) of size limits that the row sets for this medium, as in Qwen's rows.
+        policy: media access policy of the row.
     """
 
     path: str | None
@@ -133,7 +133,7 @@ class MediaRef:
 
     @property
     def name(self) -> str:
-        """Name of the medium in messages."""
+        """Description of the medium in messages."""
         if self.frames:
             return f"<{len(self.frames)} frames>"
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
@@ -141,12 +141,12 @@ class MediaRef:
 
 @dataclass(frozen=True)
 class Region:
-    """A box, a point or a polygon in a picture.
+    """A box, a point or a polygon in an image.
 
     Args:
-        corners: x and y of each corner from the top left: one corner for a point, two for a box, more for a polygon.
-        image: 0-based number of the picture in the row.
-        unit: pixels of the picture after rotation (``real``), fractions of its sides, or thousandths of them.
+        corners: x and y of each corner, from the top left: one corner for a point, two for a box, more for a polygon.
+        image: 0-based number of the image in the row.
+        unit: pixels of the upright image (``real``), fractions of its sides (``norm1``), or thousandths (``norm1000``).
     """
 
     corners: tuple[float, ...]
@@ -156,13 +156,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Objects:
-    """Names and regions for the marks in a row's texts.
+    """Names and regions for the placeholders ``<ref-object>`` and ``<bbox>`` in a row's texts.
 
     Args:
         names: for each ``<ref-object>``, in order.
-        boxes: for each ``<bbox>``, in order; mostly one region each.
-        unit: of coordinates that are JSON in the texts; None if the row has none.
-        images: picture of each box in that JSON, in order; empty if the row has none.
+        boxes: regions for each ``<bbox>``, in order; usually one.
+        unit: unit of coordinates written as JSON in the texts; None if the row does not state it.
+        images: image number of each box written as JSON in the texts, in order; empty if the row does not state them.
     """
 
     names: tuple[str, ...] = ()
@@ -173,15 +173,15 @@ class Objects:
 
 @dataclass(frozen=True, eq=False)
 class PreparedTokens:
-    """Tokens of a row that another tool has tokenized, without padding.
+    """The L tokens of a row that another tool has tokenized, without padding; D samples if the row is a pack.
 
     Args:
         ids: int64 (L,).
-        trained: bool (L,), true for targets; None if the row has no labels, so that all tokens are targets.
-        weights: float32 (L,), of the targets; None if all are 1.
-        starts: int64 (D,), ascending from 0: first tokens of the D samples in the row.
-        channels: of each of these samples; None if the row has one channel.
-        measured: sizes of media in the row, by kind; an empty object for a medium without.
+        trained: bool (L,), true for targets; None if the row has no labels, so all tokens are targets.
+        weights: loss weights, float32 (L,); None if all are 1.
+        starts: first token of each sample, int64 (D,), ascending from 0.
+        channels: channel of each sample; None if the row has one channel for all.
+        measured: media sizes that packtool stored in the row, by kind; an empty object for other media.
     """
 
     ids: npt.NDArray[np.int64]
@@ -194,20 +194,20 @@ class PreparedTokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation with its media in the order of their marks, and its origin.
+    """A conversation, its media in the order of their placeholders, and its origin.
 
     Args:
-        source: the dataset as the user named it.
-        row: 0-based row in that source.
-        num_marks_added: media marks that the row lacked.
-        is_text: a text for pretraining: one assistant turn, encoded without a chat template, every token a target.
-        loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
-        lone_mark: kind of medium whose mark is in a question although the row has no such medium; "" for none.
+        source: the file of rows, as the user named it.
+        row: 0-based number of the row in that file.
+        num_marks_added: media placeholders that were missing in the texts and were added.
+        is_text: a pretraining text: one assistant turn, encoded without a chat template, every token a target.
+        loss_scale: the dataset's own loss scale (``--dataset-info``), None for that of the export.
+        lone_mark: kind of a medium that a question has a placeholder for, but the row lacks; "" for none.
         responses: accepted answers to the turns; empty if the turns include the answer.
-        part: the part of the row that this sample is, if the row becomes several samples.
-        tokens: of a row that another tool has tokenized, which has no turns; else None.
-        objects: boxes and names for the marks in its texts; None if there are none, or they are already written.
-        control: control tokens that its texts may use as such; all others are plain text.
+        part: position of this sample in its row, if the row becomes several samples.
+        tokens: tokens of a row without turns that another tool has tokenized; else None.
+        objects: boxes and names for the placeholders in the texts; None if there are none, or they are filled in.
+        control: control tokens that keep their meaning in the texts; all others are plain text.
     """
 
     turns: tuple[Turn, ...]
@@ -239,11 +239,12 @@ _MAX_DETAIL, _MAX_SHOWN = 1000, 300
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that was left out, and why. Every input row is either encoded or dropped.
+    """A row, or one sample of a row, that is left out. Every input row is either encoded or dropped.
 
     Args:
-        part: the part that was left out of a row whose other parts are kept; None for a whole row.
-        detail: explanation for the user, at most 1,000 characters, encodable as UTF-8.
+        reason: a key of ``DROP_REASONS``.
+        detail: explanation for the user; truncated to 1,000 characters and made encodable as UTF-8.
+        part: the sample that is left out of a row whose other samples are kept; None for the whole row.
     """
 
     source: str
@@ -258,17 +259,17 @@ class Dropped:
 
     @property
     def summary(self) -> str:
-        """The row and what is wrong with it, in about a line."""
+        """File, row number and problem, in about one line."""
         part = "" if self.part is None else f", {self.part}"
         return f"{self.source}, row {self.row}{part}: {self.detail[:_MAX_SHOWN]}"
 
     def as_error(self) -> RowError:
-        """Return the error that ``--strict`` raises."""
+        """Return the error to raise with ``--strict``."""
         part = "" if self.part is None else f"{self.part}: "
         return RowError(self.source, self.row, self.reason, part + self.detail)
 
     def to_json(self) -> str:
-        """Return a line of ``dropped.jsonl``."""
+        """Return the line for ``dropped.jsonl``."""
         values = {"source": self.source, "row": self.row, "reason": self.reason, "detail": self.detail}
         if self.part is not None:
             values["part"] = str(self.part)
@@ -276,123 +277,127 @@ class Dropped:
 
 
 UNEXPECTED = "unexpected"
-"""Reason of rows that met an unexpected exception."""
+"""Reason of rows dropped because of an exception that packtool does not expect."""
 
 DROP_REASONS = {
-    NOT_ALLOWED: f"{ALLOWED_BY[0].upper()}{ALLOWED_BY[1:]}.",
-    "media_missing": "The files that the rows name are not where they were looked for: give the folder that their "
-    "paths begin in with --media-root.",
-    "media_secret": "Addresses with a password or a signature are not kept: export with --media embed.",
-    "media_unsupported": "Take a model that reads such media, or rows without them.",
-    "media_over_limit": "Give a larger --max-length, smaller pictures with --max-pixels, or --media-overflow.",
-    "over_max_length": "Give a larger --max-length, or shorten rows with --truncation-strategy.",
-    "no_target_tokens": "No token of the rows would be trained. --truncation-strategy right cuts off the answers "
-    "behind long questions: take left, or a larger --max-length. Else check --loss-scale and the roles of the turns.",
-    "turns_not_found": "The chat template writes the turns so that they cannot be found again: give another model or "
-    "template.",
-    "media_unreadable": "The files are there, and are not what the rows say: look at one of them.",
-    "media_size": "Their files are larger than --max-media-bytes, or the model cannot be shown media or clips of "
-    "such a size.",
-    "media_limits": "Leave out what rows say of the size of their media, but for min_pixels, max_pixels and the others "
-    "that docs/media.md names.",
-    "media_refused": "Their store refuses them: check the credentials, and whether the addresses are still good.",
-    "media_unreachable": "Their store does not answer: check the network and the addresses.",
-    "over_max_row_bytes": "Give a larger --max-row-bytes, as in --max-row-bytes 256MB.",
-    "cannot_be_split": "Take another --truncation-strategy: split is for plain text.",
-    "duplicate_keys": "Write each key of an object once: JSON readers do not agree on which of two counts.",
-    "invalid_text": "Save the file as UTF-8, and mend what was cut through in the middle of a character.",
-    "invalid_content": "Turns must say text: NaN, Infinity and parts of unknown kinds are no text.",
-    "empty_conversation": "The rows hold no turns: say which column does with --columns, as in "
-    "--columns messages=dialog.",
-    "turn_left_out": "The chat template does not write all turns, as some write only the first system prompt: join "
-    "them in the rows, or give another template with --chat-template FILE.",
-    "template_refused": "The chat template does not take such conversations: mend the rows, or give another template "
+    NOT_ALLOWED: "Rows may only name media in the folder of their own file. To allow more, pass --media-root DIR "
+    "(another folder, bucket or server), --media-access local (all local files) or --media-access any (everything).",
+    "media_missing": "The media files do not exist at these paths. If the paths are relative to another folder, pass "
+    "it with --media-root.",
+    "media_secret": "URLs that contain a password or a signature are not stored. Export with --media embed.",
+    "media_unsupported": "The model does not support this kind of media. Use another model, or remove these rows.",
+    "media_over_limit": "The media alone exceed --max-length. Increase --max-length, shrink images with --max-pixels, "
+    "or set --media-overflow.",
+    "over_max_length": "Increase --max-length, or shorten long rows with --truncation-strategy.",
+    "no_target_tokens": "No token of these rows would be trained. --truncation-strategy right removes the answers of "
+    "long questions: use left, or increase --max-length. Otherwise check --loss-scale and the roles of the turns.",
+    "turns_not_found": "The chat template rewrites the turns, so their tokens cannot be located. Use another model, or "
+    "another template with --chat-template FILE.",
+    "media_unreadable": "The files exist, but they are damaged or of another type. Open one of them to check.",
+    "media_size": "The files are larger than --max-media-bytes, or the model does not support media or clips of this "
+    "size.",
+    "media_limits": "Remove size settings of media from the rows, except those in docs/media.md, such as max_pixels.",
+    "media_refused": "The server denied access. Check the credentials, and that signed URLs have not expired.",
+    "media_unreachable": "The server did not respond. Check the network connection and the URLs.",
+    "over_max_row_bytes": "Increase --max-row-bytes, for example --max-row-bytes 256MB.",
+    "cannot_be_split": "Use another --truncation-strategy: split is only for plain text.",
+    "duplicate_keys": "Write each key once per object: JSON parsers disagree on which of two values counts.",
+    "invalid_text": "Save the file as UTF-8, and repair texts that were cut in the middle of a character.",
+    "invalid_content": "The content of each turn must be text or a list of supported parts. NaN and Infinity are not "
+    "text.",
+    "empty_conversation": "The rows have no turns. If another column contains them, name it with --columns, for "
+    "example --columns messages=dialog.",
+    "turn_left_out": "The chat template omits turns; some templates write only the first system prompt, for example. "
+    "Merge such turns in the rows, or pass another template with --chat-template FILE.",
+    "template_refused": "The chat template rejects these conversations. Correct the rows, or pass another template "
     "with --chat-template FILE.",
-    "no_chat_template": "Give a template with --chat-template FILE, or take the instruct model.",
-    "role_order": "Conversations begin with a turn of the user, behind the system prompt.",
-    "unknown_form": "Say which columns hold what with --columns, as in --columns messages=dialog.",
-    "unknown_role": "Say how the rows name their roles in --dataset-info.",
-    "token_out_of_range": "Give the --model whose tokenizer made the tokens.",
-    "media_tokens": "Give the limits on media (--max-pixels, ...) and the model that the rows were prepared with.",
-    "media_changed": "Give the limits on media (--max-pixels, --fps, ...) that the rows were prepared with, and the "
-    "same files.",
-    "unknown_boundaries": "Packs must say where their samples begin: leave out the columns that do not, or import the "
-    "samples before they were packed.",
-    "unknown_loss_mask": "Name the mask: --columns completion_mask=loss_mask if it stands at the target itself.",
-    "labels_shifted": "Shift them back: a label stands at its own token, and the loss shifts.",
-    "labels_differ": "Labels are the token itself or -100: packtool trains no other targets.",
-    "labels_given": "Leave --loss-scale's rules out: rules look at text, and these rows are tokens.",
-    "invalid_tokens": "The columns of such rows are lists of integers, as many of each as there are tokens.",
-    "invalid_json": "Is it a .jsonl file, with one JSON object a line?",
-    "null_field": "Say which columns hold what with --columns, as in --columns messages=dialog.",
-    "object_marks": "The texts have more or fewer <bbox> and <ref-object> than 'objects' has. If they are plain text, "
-    "add --columns objects= to say so.",
-    "object_image": "Give 'image_id' the number of a picture in the row, from 0 on.",
-    "objects_unsupported": "Take a model whose boxes docs/rows.md describes, or write them into the texts yourself.",
-    "box_outside": "Check 'bbox_type' (real, norm1 or norm1000), and that 'objects' fits the pictures' present sizes.",
-    "invalid_objects": "Write 'objects' as docs/rows.md describes it.",
-    "invalid_media": "Give each medium as a path, a URL, a data URI, base64 text or {bytes, path}.",
-    "invalid_row": "Give the columns values of the types that docs/rows.md describes.",
+    "no_chat_template": "Pass a template with --chat-template FILE, or use the instruct version of the model.",
+    "role_order": "A conversation must begin with a user turn, after an optional system prompt.",
+    "unknown_form": "Name the columns with --columns, for example --columns messages=dialog.",
+    "unknown_role": "Map the rows' names of roles with 'tags' in --dataset-info.",
+    "token_out_of_range": "Pass the --model whose tokenizer produced the tokens.",
+    "media_tokens": "Use the model and the media limits (--max-pixels, ...) with which the rows were tokenized.",
+    "media_changed": "Use the media files and the media limits (--max-pixels, --fps, ...) with which the rows were "
+    "tokenized.",
+    "unknown_boundaries": "Packed rows must say where each sample begins. Remove columns that contradict this, or "
+    "import the samples before packing.",
+    "unknown_loss_mask": "If the mask marks the target tokens themselves, pass --columns completion_mask=loss_mask.",
+    "labels_shifted": "Undo the shift: write each label at its own token. The loss shifts the labels.",
+    "labels_differ": "Each label must be its own token or -100. packtool trains no other targets.",
+    "labels_given": "Remove the text rules from --loss-scale: these rows are tokens, not text.",
+    "invalid_tokens": "Write these columns as lists of integers, one for each token.",
+    "invalid_json": "Write one JSON object per line, and name the file .jsonl.",
+    "null_field": "Name the column that has the values with --columns, for example --columns messages=dialog.",
+    "object_marks": "The texts have more or fewer <bbox> and <ref-object> placeholders than 'objects' has entries. If "
+    "they are plain text, pass --columns objects=.",
+    "object_image": "Set 'image_id' to the number of an image in the row, counted from 0.",
+    "objects_unsupported": "Use a model whose box format docs/rows.md describes, or write the boxes as text in the "
+    "rows.",
+    "box_outside": "Check 'bbox_type' (real, norm1 or norm1000), and that 'objects' fits the current size of the "
+    "images.",
+    "invalid_objects": "Write 'objects' as described in docs/rows.md.",
+    "invalid_media": "Write each medium as a path, a URL, a data URI, base64 text or {bytes, path}.",
+    "invalid_row": "Write each column with the type described in docs/rows.md.",
     "invalid_tool_call": "Write tool calls as {name, arguments}.",
-    "invalid_csv": "Give each record as many fields as the header has, and quote fields that hold separators.",
-    "empty_text": "Leave out rows without text.",
-    "empty_tokens": "Leave out rows without tokens, or check 'attention_mask'.",
-    "private_characters": "Remove characters of Unicode's planes 15 and 16 from the texts.",
-    "media_budget": "Give a larger --max-media-tokens-per-pack, or smaller pictures with --max-pixels.",
+    "invalid_csv": "Write as many fields per record as the header has, and quote fields that contain separators.",
+    "empty_text": "Remove rows without text.",
+    "empty_tokens": "Remove rows without tokens, or check 'attention_mask'.",
+    "private_characters": "Remove private-use characters (Unicode planes 15 and 16) from the texts.",
+    "media_budget": "Increase --max-media-tokens-per-pack, or shrink images with --max-pixels.",
     UNEXPECTED: "",
     **{
-        f"{kind}_marks": f"The texts have more or fewer {mark} marks than the rows have {kind}s. If a column holds "
-        f"them, name it, as in --columns {kind}s=NAME; if {mark} is plain text, add --columns {kind}s= to say so."
+        f"{kind}_marks": f"The texts have more or fewer {mark} placeholders than the rows have {kind}s. If another "
+        f"column contains the {kind}s, pass --columns {kind}s=NAME; if {mark} is plain text, pass --columns {kind}s=."
         for kind, mark in MEDIA_MARKS.items()
     },
 }
-"""All reasons in ``dropped.jsonl`` with their remedies; ``unforeseen_note`` describes ``unexpected``."""
-_MAX_SHARE, _MAX_REMEDIES = 0.25, 3
+"""Remedy for every reason in ``dropped.jsonl``; ``unexpected_note`` describes ``unexpected``."""
+_MIN_WARNED_FRACTION, _MAX_REMEDIES = 0.25, 3
 
 
 def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[str]:
-    """Return lines about dropped rows: a warning if they are many, and remedies for the most common reasons.
+    """Return a warning if more than a quarter of the rows were dropped, and remedies for the three main reasons.
 
     Args:
-        dropped: number of rows by reason.
-        num_rows: rows that were read, None if unknown.
+        dropped: number of dropped rows by reason.
+        num_rows: number of rows read, None if unknown.
     """
     num_dropped = sum(dropped.values())
     notes = []
-    if num_rows and num_dropped > _MAX_SHARE * num_rows:
+    if num_rows and num_dropped > _MIN_WARNED_FRACTION * num_rows:
         notes.append(f"warning: {num_dropped:,} of {num_rows:,} rows ({num_dropped / num_rows:.0%}) were dropped")
     common = sorted((-count, reason) for reason, count in dropped.items() if DROP_REASONS.get(reason))[:_MAX_REMEDIES]
     return notes + [f"{reason} ({-count:,}): {DROP_REASONS[reason]}" for count, reason in common]
 
 
 def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str], where: str) -> DataError:
-    """Return the error for sources of which no row is left.
+    """Return the error for sources whose rows were all dropped.
 
     Args:
         what: short description of the failure.
-        dropped: number of rows by reason.
-        firsts: summary of the first row of each reason; that of the most common reason is shown.
-        where: where each row's reason is kept.
+        dropped: number of dropped rows by reason.
+        firsts: summary of the first dropped row by reason; the error shows that of the most common reason.
+        where: sentence that names the file with the reason of each row.
     """
     common = sorted(dropped.items(), key=lambda item: -item[1])
     counts = ", ".join(f"{count:,} {reason}" for reason, count in common)
     reason = common[0][0] if common else ""
     remedy = DROP_REASONS.get(reason, "")
-    first = f"\nThe first: {firsts[reason]}" if reason in firsts else ""
-    return DataError(f"{what}: {counts or 'there were none'}{first}", f"{remedy} {where}".strip())
+    first = f"\nFirst dropped row: {firsts[reason]}" if reason in firsts else ""
+    return DataError(f"{what}: {counts or 'there were no rows'}{first}", f"{remedy} {where}".strip())
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Errors of the machine, which the next row would meet too.
+# Errors of the machine: the next row would raise them too.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
-# A panic in a library written in Rust (tokenizers) is no Exception, and its class cannot be imported.
+# A panic in a Rust library (tokenizers) is not an Exception, and its class cannot be imported.
 _PANIC = "PanicException"
 
 
 def guard_row(source: str, row: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Dropped:
-    """Return ``function(*args, **kwargs)`` for one row, or a ``Dropped`` if it raises; see ``unexpected_drop``."""
+    """Return ``function(*args, **kwargs)``; a ``Dropped`` with the reason ``unexpected`` if the row makes it raise."""
     try:
         return function(*args, **kwargs)
     except BaseException as error:
@@ -400,29 +405,34 @@ def guard_row(source: str, row: int, function: Callable[P, T], *args: P.args, **
 
 
 def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
-    """Return the ``Dropped`` for an unexpected exception.
+    """Return the ``Dropped`` for an unexpected exception of one row.
 
     Raises:
-        the error: if the row is not its cause: an error raised on purpose (PacktoolError), Ctrl-C and its like, or an
-            error of the machine: no memory, no free file handle, a full disk.
+        the error itself: if the row is not the cause: a PacktoolError, Ctrl-C and similar, or an error of the machine
+            (out of memory, no free file handle, disk full).
     """
     is_ordinary = isinstance(error, Exception) or type(error).__name__ == _PANIC
     is_machine_error = isinstance(error, OSError) and error.errno in _MACHINE_ERRORS
     if not is_ordinary or is_machine_error or isinstance(error, (PacktoolError, MemoryError)):
         raise error
-    place = "an unknown place"
+    location = "an unknown place"
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename.startswith(_PACKAGE + os.sep):
-            place = f"{os.path.relpath(frame.filename, _PACKAGE).replace(os.sep, '/')}:{frame.lineno}"
-    return Dropped(source, row, UNEXPECTED, f"{type(error).__name__} at {place}: {error}")
+            location = f"{os.path.relpath(frame.filename, _PACKAGE).replace(os.sep, '/')}:{frame.lineno}"
+    return Dropped(source, row, UNEXPECTED, f"{type(error).__name__} at {location}: {error}")
 
 
-def unforeseen_note(dropped: Mapping[str, int], where: str) -> str:
-    """Return a note on rows that met an unexpected exception and are listed in the file ``where``; "" if none did."""
+def unexpected_note(dropped: Mapping[str, int], where: str) -> str:
+    """Return a message about rows dropped because of unexpected exceptions; "" if there are none.
+
+    Args:
+        dropped: number of dropped rows by reason.
+        where: path of the file that lists them.
+    """
     if not (count := dropped.get(UNEXPECTED, 0)):
         return ""
-    rows = "1 row" if count == 1 else f"{count:,} rows"
+    rows = "1 row was" if count == 1 else f"{count:,} rows were"
     return (
-        f"{rows} left out for something that packtool did not foresee: see the lines with "
-        f'"{UNEXPECTED}" in {where}. Please report one of them; --strict stops at the first'
+        f"{rows} dropped because of an error in packtool: see the lines with "
+        f'"{UNEXPECTED}" in {where}. Please report one of them; --strict stops at the first such row'
     )

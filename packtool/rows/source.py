@@ -1,6 +1,6 @@
-"""Sources of rows: files as requested, files as scanned, and where their rows are.
+"""Sources of rows: requested files (``SourceSpec``), scanned files (``Source``) and positions of their rows.
 
-``path#1000`` draws a seeded sample of the rows of one or several sources, in the order of the rows.
+``path#1000`` draws a seeded sample of rows from all files of an argument, in the order of the rows.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow", "
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
 NumberedRow = tuple[int, dict[str, Any] | Dropped]
-"""Number of a row, and the parsed row."""
+"""0-based number of a row, and the parsed row."""
 
-_WITHOUT_EFFECT = ("path", "name", "max_media_failures")
+_NOT_IN_SETTINGS = ("path", "name", "max_media_failures")
 BLOCK_ROWS = 64
 """Maximum rows of a block, before sampling."""
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One requested file of rows, and how to read it.
+    """A requested file of rows and its options.
 
     Args:
         path: file or URL; folders, globs and names are already resolved.
-        name: the argument of ``--dataset`` or ``--val-dataset`` that led to it.
+        name: argument of ``--dataset`` or ``--val-dataset`` that names the file.
         split: ``train`` or ``val``.
-        group: position of that argument among all; its files are sampled together.
-        num_sampled: rows to draw from the group's files, None for all of them.
-        times_sampled: the same as a multiple of the existing rows, 0.2 or 2.5.
-        columns: (this project's name, the file's name) of columns that the user named.
-        tags: (name in ``dataset_info.json``, value) of roles and keys of messages that the user named.
+        group: position of that argument among all arguments; its files are sampled together.
+        num_sampled: rows to draw from the files of the group, None for all.
+        times_sampled: rows to draw as a multiple of the existing rows, such as 0.2 or 2.5; None for all.
+        columns: (packtool's name, the file's name) of columns that the user named.
+        tags: (name in ``dataset_info.json``, value) of roles and message keys that the user named.
         formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` for ``packtool import``.
-        media_root: folder in which relative paths of media are looked up first.
-        system: system prompt of conversations that have none.
-        loss_scale: the dataset's own, None for the export's.
-        media_access, max_media_bytes, max_media_failures: the media access policy (``rows.media_policy``).
-        max_row_bytes: a larger row is dropped before it is parsed.
+        media_root: first folder for relative media paths.
+        system: system prompt for conversations without one.
+        loss_scale: the dataset's own loss scale, None for that of the export.
+        media_access, max_media_bytes, max_media_failures: media access policy (``rows.media_policy``).
+        max_row_bytes: maximum size of a row; a larger one is dropped before parsing.
     """
 
     path: str
@@ -72,19 +72,19 @@ class SourceSpec:
     max_row_bytes: int = MAX_ROW_BYTES
 
     def replaced(self, **changes: Any) -> Self:
-        """Return a copy with other values, faster than ``dataclasses.replace``: there may be many thousand files."""
+        """Return a copy with changed fields; faster than ``dataclasses.replace``, for many thousand files."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), **changes)
         return copy
 
     @property
     def is_sampled(self) -> bool:
-        """True if rows are drawn, possibly more than once each."""
+        """True if a sample of the rows is drawn, perhaps with some rows more than once."""
         return self.num_sampled is not None or self.times_sampled is not None
 
     @property
     def settings(self) -> str:
-        """All values that affect the samples, except the file, as one line of JSON; "" if all are the defaults."""
+        """Changed fields that affect the samples, except the path, as one line of JSON; "" if all are defaults."""
         changed = {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
         if not self.is_sampled:
             changed.pop("group", None)
@@ -92,19 +92,21 @@ class SourceSpec:
 
 
 # Computed once, because there may be many thousand sources.
-_DEFAULTS = {field.name: field.default for field in fields(SourceSpec) if field.name not in _WITHOUT_EFFECT}
+_DEFAULTS = {field.name: field.default for field in fields(SourceSpec) if field.name not in _NOT_IN_SETTINGS}
 
 
 @dataclass(frozen=True)
 class Source(SourceSpec):
-    """A scanned file of rows, with all that worker processes need to read it.
+    """A scanned file of rows; contains everything that a worker process needs to read it.
 
     Args:
-        columns: (this project's name, the file's name) of columns that do not have their usual names.
-        kind: format of the file, without its compression.
-        size, modified: of the file when it was scanned; -1 and "" if unknown.
-        form: form of its rows (``packtool.rows.forms``); None detects it from each row.
-        holds_media: a column of its first rows could hold media; if none could, marks of media in questions are text.
+        columns: (packtool's name, the file's name) of columns that the form uses or the user named; others have their
+            usual names.
+        kind: file format, without compression.
+        size, modified: size in bytes and version of the file at the scan; -1 and "" if unknown.
+        form: form of the rows, a key of ``rows.forms.FORMS``; None detects it for each row.
+        holds_media: whether a column of the first rows could contain media; if not, media placeholders in questions
+            are plain text.
         header: column names of a csv file.
     """
 
@@ -118,18 +120,18 @@ class Source(SourceSpec):
 
     @cached_property
     def media_policy(self) -> MediaPolicy:
-        """Media that its rows may name."""
+        """Rules for the media paths and URLs in its rows."""
         limits = (self.max_media_bytes, self.max_media_failures)
         if self.media_access == "any":
             return MediaPolicy(None, None, *limits)
-        named = {self.path, self.media_root or self.path}
-        stores = frozenset(storage.store_name(name) for name in named if storage.is_remote(name))
+        locations = {self.path, self.media_root or self.path}
+        stores = frozenset(storage.store_name(location) for location in locations if storage.is_remote(location))
         if self.media_access == "local":
             return MediaPolicy(None, stores, *limits)
         roots: list[str] = []
         if not storage.is_remote(self.path):
             file = storage.normalize(self.path)
-            # A file may be a link, as in the hub's cache: both folders count.
+            # The file may be a link, as in the hub's cache: allow the folders of the link and of its target.
             roots += [os.path.realpath(os.path.dirname(file)), os.path.dirname(os.path.realpath(file))]
         if self.media_root is not None and self.media_root != self.path and not storage.is_remote(self.media_root):
             roots.append(os.path.realpath(storage.normalize(self.media_root)))
@@ -137,21 +139,21 @@ class Source(SourceSpec):
 
     @cached_property
     def label(self) -> str:
-        """The path without the secrets that a URL can carry, for messages and files."""
+        """The path without the secrets of a URL, for messages and output files."""
         return storage.masked(self.path).encode(errors="backslashreplace").decode()
 
 
 class RowBlock(NamedTuple):
-    """Neighbouring rows of one source.
+    """Consecutive rows of one source.
 
     Args:
-        start, stop: [start, stop) in bytes of the (decompressed) text or of a tar file, or in rows of a parquet, Arrow
-            or Megatron file.
-        first_row: 0-based number of the first row: the line of a .jsonl or .txt file, the element of a .json array, the
-            record after a .csv file's header.
-        num_rows: rows of the block without blank lines.
-        picks: ascending positions in the block of the rows to take, repeated to take a row more than once; None takes
-            all.
+        start, stop: range [start, stop) in bytes of the (decompressed) text or of a tar file, or in rows of a parquet,
+            Arrow or Megatron file.
+        first_row: 0-based number of the first row: line of a .jsonl or .txt file, element of a .json array, record
+            after the header of a .csv file.
+        num_rows: number of rows, without blank lines.
+        picks: positions in the block of the rows to use, ascending; a position that is repeated uses the row more than
+            once. None uses every row once.
     """
 
     start: int
@@ -162,7 +164,7 @@ class RowBlock(NamedTuple):
 
 
 def equal_blocks(num_rows: int) -> Iterator[RowBlock]:
-    """Return blocks of 64 rows of a file with random access by row number."""
+    """Yield blocks of 64 rows, for a file that is read by row number."""
     return (
         RowBlock(start, min(start + BLOCK_ROWS, num_rows), start, min(BLOCK_ROWS, num_rows - start))
         for start in range(0, num_rows, BLOCK_ROWS)
@@ -170,14 +172,15 @@ def equal_blocks(num_rows: int) -> Iterator[RowBlock]:
 
 
 class RowBlocks(Sequence[RowBlock]):
-    """RowBlocks of one source in a few bytes each.
+    """The blocks of one source as arrays, in a few bytes per block.
 
     Args:
-        columns: int64 (number of blocks, 4): start, stop, first_row, num_rows.
-        picks: int16, the picks of all blocks one after the other, ``num_rows`` of each; None if all rows are taken.
+        columns: start, stop, first_row and num_rows of each block, int64 (number of blocks, 4).
+        picks: concatenated picks of all blocks, int16 (num_rows,); None uses every row once.
+        num_rows: total number of rows, if known.
 
     Attributes:
-        num_rows: rows of all blocks.
+        num_rows: total number of rows; of picks, if there are any.
     """
 
     def __init__(self, columns: np.ndarray, picks: np.ndarray | None = None, num_rows: int | None = None) -> None:
@@ -187,7 +190,7 @@ class RowBlocks(Sequence[RowBlock]):
 
     @classmethod
     def of(cls, blocks: Iterable[RowBlock]) -> RowBlocks:
-        """Collect blocks without picks."""
+        """Store blocks without picks."""
         flat, num_rows = array("q"), 0
         for block in blocks:
             flat.extend(block[:4])
@@ -201,11 +204,11 @@ class RowBlocks(Sequence[RowBlock]):
         return self._columns[:, 3]
 
     def picked(self, counts: np.ndarray, picks: np.ndarray) -> RowBlocks:
-        """Return the blocks with a selection of their rows; blocks without selected rows are left out.
+        """Return the blocks with only the selected rows, without blocks that have none.
 
         Args:
-            counts: int64, selected rows of each block.
-            picks: int16, their positions, of all blocks one after the other.
+            counts: number of selected rows of each block, int64 (number of blocks,).
+            picks: concatenated positions of the selected rows in their blocks, (sum of counts,).
         """
         columns = self._columns.copy()
         columns[:, 3] = counts
@@ -221,7 +224,7 @@ class RowBlocks(Sequence[RowBlock]):
     def __getitem__(self, at: int | slice) -> RowBlock | RowBlocks:
         if isinstance(at, slice):
             low, high, step = at.indices(len(self))
-            assert step == 1, "blocks stay neighbours"
+            assert step == 1, "a slice consists of consecutive blocks"
             high = max(low, high)
             return RowBlocks(self._columns[low:high], self._picks_of(low, high))
         at = range(len(self))[at]
@@ -255,12 +258,13 @@ def _restored_blocks(columns: bytes, picks: np.ndarray | None, num_rows: int) ->
 
 @dataclass(frozen=True)
 class ScannedSource:
-    """A source and where its rows are.
+    """A scanned file with the positions of its rows.
 
     Args:
-        spec: the request.
-        source: what reading needs.
-        digest: of the content; of a remote parquet or Arrow file: of its footer or schema, its size and entity tag.
+        spec: the file as requested.
+        source: the file as it is read.
+        digest: digest of the content; for a remote parquet or Arrow file, of its schema, size and entity tag.
+        blocks: positions of the rows to use.
     """
 
     spec: SourceSpec
@@ -270,50 +274,60 @@ class ScannedSource:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the source, after sampling."""
+        """Number of rows, after sampling."""
         return self.blocks.num_rows
 
 
-_CHUNK_BLOCKS = 4096
+_BLOCKS_PER_DRAW = 4096
 # numpy's limit for hypergeometric draws.
 _MAX_HYPERGEOMETRIC = 10**9
 
 
 def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
-    """Draw ``num_rows`` rows of all sources together, uniformly and without replacement.
+    """Draw ``num_rows`` rows from all sources together, uniformly and without replacement.
 
-    If ``num_rows`` exceeds the existing rows, each is taken ``num_rows // rows`` times and the remainder is drawn. The
-    draw first decides the number of rows of each block, then their positions: it needs a few bytes a block and two a
-    drawn row, for any number of rows. It depends only on the seed and the blocks.
+    If ``num_rows`` exceeds the number of existing rows, each row is used ``num_rows // existing`` times and the rest is
+    drawn. The draw depends only on the seed and the blocks. It first decides the number of rows of each block, then
+    their positions: memory is a few bytes per block and two bytes per drawn row.
+
+    Returns:
+        the blocks of each source with the drawn rows, in the order of ``sources``.
     """
     rng = np.random.default_rng(seed)
-    rows = np.concatenate([blocks.rows_of_each for blocks in sources])
-    total = int(rows.sum())
-    if not total:
+    block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])
+    num_existing = int(block_sizes.sum())
+    if not num_existing:
         return list(sources)
-    times, remainder = divmod(num_rows, total)
-    if total >= _MAX_HYPERGEOMETRIC:
-        drawn_rows = rng.choice(total, remainder, replace=False, shuffle=False)
-        counts = np.bincount(np.searchsorted(np.cumsum(rows), drawn_rows, side="right"), minlength=len(rows))
+    num_repeats, remainder = divmod(num_rows, num_existing)
+    if num_existing >= _MAX_HYPERGEOMETRIC:
+        drawn_rows = rng.choice(num_existing, remainder, replace=False, shuffle=False)
+        blocks_of_rows = np.searchsorted(np.cumsum(block_sizes), drawn_rows, side="right")
+        counts = np.bincount(blocks_of_rows, minlength=len(block_sizes))
     else:
-        counts = rng.multivariate_hypergeometric(rows, remainder, method="marginals")
-    parts = [
-        _positions(rows[low : low + _CHUNK_BLOCKS], counts[low : low + _CHUNK_BLOCKS], times, rng)
-        for low in range(0, len(rows), _CHUNK_BLOCKS)
-    ]
-    picks, counts = np.concatenate(parts), counts + times * rows
-    counts_of_each = np.split(counts, np.cumsum([len(blocks) for blocks in sources])[:-1])
-    picks_of_each = np.split(picks, np.cumsum([own.sum() for own in counts_of_each])[:-1])
-    drawn = zip(sources, counts_of_each, picks_of_each, strict=True)
-    return [blocks.picked(own_counts, own_picks) for blocks, own_counts, own_picks in drawn]
+        counts = rng.multivariate_hypergeometric(block_sizes, remainder, method="marginals")
+    ranges = [slice(first, first + _BLOCKS_PER_DRAW) for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW)]
+    picks = np.concatenate([_draw_positions(block_sizes[part], counts[part], num_repeats, rng) for part in ranges])
+    counts = counts + num_repeats * block_sizes
+    counts_by_source = np.split(counts, np.cumsum([len(blocks) for blocks in sources])[:-1])
+    picks_by_source = np.split(picks, np.cumsum([source_counts.sum() for source_counts in counts_by_source])[:-1])
+    drawn = zip(sources, counts_by_source, picks_by_source, strict=True)
+    return [blocks.picked(source_counts, source_picks) for blocks, source_counts, source_picks in drawn]
 
 
-def _positions(rows: np.ndarray, counts: np.ndarray, times: int, rng: np.random.Generator) -> np.ndarray:
-    """Return ascending positions in each block, int16: all of them ``times`` times and ``counts`` drawn ones more."""
-    width = int(rows.max())
-    keys = rng.random((len(rows), width))
-    keys[np.arange(width) >= rows[:, None]] = 2.0  # not a row
+def _draw_positions(
+    block_sizes: np.ndarray, counts: np.ndarray, num_repeats: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Draw positions of rows in B blocks; those of all blocks are concatenated, int16, ascending in each block.
+
+    Args:
+        block_sizes: rows of each block, int64 (B,).
+        counts: rows to draw from each block without replacement, int64 (B,).
+        num_repeats: times that every row is used in addition.
+    """
+    width = int(block_sizes.max())
+    keys = rng.random((len(block_sizes), width))
+    keys[np.arange(width) >= block_sizes[:, None]] = 2.0  # beyond the block's rows: sorted last, never drawn
     ranks = keys.argsort(axis=1).argsort(axis=1)
-    repeats = (ranks < counts[:, None]) + times * (np.arange(width) < rows[:, None])
+    repeats = (ranks < counts[:, None]) + num_repeats * (np.arange(width) < block_sizes[:, None])
     positions = np.broadcast_to(np.arange(width, dtype=np.int16), repeats.shape)
     return np.repeat(positions.ravel(), repeats.ravel())

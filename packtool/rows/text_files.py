@@ -1,9 +1,9 @@
-"""Rows of text files: JSON objects, plain texts or csv records line by line, and JSON arrays.
+"""Rows of text files: lines with a JSON object or a plain text, csv records, and elements of a JSON array.
 
-Positions in the file must be known, so csv and JSON are parsed as characters of the same number as the bytes (latin-1):
-their own marks are ASCII, so they parse alike. Fields are decoded as UTF-8 when they are read.
+Finding rows needs byte offsets. csv and JSON are therefore parsed as latin-1, one character per byte: their syntax is
+ASCII, so the result is the same. Field values are decoded as UTF-8 when they are read.
 
-Python's ``csv`` decides what a record is. Elements of a JSON array are found with at most one of them in memory.
+Python's ``csv`` decides what a record is. A JSON array is scanned with at most one element in memory.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ CHUNK_BYTES = 1 << 23
 _MAY_BE_BLANK = np.isin(np.arange(256), [*b" \t\r\n\v\f", codecs.BOM_UTF8[0]])
 
 Line = bytes | int
-"""A line, or the number of bytes of a line that is too long to be kept in memory."""
+"""A line, or the number of bytes of a line that is too long to be kept in memory.
+
+Also used for a chunk of whole lines.
+"""
 
 
 def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of up to 64 lines and, except for longer lines, 8 MiB.
+    """Yield blocks of up to 64 lines and about 8 MiB.
 
     Args:
         max_bytes: a longer line is not kept in memory and becomes a block of its own.
 
     Raises:
-        DataError: if the file has another encoding than UTF-8.
+        DataError: the file is not UTF-8.
     """
-    start = first_row = 0  # of the block
-    offset = number = 0  # of the next line
+    start = first_row = 0  # byte offset and row number at which the next block begins
+    offset = number = 0  # byte offset and number of the next line
     for chunk in _chunks_of_lines(path, file, max_bytes):
-        if isinstance(chunk, int):
+        if isinstance(chunk, int):  # the size of a line that is too long
             yield RowBlock(offset, offset + chunk, number, 1)
             offset, number = offset + chunk, number + 1
             start, first_row = offset, number
@@ -70,7 +73,7 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
 
 
 def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Line]:
-    """Yield the file in chunks of whole lines, of about 8 MiB, and the size of each line above ``max_bytes``."""
+    """Yield the file as chunks of whole lines, of about 8 MiB; for each line above ``max_bytes``, only its size."""
     check_encoding(path, file.peek(CHUNK_BYTES))
     while chunk := file.read(CHUNK_BYTES):
         if chunk.endswith(b"\n"):
@@ -92,13 +95,13 @@ def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Li
 
 
 def too_large(source: Source, number: int) -> Dropped:
-    """Return the ``Dropped`` for a row above ``--max-row-bytes``."""
-    detail = f"the row has more than {source.max_row_bytes:,} bytes, the most that --max-row-bytes allows"
+    """Return the ``Dropped`` for a row that exceeds ``--max-row-bytes``."""
+    detail = f"the row has more than {source.max_row_bytes:,} bytes, the limit of --max-row-bytes"
     return Dropped(source.label, number, "over_max_row_bytes", detail)
 
 
 def parse_row(source: Source, number: int, text: bytes | None) -> dict[str, Any] | Dropped:
-    """Parse a row of JSON; None as its text is a row that is too large."""
+    """Parse a row of JSON, or return a ``Dropped``; a ``text`` of None stands for a row that is too large."""
     if text is None:
         return too_large(source, number)
     try:
@@ -108,14 +111,14 @@ def parse_row(source: Source, number: int, text: bytes | None) -> dict[str, Any]
 
 
 def _checked_row(source: Source, number: int, value: Any) -> dict[str, Any] | Dropped:
-    """Return a parsed row, or a ``Dropped`` if it is not an object."""
+    """Return a parsed JSON value as a row, or a ``Dropped`` if it is not an object."""
     if isinstance(value, dict):
         return value
-    return Dropped(source.label, number, "invalid_row", f"a {type(value).__name__}, not an object")
+    return Dropped(source.label, number, "invalid_row", f"the row is a {type(value).__name__}, not an object")
 
 
 def _numbered_lines(source: Source, block: RowBlock, data: bytes) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (line number, line) of a block's lines that are not blank; None for a line that is too long."""
+    """Yield (line number, line) for the lines of a block that are not blank; None for a line that is too long."""
     for number, line in enumerate(data.split(b"\n"), block.first_row):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
@@ -123,7 +126,7 @@ def _numbered_lines(source: Source, block: RowBlock, data: bytes) -> Iterator[tu
 
 
 def _parse_texts(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
-    """Yield (line number, {"text": line}) of a block's lines that are not blank, or a ``Dropped`` if not UTF-8."""
+    """Yield (line number, {"text": line}) for the lines of a block that are not blank."""
     for number, line in _numbered_lines(source, block, data):
         if line is None:
             yield number, too_large(source, number)
@@ -137,26 +140,29 @@ def _parse_texts(source: Source, block: RowBlock, data: bytes) -> Iterator[Numbe
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _BOM = "\ufeff".encode().decode("latin-1")
 _Record = tuple[int, list[str] | str]
-"""Number of bytes of a record, and its fields or what is wrong with it."""
+"""Number of bytes of a csv record, and its fields; an error message in place of the fields of an invalid record."""
 
 
 def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
-    """Return column names, and blocks of up to 64 records and 8 MiB; a longer or broken record is a block alone.
+    """Return the column names of a csv or tsv file, and its blocks of up to 64 records and about 8 MiB.
+
+    An invalid record is a block of its own.
 
     Args:
-        max_bytes: of a record; a quote that is closed later counts as never closed.
+        kind: ``csv`` or ``tsv``.
+        max_bytes: maximum size of a record; a quote that is not closed within it counts as never closed.
 
     Raises:
-        DataError: if the header is broken or names a column twice.
+        DataError: the header is invalid or names a column twice.
     """
     chunks = _chunks_of_lines(path, file, max_bytes)
     lines = (line for chunk in chunks for line in ([chunk] if isinstance(chunk, int) else io.BytesIO(chunk)))
     records = _records(lines, kind, max_bytes)
-    at = 0
+    offset = 0
     for num_bytes, fields in records:
-        at += num_bytes
+        offset += num_bytes
         if isinstance(fields, str):
-            raise DataError(f"{path}: the header is broken: {fields}", "The first line must name the columns.")
+            raise DataError(f"{path}: the header is invalid: {fields}", "The first line must name the columns.")
         if fields:
             break
     else:
@@ -170,17 +176,17 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
         raise DataError(
             f"{path}: the header names {', '.join(map(repr, duplicates))} twice", "Give each column its own name."
         )
-    return names, _blocks(records, at)
+    return names, _blocks(records, offset)
 
 
 def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
-    """Yield (record number, {column: text}) of a block, or a ``Dropped`` for a broken record."""
+    """Yield (record number, {column: text}) for the records of a block."""
     number = block.first_row
     for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
         if isinstance(fields, str):
             yield number, Dropped(source.label, number, "invalid_csv", fields)
         elif fields and len(fields) != len(source.header):
-            detail = f"{len(fields)} fields, and the header names {len(source.header)} columns"
+            detail = f"the record has {len(fields)} fields, and the header has {len(source.header)}"
             yield number, Dropped(source.label, number, "invalid_csv", detail)
         elif fields:
             try:
@@ -191,126 +197,132 @@ def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[Num
         number += bool(fields)  # a blank line is not a record
 
 
-def _blocks(records: Iterator[_Record], at: int) -> Iterator[RowBlock]:
-    start, first, num_rows = at, 0, 0
+def _blocks(records: Iterator[_Record], offset: int) -> Iterator[RowBlock]:
+    """Yield blocks of csv records, the first of which begins at byte ``offset`` of the file."""
+    start, first_row, num_rows = offset, 0, 0
     for num_bytes, fields in records:
-        is_broken = isinstance(fields, str)
-        if is_broken and num_rows:
-            yield RowBlock(start, at, first, num_rows)
-            start, first, num_rows = at, first + num_rows, 0
-        at += num_bytes
+        is_invalid = isinstance(fields, str)
+        if is_invalid and num_rows:
+            yield RowBlock(start, offset, first_row, num_rows)
+            start, first_row, num_rows = offset, first_row + num_rows, 0
+        offset += num_bytes
         num_rows += bool(fields)  # a blank line is not a record
-        if num_rows and (is_broken or num_rows == BLOCK_ROWS or at - start >= CHUNK_BYTES):
-            yield RowBlock(start, at, first, num_rows)
-            start, first, num_rows = at, first + num_rows, 0
+        if num_rows and (is_invalid or num_rows == BLOCK_ROWS or offset - start >= CHUNK_BYTES):
+            yield RowBlock(start, offset, first_row, num_rows)
+            start, first_row, num_rows = offset, first_row + num_rows, 0
     if num_rows:
-        yield RowBlock(start, at, first, num_rows)
+        yield RowBlock(start, offset, first_row, num_rows)
 
 
 def _records(lines: Iterable[Line], kind: str, max_bytes: int) -> Iterator[_Record]:
-    """Yield records; of a broken record only the first line is skipped, and the next line begins a record again."""
-    csv.field_size_limit(sys.maxsize)  # the limit is on whole records
-    feed = _Feed(lines, max_bytes)
+    """Yield csv records. An invalid record consists of its first line only; the next line begins a new record."""
+    csv.field_size_limit(sys.maxsize)  # max_bytes limits whole records instead
+    feed = _LineFeed(lines, max_bytes)
     while True:
         try:
             for fields in csv.reader(feed, delimiter=_DELIMITERS[kind]):
                 if feed.ended_in_record:
                     raise csv.Error("a quote is never closed")
-                yield sum(map(_size, feed.record)), fields
+                yield sum(map(_num_bytes, feed.record)), fields
                 feed.record.clear()
             return
         except csv.Error as error:
             problem = str(error)
-        yield _size(feed.skip_line()), problem
+        yield _num_bytes(feed.skip_line()), problem
 
 
-class _Feed(Iterator[str]):
-    """Lines for ``csv``, with those of the current record in ``record``."""
+class _LineFeed(Iterator[str]):
+    """Input of ``csv.reader``: lines as latin-1.
+
+    Attributes:
+        record: lines of the current record so far; the user of the class clears it after each record.
+        ended_in_record: whether the lines ended within a record.
+    """
 
     def __init__(self, lines: Iterable[Line], max_bytes: int) -> None:
-        self._lines, self._returned, self._max_bytes = iter(lines), deque[Line](), max_bytes
-        self._size = 0
+        self._lines, self._pushed_back, self._max_bytes = iter(lines), deque[Line](), max_bytes
+        self._record_bytes = 0
         self.record: list[Line] = []
         self.ended_in_record = False
 
     def skip_line(self) -> Line:
-        """Return the first line of a broken record; the others are read again."""
+        """Remove the first line of an invalid record and return it; the other lines are fed again."""
         first, *rest = self.record
-        self._returned.extendleft(reversed(rest))
+        self._pushed_back.extendleft(reversed(rest))
         self.record.clear()
         self.ended_in_record = False
         return first
 
     def __next__(self) -> str:
-        line = self._returned.popleft() if self._returned else next(self._lines, None)
+        line = self._pushed_back.popleft() if self._pushed_back else next(self._lines, None)
         if line is None:
             self.ended_in_record = bool(self.record)
             raise StopIteration
-        self._size = _size(line) + (self._size if self.record else 0)
+        self._record_bytes = _num_bytes(line) + (self._record_bytes if self.record else 0)
         self.record.append(line)
-        if isinstance(line, int) or self._size > self._max_bytes:
+        if isinstance(line, int) or self._record_bytes > self._max_bytes:
             problem = "a quote is not closed" if len(self.record) > 1 else "the record does not end"
             raise csv.Error(f"{problem} within {self._max_bytes:,} bytes (--max-row-bytes)")
         return line.decode("latin-1")
 
 
-def _size(line: Line) -> int:
+def _num_bytes(line: Line) -> int:
     return line if isinstance(line, int) else len(line)
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
-# Longest literal or escape: an error further from the window's end is not caused by that end.
+# Characters of the longest literal or escape: an error further from the end of the text is not caused by that end.
 _MAX_TOKEN = 32
 # To skip an element without parsing it.
 _BRACKETS, _IN_STRINGS, _AFTER_ELEMENT = re.compile(r'[\[\]{}"]'), re.compile(r'["\\]'), re.compile(r"[,\]]")
 
 
 def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of up to 64 elements and, except for larger elements, 8 MiB.
+    """Yield blocks of up to 64 elements of a JSON array and about 8 MiB.
 
     Args:
         max_bytes: a larger element is not kept in memory and becomes a block of its own.
 
     Raises:
-        DataError: if the file is no array, or the array is broken, with the row.
+        DataError: the file is not an array, or the array is invalid; the message has the row.
     """
     check_encoding(path, file.peek(CHUNK_BYTES))
     text = _JsonText(path, file, max_bytes)
     text.skip_space()
     if text.take() != "[":
         raise DataError(
-            f"{path}: a .json file must hold one array of rows, or one object a line",
-            "Wrap the rows in [ and ], or rename a file of lines to .jsonl.",
+            f"{path}: a .json file must contain one array of rows, or one object per line",
+            "Put the rows into an array with [ and ], or rename a file with one object per line to .jsonl.",
         )
     start = stop = text.bytes_read
-    first = row = rows = 0
+    first_row = row = num_rows = 0
     text.skip_space()
     mark = text.take() if text.peek() == "]" else ","
     while mark == ",":
         begin = text.bytes_read
         text.skip_element(row)
-        if rows and text.bytes_read - begin > max_bytes:
-            yield RowBlock(start, stop, first, rows)
-            start, first, rows = begin, row, 0
         is_long = text.bytes_read - begin > max_bytes
-        row, rows = row + 1, rows + 1
+        if num_rows and is_long:
+            yield RowBlock(start, stop, first_row, num_rows)
+            start, first_row, num_rows = begin, row, 0
+        row, num_rows = row + 1, num_rows + 1
         stop, mark = text.separator()
         if mark not in (",", "]"):
-            raise text.broken(row, f"expected , or ] and found {mark!r}" if mark else "the file ends inside the array")
-        if rows == BLOCK_ROWS or mark == "]" or is_long or stop - start >= CHUNK_BYTES:
-            yield RowBlock(start, stop, first, rows)
-            start, first, rows = text.bytes_read, row, 0
+            raise text.error(row, f"expected , or ] but found {mark!r}" if mark else "the file ends inside the array")
+        if num_rows == BLOCK_ROWS or mark == "]" or is_long or stop - start >= CHUNK_BYTES:
+            yield RowBlock(start, stop, first_row, num_rows)
+            start, first_row, num_rows = text.bytes_read, row, 0
     text.skip_space()
     if text.peek():
         raise DataError(
-            f"{path}: something follows the JSON array, near byte {text.bytes_read}",
-            "A .json file holds one array of rows; give several arrays as several files.",
+            f"{path}: there is more text after the JSON array, near byte {text.bytes_read}",
+            "A .json file must contain a single array of rows: write several arrays to several files.",
         )
 
 
 def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:
-    """Yield the text of each element of a block; None for one that is larger than ``--max-row-bytes``."""
+    """Yield the text of each array element of a block; None in place of one larger than ``--max-row-bytes``."""
     text = _JsonText(source.label, HashedFile(io.BytesIO(data + b"]"), source.label), source.max_row_bytes)
     mark = ","
     while mark == ",":
@@ -324,17 +336,20 @@ def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:
         yield data[begin : begin + num_bytes] if num_bytes <= source.max_row_bytes else None
         _, mark = text.separator()
     if mark != "]":
-        raise changed_error(source, "elements of the array lie elsewhere")
+        raise changed_error(source, "the elements of its array have moved")
 
 
 class _JsonText:
-    """A window on the text of a JSON file that moves forward and is as small as possible."""
+    """Scanner of a JSON file that moves forward and keeps only a section of the text in memory.
+
+    An element of more than ``max_bytes`` is skipped without keeping it in memory.
+    """
 
     def __init__(self, path: str, file: HashedFile, max_bytes: int) -> None:
         self._path, self._file, self._max_bytes = path, file, max_bytes
         self._json = json.JSONDecoder()
-        self._text, self._at, self._ended = "", 0, False
-        self._before = 0  # bytes of the file before the window
+        self._text, self._at, self._ended = "", 0, False  # section in memory, position in it, no more bytes in the file
+        self._before = 0  # bytes of the file before the section
         while len(self._text) < len(codecs.BOM_UTF8) and self._read(CHUNK_BYTES):
             pass
         if self._text.startswith(codecs.BOM_UTF8.decode("latin-1")):
@@ -342,9 +357,11 @@ class _JsonText:
 
     @property
     def bytes_read(self) -> int:
+        """Position in the file, in bytes."""
         return self._before + self._at
 
     def skip_space(self) -> None:
+        """Move past blanks; afterwards a character is in memory unless the file has ended."""
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
@@ -353,15 +370,17 @@ class _JsonText:
                 return
 
     def peek(self) -> str:
+        """Return the next character in memory, "" at its end."""
         return self._text[self._at : self._at + 1]
 
     def take(self) -> str:
+        """Return the next character in memory and move past it."""
         char = self.peek()
         self._at += len(char)
         return char
 
     def separator(self) -> tuple[int, str]:
-        """Return position and text of the mark after an element, and move behind it."""
+        """Move past the character after an element, normally ``,`` or ``]``; return its position and the character."""
         match = _SEPARATOR.match(self._text, self._at)
         if match is not None and match.end() < len(self._text):
             self._at = match.end()
@@ -372,21 +391,26 @@ class _JsonText:
         return stop, mark
 
     def skip_element(self, row: int) -> None:
-        """Move behind one element, even if it is too deep, too large or has too many digits for the parser."""
+        """Move past one element, even if it is nested too deep, too large or has too many digits for the parser.
+
+        Raises:
+            DataError: the element is invalid; the message has ``row``.
+        """
         num_bytes = CHUNK_BYTES
         while True:
             try:
                 _, end = self._json.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # Either broken, or the window ends inside it: read more, twice as much each time. Only the error of an
-                # unterminated string is reported at its beginning, all others close to the window's end.
+                # Either the element is invalid, or it continues after the section in memory: then read more, twice as
+                # much each time. In the second case the error is near the end of the section, except that an
+                # unterminated string is reported where it begins.
                 if not error.msg.startswith("Unterminated string") and error.pos + _MAX_TOKEN <= len(self._text):
-                    raise self.broken(row, str(error)) from error
+                    raise self.error(row, str(error)) from error
                 if len(self._text) - self._at > self._max_bytes:
                     self._skip_unparsed(row)
                     return
                 if not self._read(num_bytes):
-                    raise self.broken(row, str(error)) from error
+                    raise self.error(row, str(error)) from error
                 num_bytes *= 2
                 continue
             except (ValueError, RecursionError):
@@ -398,7 +422,7 @@ class _JsonText:
             return
 
     def _skip_unparsed(self, row: int) -> None:
-        """Move behind an element by its brackets and quotes alone, without keeping it in memory."""
+        """Move past an element by its brackets and quotes alone, without keeping it in memory."""
         if self.peek() not in ("[", "{", '"'):
             self._find(_AFTER_ELEMENT, row)
             return
@@ -408,7 +432,7 @@ class _JsonText:
             self.take()
             if mark == "\\":
                 if not self.peek() and not self._read(CHUNK_BYTES):
-                    raise self.broken(row, "the file ends inside a string")
+                    raise self.error(row, "the file ends inside a string")
                 self.take()
             elif mark == '"':
                 in_string = not in_string
@@ -418,21 +442,23 @@ class _JsonText:
                 return
 
     def _find(self, marks: re.Pattern[str], row: int) -> str:
-        """Move to the next match of a pattern, and return it."""
+        """Move to the next match of a pattern, and return the matching text."""
         while (match := marks.search(self._text, self._at)) is None:
             self._at = len(self._text)
             if not self._read(CHUNK_BYTES):
-                raise self.broken(row, "the file ends inside the array")
+                raise self.error(row, "the file ends inside the array")
         self._at = match.start()
         return match.group()
 
-    def broken(self, row: int, detail: str) -> DataError:
+    def error(self, row: int, detail: str) -> DataError:
+        """Return the error for an invalid element."""
         return DataError(
-            f"{self._path}: the JSON array is broken at row {row}, near byte {self.bytes_read}: {detail}",
-            "Mend the file, or write it as .jsonl, where a broken line costs only that row.",
+            f"{self._path}: the JSON array is invalid at row {row}, near byte {self.bytes_read}: {detail}",
+            "Repair the file, or write it as .jsonl, where an invalid line drops only its own row.",
         )
 
     def _read(self, size: int) -> bool:
+        """Drop the text before the position and append ``size`` bytes of the file; return False at the file's end."""
         if self._ended:
             return False
         data = self._file.read(size)
@@ -446,7 +472,7 @@ class _JsonText:
 def _parse_array(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
     try:
         values = parse_json(b"[" + data.strip() + b"]")
-    except JsonProblem:  # of one element, which parsing each alone will show
+    except JsonProblem:  # of one of the elements, which are parsed one by one below
         values = ()
     if len(values) == block.num_rows and len(data) <= source.max_row_bytes:
         for number, value in enumerate(values, block.first_row):
@@ -458,7 +484,7 @@ def _parse_array(source: Source, block: RowBlock, data: bytes) -> Iterator[Numbe
 
 def _parse_lines(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
     for number, line in _numbered_lines(source, block, data):
-        try:  # like ``guard_row``, without the cost of a call
+        try:  # as ``guard_row`` does, without the cost of a call
             row = parse_row(source, number, line)
         except BaseException as error:
             row = unexpected_drop(source.label, number, error)
@@ -472,11 +498,11 @@ PARSERS: dict[FileFormat, Callable[[Source, RowBlock, bytes], Iterator[NumberedR
     "tsv": _parse_records,
     "txt": _parse_texts,
 }
-"""Functions by text format that parse all rows of a block, given its bytes."""
+"""Functions by text format; each parses the bytes of a block and yields its rows, with a ``Dropped`` if invalid."""
 
 
 def text_rows(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
-    """Read and parse all rows of a block of a text file; one that is too large to be kept in memory is not read."""
+    """Read and parse all rows of a block; a row that is too large for memory is dropped without reading it."""
     if block.num_rows == 1 and block.stop - block.start > source.max_row_bytes + CHUNK_BYTES:
         return iter([(block.first_row, too_large(source, block.first_row))])
     return PARSERS[source.kind](source, block, read_text(source, block.start, block.stop))

@@ -1,9 +1,9 @@
-"""Packing of a stream: samples are packed interval by interval, with the shared prefixes of each interval.
+"""Packing of a stream: samples are packed in intervals, and share prefixes within an interval.
 
-An interval takes up to ``interval`` samples, packs them, and trains the packs in an order drawn from the seed. The one
-or two packs that are far from full are held back, and their samples packed again with the next interval's. Memory is
-bounded by the interval and the shuffle buffer; the cost is a packer that knows a thousand samples instead of all, and a
-few samples, mostly short ones, that are trained later than their neighbors.
+An interval is up to ``packing_interval`` samples. They are packed, and the packs are trained in an order drawn from the
+seed. Up to two packs that are not full are held back: their samples are packed again with those of the next interval.
+Memory is bounded by the interval and the shuffle buffer. The costs are packs that are less full than with all samples
+known, and a few samples, mostly short ones, that are trained later than their neighbors.
 """
 
 from __future__ import annotations
@@ -39,23 +39,26 @@ class IntervalSharing:
 
     Args:
         media: placeholder tokens of media.
-        worth: fraction of an interval's tokens that must be saved, 0 to 1; each interval decides for itself.
-        max_rows: maximum samples of a tree, or None.
-        max_media_tokens: maximum media tokens of a tree, or None.
-        parts: placement of the parts of a split tree.
+        min_saving: fraction of an interval's tokens (0 to 1) that must be saved, or the interval shares no prefixes.
+        max_rows: maximum samples of a prefix tree, None for no limit.
+        max_media_tokens: maximum media tokens of a prefix tree, None for no limit.
+        parts: placement of the parts of a tree that is larger than a pack.
     """
 
     media: MediaTokens
-    worth: float
+    min_saving: float
     max_rows: int | None = None
     max_media_tokens: int | None = None
     parts: PartPlacement = "any"
 
     def find_trees(self, samples: Sequence[EncodedSample], capacity: int) -> tuple[PrefixTrees, PrefixHashes] | None:
-        """Find the trees of samples, and all prefixes, end to end; None if too little would be saved.
+        """Find the prefix trees of an interval's samples.
 
         Args:
-            capacity: maximum tokens of a pack, and of each sample.
+            capacity: maximum tokens of a pack, which no sample exceeds.
+
+        Returns:
+            the trees, and the prefixes of all samples; None if less than ``min_saving`` would be saved.
         """
         lengths = np.array([sample.length for sample in samples], np.int32)
         assert lengths.max(initial=0) <= capacity, "longer samples were dropped"
@@ -69,18 +72,18 @@ class IntervalSharing:
             media_tokens=(Added.of(samples).media_tokens, prefixes.media_tokens),
             max_media_tokens=self.max_media_tokens,
         )
-        return (replace(trees, parts=self.parts), prefixes) if trees.saved(lengths) > self.worth else None
+        return (replace(trees, parts=self.parts), prefixes) if trees.saved(lengths) > self.min_saving else None
 
 
 class Added(NamedTuple):
-    """Amounts that each of N samples adds to a pack; int64 (N,) each.
+    """Amounts that each of N samples adds to the computation of its pack; int64 (N,) each.
 
     Args:
-        shared: tokens shared with the sample before it, which are computed already.
-        targets: labels of which logits are computed.
+        shared: tokens shared with the sample before it, which are computed only once.
+        targets: labels for which logits are computed.
         media_tokens: placeholder tokens of all media.
-        audio_tokens: those of sounds among them.
-        patch_squares: sum over frames of patches squared, the work of the vision tower's attention.
+        audio_tokens: placeholder tokens of audio.
+        patch_squares: sum over frames of the squared number of patches, the cost of the vision tower's attention.
     """
 
     shared: Int64Array
@@ -104,7 +107,7 @@ class Added(NamedTuple):
         shared[trees.samples] = trees.shared
         return cls(
             shared,
-            # The sample in which a prefix was counted may have other targets.
+            # The samples of a prefix may differ in its targets, so the difference may be negative.
             np.maximum(trees.added(full.targets, prefixes.target_tokens), 0),
             trees.added(full.media_tokens, prefixes.media_tokens),
             trees.added(full.audio_tokens, prefixes.audio_tokens),
@@ -117,9 +120,9 @@ class Added(NamedTuple):
         return cls(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else cls.of([])
 
 
-_FULL = 0.98
-_MAX_HELD_BACK = 2  # packs
-_MAX_SHARE_HELD_BACK = 0.25  # of the samples
+_MIN_FILL = 0.98  # of a pack that is trained at once
+_MAX_HELD_BACK_PACKS = 2
+_MAX_HELD_BACK_FRACTION = 0.25  # of the samples of an interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +131,10 @@ class StreamOptions(PackOptions, IntervalOptions):
 
     Args:
         packing_length: maximum tokens of a pack.
-        num_epochs: number of passes over all rows.
-        seed: of packing and order.
-        dataset_num_proc: worker processes, without effect on the packs.
-        strict: the first unusable row is an error.
+        num_epochs: passes over all rows.
+        seed: seed of packing and order.
+        dataset_num_proc: number of worker processes, which does not affect the packs.
+        strict: raise an error at the first unusable row.
     """
 
     packing_length: int
@@ -143,11 +146,11 @@ class StreamOptions(PackOptions, IntervalOptions):
 
 @dataclass(frozen=True, eq=False)
 class StreamedPack:
-    """A pack, and the state right after it.
+    """A pack of a stream.
 
     Args:
-        state: from which a stream resumes with the next pack.
-        added: amounts that each sample adds to it.
+        state: state of the stream after this pack; a stream resumed from it continues with the next pack.
+        added: amounts that each sample adds.
     """
 
     samples: list[EncodedSample]
@@ -156,17 +159,17 @@ class StreamedPack:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed."""
+        """Tokens that are computed, with each shared prefix once."""
         return self.num_whole_tokens - int(self.added.shared.sum())
 
     @property
     def num_whole_tokens(self) -> int:
-        """Tokens of all samples, including shared prefixes."""
+        """Tokens of all samples, with a shared prefix once for each sample."""
         return sum(sample.length for sample in self.samples)
 
     @property
     def num_targets(self) -> int:
-        """Labels that carry loss."""
+        """Labels that are trained."""
         return sum(num_targets(sample) for sample in self.samples)
 
 
@@ -174,19 +177,19 @@ class PackStream:
     """The packs of one data-parallel rank.
 
     Args:
-        specs: files of all rows.
+        specs: files of rows.
         spec: options of encoding.
-        rank, world_size: that select this rank's rows.
-        start: a state of an earlier stream with the same arguments, to resume from.
-        sharing: options for shared prefixes; None without.
-        log: called with every dropped row, once.
+        rank, world_size: data-parallel rank and number of ranks.
+        start: state of an earlier stream with the same arguments to resume from; None for the beginning.
+        sharing: options for shared prefixes; None if prefixes are not shared.
+        log: called once with every dropped row.
 
     Attributes:
-        counts: of dropped rows so far.
+        counts: counts of dropped rows so far.
 
-    Raises (while packs are taken):
-        PacktoolError: reading or encoding failed, or a worker died.
-        RowError: in strict mode.
+    Raises (during iteration):
+        PacktoolError: reading or encoding failed, or a worker process died.
+        RowError: a row is unusable, and ``options.strict`` is set.
     """
 
     def __init__(
@@ -210,32 +213,34 @@ class PackStream:
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if start.random is not None:
             self._random.bit_generator.state = start.random
-        # Origin of the next sample: a block, and the samples of it that were taken already.
+        # Origin of the next sample: position of its block, and number of the block's samples that were read before.
         self._place, self._num_taken, self._ended = start.place, start.num_taken, start.ended
 
     def __iter__(self) -> Iterator[StreamedPack]:
+        """Yield the packs of one interval after the other; from a resumed state, those after the packs done before."""
         samples = self._shuffled(self._samples())
         packs_done = self._packs_done
         while True:
-            before = self._state()
+            state_before = self._state()
             new = list(islice(samples, self._options.packing_interval - len(self._carried)))
-            waiting = [*self._carried, *new]
-            is_last = len(waiting) < self._options.packing_interval
-            if not waiting:
+            samples_of_interval = [*self._carried, *new]
+            is_last = len(samples_of_interval) < self._options.packing_interval
+            if not samples_of_interval:
                 return
-            plan, added = self._pack(waiting)
-            held_back = [] if is_last else _held_back(plan, self._options)
-            self._carried = [waiting[i] for number in held_back for i in plan.pack(number)]
+            plan, added = self._pack(samples_of_interval)
+            held_back = [] if is_last else _held_back_packs(plan, self._options)
+            self._carried = [samples_of_interval[i] for number in held_back for i in plan.pack(number)]
             self._interval += 1
             numbers = [number for number in range(plan.num_packs) if number not in held_back]
-            for done, number in enumerate(numbers[packs_done:], packs_done + 1):
-                state = replace(before, packs_done=done) if done < len(numbers) else self._state()
+            for num_done, number in enumerate(numbers[packs_done:], packs_done + 1):
+                state = replace(state_before, packs_done=num_done) if num_done < len(numbers) else self._state()
                 members = plan.pack(number)
-                yield StreamedPack([waiting[i] for i in members], state, Added(*(column[members] for column in added)))
-            packs_done = 0
+                samples_of_pack = [samples_of_interval[i] for i in members]
+                yield StreamedPack(samples_of_pack, state, Added(*(column[members] for column in added)))
+            packs_done = 0  # only the first interval may have been trained in part
 
     def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, Added]:
-        """Pack an interval; return the packs, and the amounts that each sample adds."""
+        """Pack the samples of an interval; return the packs and the amounts that each sample adds."""
         options, capacity = self._options, self._options.packing_length
         lengths = np.array([sample.length for sample in samples], np.int32)
         sharing = None if self._sharing is None else self._sharing.find_trees(samples, capacity)
@@ -250,6 +255,7 @@ class PackStream:
         return plan, added
 
     def _state(self) -> StreamState:
+        """Return the state at the beginning of an interval."""
         return StreamState(
             place=self._place,
             num_taken=self._num_taken,
@@ -262,7 +268,7 @@ class PackStream:
         )
 
     def _shuffled(self, samples: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
-        """Draw each sample from a buffer, where the next one replaces it."""
+        """Yield samples in random order: each is drawn from a buffer, where the next sample replaces it."""
         for sample in samples:
             self._buffer.append(sample)
             if len(self._buffer) >= self._options.shuffle_buffer_size:
@@ -271,6 +277,7 @@ class PackStream:
             yield self._draw()
 
     def _draw(self) -> EncodedSample:
+        """Remove a random sample from the shuffle buffer; with a buffer size of 1, the oldest."""
         buffer = self._buffer
         if len(buffer) == 1:
             return buffer.pop()
@@ -281,7 +288,7 @@ class PackStream:
         return buffer.pop()
 
     def _samples(self) -> Iterator[EncodedSample]:
-        """Read all samples of this rank from the start on, in the order of their rows."""
+        """Yield the samples of this rank in the order of their rows, from the start or the resumed position on."""
         if self._ended:
             return
         options, num_skipped = self._options, self._num_taken
@@ -295,7 +302,7 @@ class PackStream:
             shuffle=options.shuffle,
             start=self._place,
         )
-        # While the packs of an interval are trained, the samples of the next one are encoded.
+        # While the packs of an interval are trained, the samples of the next interval are encoded.
         num_ahead = 2 * options.dataset_num_proc + -(-options.packing_interval // BLOCK_ROWS)
         encoded = encoded_blocks(blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead)
         for self._place, samples, dropped in encoded:
@@ -305,7 +312,8 @@ class PackStream:
                 self._num_taken = number
                 if max_media_tokens is not None and sample.num_media_tokens > max_media_tokens:
                     detail = (
-                        f"{sample.num_media_tokens} media tokens, --max-media-tokens-per-pack allows {max_media_tokens}"
+                        f"the sample has {sample.num_media_tokens} media tokens; --max-media-tokens-per-pack is "
+                        f"{max_media_tokens}"
                     )
                     self._drop([Dropped(sample.source, sample.row, "media_budget", detail, sample.part)])
                 else:
@@ -314,6 +322,7 @@ class PackStream:
         self._ended = True
 
     def _drop(self, dropped: Sequence[Dropped]) -> None:
+        """Count and log dropped rows; raise RowError for the first one in strict mode."""
         for item in dropped:
             if self._options.strict:
                 raise item.as_error()
@@ -321,15 +330,19 @@ class PackStream:
             self._log(item)
 
 
-def _held_back(plan: PackPlan, options: StreamOptions) -> list[int]:
-    """Packs that wait for the next interval: the emptiest, if they are not full; where order is kept, the last."""
+def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
+    """Return the numbers of the packs to repack with the next interval: up to two that are less than 98 % full.
+
+    Candidates are the two emptiest packs; without shuffling, the last pack. Together they have at most a quarter of the
+    interval's samples.
+    """
     tokens = plan.tokens_per_pack()
     keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
-    emptiest = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK].tolist()
-    room = int(_MAX_SHARE_HELD_BACK * options.packing_interval)
+    emptiest = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
+    num_samples_left = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
     held_back = []
     for number in [plan.num_packs - 1] if keeps_order else emptiest:
-        room -= len(plan.pack(number))
-        if tokens[number] < _FULL * plan.capacity and room >= 0:
+        num_samples_left -= len(plan.pack(number))
+        if tokens[number] < _MIN_FILL * plan.capacity and num_samples_left >= 0:
             held_back.append(number)
     return held_back

@@ -1,7 +1,9 @@
-"""Reading of a stream: blocks of rows by rank, without communication; worker processes that encode them; its state.
+"""Reading of a stream: the blocks of rows of each rank, worker processes that encode them, and the saved state.
 
-CHECKPOINT/stream-00000.arrow      samples that rank 0 holds: those held back, then those of the shuffle buffer
-CHECKPOINT/stream-00000.json       everything else, written last
+Ranks choose their blocks without communication. Files of the state::
+
+    CHECKPOINT/stream-00000.arrow      samples in memory on rank 0: those held back, then the shuffle buffer
+    CHECKPOINT/stream-00000.json       all other fields, written last
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from packtool.rows.sample import Dropped
 from packtool.rows.source import RowBlock, Source, SourceSpec
 
 MAX_OPEN_SOURCES = 8
-"""Files that are read at the same time, so that a batch has rows of several."""
+"""Maximum files that are read at the same time, so that a batch has rows of several files."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A position between two blocks of all rows; plain values, for JSON.
+    """A position between two blocks of the stream of all ranks; all values can be written as JSON.
 
     Args:
-        epoch: 0-based.
-        num_blocks: blocks before it, of all ranks, in all epochs.
-        opened: files of this epoch that were opened, in its order.
-        taken: [number in the epoch's order, blocks taken] of each open file.
-        random: state of the generator that draws the next file.
+        epoch: 0-based number of the epoch.
+        num_blocks: number of blocks before the position, of all ranks and epochs.
+        opened: number of files of this epoch that were opened, in the epoch's order.
+        taken: [position in the epoch's order, number of blocks read] of each open file.
+        random: state of the generator that draws the next file; None without shuffling.
     """
 
     epoch: int
@@ -56,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """A block of this rank, and the position right before it."""
+    """A block of a rank, and the position right before it."""
 
     place: Place
     source: Source
@@ -64,7 +66,7 @@ class PlacedBlock:
 
 
 EncodedBlock = tuple[Place, list[EncodedSample], list[Dropped]]
-"""The position before a block, its samples, and dropped rows and parts of rows."""
+"""Position before a block, the block's samples, and its dropped rows and samples."""
 
 
 def blocks_of_rank(
@@ -77,15 +79,16 @@ def blocks_of_rank(
     shuffle: bool,
     start: Place | None = None,
 ) -> Iterator[PlacedBlock]:
-    """Every ``world_size``-th block (up to 64 rows) of all files, ``num_epochs`` times.
+    """Yield the blocks (up to 64 rows) of one rank: every ``world_size``-th of all files, ``num_epochs`` times.
 
-    With shuffling, every epoch reads its files in another order, eight at the same time, each in proportion to its
-    size, so that they end at about the same time. Otherwise they are read one after the other.
+    With shuffling, each epoch reads the files in a different order, up to eight at the same time. Blocks are drawn from
+    these in proportion to the file sizes, so that they end at about the same time. Without, files are read one by one.
 
-    Cost: every rank finds the ends of all rows (about 400 MB/s), and reads and parses only its own blocks.
+    Cost: every rank scans all files for row ends (about 400 MB/s), but reads and parses only its own blocks.
 
     Args:
-        start: the position of an earlier block, to resume from; blocks before it in open files are skipped.
+        start: position of a block of an earlier run with the same arguments, which is yielded first; None for the
+            beginning.
 
     Raises:
         ConfigError, DataError, StorageError: as ``rows.read.follow``.
@@ -110,7 +113,16 @@ def blocks_of_rank(
 
 
 class _OpenFiles:
-    """Files of an epoch, at most ``max_open`` of them open, from the position ``start`` on."""
+    """The open files of an epoch.
+
+    Args:
+        specs: all files in the order of the epoch.
+        max_open: maximum files to read at the same time.
+        start: position to start from; its files are opened, and their blocks before it skipped.
+
+    Attributes:
+        opened: number of files opened so far.
+    """
 
     def __init__(self, specs: Sequence[SourceSpec], max_open: int, start: Place) -> None:
         self._specs, self._max_open, self.opened = specs, max_open, start.opened
@@ -124,18 +136,18 @@ class _OpenFiles:
             self._taken[number] = num_taken
 
     def open_next(self) -> bool:
-        """Open files up to the maximum; return whether any is open."""
+        """Open the next files up to the maximum; return False if no file is open."""
         while len(self._files) < self._max_open and self.opened < len(self._specs):
             self._open(self.opened)
             self.opened += 1
         return bool(self._files)
 
     def taken(self) -> list[list[int]]:
-        """Return the blocks taken so far, in the form of ``Place``."""
+        """Return the number of blocks read from each open file, as in ``Place.taken``."""
         return [[number, self._taken[number]] for number in sorted(self._files)]
 
     def take(self, random: np.random.Generator) -> tuple[Source, RowBlock] | None:
-        """Take the next block of a random open file; return None if that file has ended."""
+        """Return the next block of a random open file; None if this file has ended."""
         numbers = sorted(self._files)
         number = numbers[0]
         if len(numbers) > 1:
@@ -159,29 +171,27 @@ class _OpenFiles:
 def encoded_blocks(
     blocks: Iterator[PlacedBlock], spec: EncodeSpec, *, num_proc: int, num_ahead: int
 ) -> Iterator[EncodedBlock]:
-    """Encode blocks in worker processes, in their order and up to ``num_ahead`` of them ahead of the caller.
+    """Encode blocks in worker processes and yield the results in the order of the blocks.
 
     Args:
-        num_proc: worker processes; the result is the same for any number.
-
-    Raises:
-        PacktoolError: a worker died, or as raised for the block's rows.
+        num_proc: number of worker processes, which does not affect the result.
+        num_ahead: maximum blocks that are encoded before the caller asks for them.
     """
-    resumes = "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one"
+    advice = "To resume from the latest checkpoint, if there is one, pass --resume-from-checkpoint true"
     with WorkerPool[PlacedBlock, EncodedBlock](num_proc, _encoder, spec) as pool:
         try:
             yield from pool.map(blocks, num_ahead=num_ahead)
         except WorkerDied:
             raise PacktoolError(
-                "a worker process that encodes rows died (killed, or out of memory?)",
-                f"{resumes}; fewer --dataset-num-proc need less memory.",
+                "a worker process that encodes rows died; it was killed or ran out of memory",
+                f"To use less memory, decrease --dataset-num-proc. {advice}.",
             ) from None
         except StoreDownError as error:
-            raise error.with_resume_advice(f"{resumes}.") from error
+            raise error.with_resume_advice(f"{advice}.") from error
 
 
 def _encoder(report: object, spec: EncodeSpec) -> Callable[[PlacedBlock], EncodedBlock]:
-    """Load the tokenizer in a worker process, and return the function that encodes a block."""
+    """Load tokenizer and template in a worker process, and return the function that encodes a block."""
     tokenize_in_one_thread()
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
 
@@ -199,24 +209,24 @@ def _encoder(report: object, spec: EncodeSpec) -> Callable[[PlacedBlock], Encode
     return encode
 
 
-_HELD = ("carried", "shuffled")
-_COUNTS = ("dropped", "parts_left_out")
+_SAMPLE_FIELDS = ("carried", "shuffled")
+_COUNT_FIELDS = ("dropped", "parts_left_out")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StreamState:
-    """State at the beginning of an interval, and the number of its packs that are done.
+    """State of a stream at the beginning of an interval, and the number of packs of this interval trained since.
 
     Args:
-        place: position before the block of the next sample; None for the first of all.
-        num_taken: samples of that block that were taken already.
-        ended: there are no more samples.
-        interval: number of intervals packed before.
-        packs_done: of this interval.
+        place: position before the block of the next sample; None for the first block.
+        num_taken: number of samples of this block that were read.
+        ended: whether all samples were read.
+        interval: number of earlier intervals.
+        packs_done: number of packs of this interval that were trained.
         random: state of the generator that draws from the shuffle buffer; None before the first draw.
-        carried: samples held back from the interval before.
-        shuffled: the shuffle buffer.
-        counts: counts of dropped rows; rows that were read are not counted.
+        carried: samples held back from the previous interval.
+        shuffled: samples in the shuffle buffer.
+        counts: counts of dropped rows; its ``rows`` is not counted.
     """
 
     place: Place | None = None
@@ -234,47 +244,53 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
     """Write a rank's state to a directory.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the state cannot be written.
     """
-    samples, plain = _paths(directory, rank)
-    held = [*state.carried, *state.shuffled]
-    writer = ShardWriter(samples, has_parts=any(sample.part is not None for sample in held))
+    samples_path, json_path = _paths(directory, rank)
+    samples = [*state.carried, *state.shuffled]
+    writer = ShardWriter(samples_path, has_parts=any(sample.part is not None for sample in samples))
     try:
-        writer.write(held)
+        writer.write(samples)
         writer.close()
     except BaseException:
         writer.discard()
         raise
-    values = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _HELD}
+    values = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _SAMPLE_FIELDS}
     del values["counts"]
-    values |= {name: getattr(state.counts, name) for name in _COUNTS}
-    values |= {f"num_{name}": len(getattr(state, name)) for name in _HELD}
+    values |= {name: getattr(state.counts, name) for name in _COUNT_FIELDS}
+    values |= {f"num_{name}": len(getattr(state, name)) for name in _SAMPLE_FIELDS}
     values["place"] = dataclasses.asdict(state.place) if state.place is not None else None
-    storage.publish(plain, json.dumps(values).encode())
+    storage.publish(json_path, json.dumps(values).encode())
 
 
 def read_stream_state(directory: str, rank: int) -> StreamState:
-    """Read a rank's state.
+    """Read a rank's state from a directory.
 
     Raises:
-        MismatchError: the directory has none, or it is damaged.
+        MismatchError: the directory has no state of this rank, or the state is damaged.
     """
-    samples, plain = _paths(directory, rank)
+    samples_path, json_path = _paths(directory, rank)
     try:
-        with open(plain, encoding="utf-8") as file:
+        with open(json_path, encoding="utf-8") as file:
             values = load_json(file.read())
-        counts = [values.pop(f"num_{name}") for name in _HELD]
-        rows = InputCounts(rows=0, marks_added=0, **{name: values.pop(name) for name in _COUNTS})
-        place = Place(**values.pop("place")) if values["place"] is not None else values.pop("place")
-        kept = ShardFile(samples)
-        if len(kept) != sum(counts):
-            raise ValueError(f"{len(kept)} samples, not {sum(counts)}")
-        held = [kept.sample(i) for i in range(len(kept))]
-        return StreamState(**values, place=place, carried=held[: counts[0]], shuffled=held[counts[0] :], counts=rows)
+        num_carried, num_shuffled = (values.pop(f"num_{name}") for name in _SAMPLE_FIELDS)
+        counts = InputCounts(rows=0, marks_added=0, **{name: values.pop(name) for name in _COUNT_FIELDS})
+        place = values.pop("place")
+        shard = ShardFile(samples_path)
+        if len(shard) != num_carried + num_shuffled:
+            raise ValueError(f"it has {len(shard)} samples, not {num_carried + num_shuffled}")
+        samples = [shard.sample(i) for i in range(len(shard))]
+        return StreamState(
+            **values,
+            place=None if place is None else Place(**place),
+            carried=samples[:num_carried],
+            shuffled=samples[num_carried:],
+            counts=counts,
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(
-            f"{directory} does not tell where the stream of rank {rank} stood: {error}",
-            "Give another checkpoint to --resume-from-checkpoint.",
+            f"{directory}: the stream state of rank {rank} is missing or damaged: {error}",
+            "Pass another checkpoint to --resume-from-checkpoint.",
         ) from error
 
 

@@ -70,8 +70,8 @@ def test_only_broken_rows_are_dropped(model: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()]
     assert [line["reason"] for line in lines] == list(DIRTY.values())
     assert lines[-1]["detail"].startswith("ZeroDivisionError at encode/encoder.py:")
-    (note,) = [line for line in progress.lines if "foresee" in line]
-    assert note.startswith("1 row left out")
+    (note,) = [line for line in progress.lines if "error in packtool" in line]
+    assert note.startswith("1 row was dropped")
     assert str(tmp_path / "cache" / "dropped.jsonl") in note
 
 

@@ -185,7 +185,7 @@ def test_workers_start_while_many_files_are_scanned(
     assert told[:4] == ["file", "file", "start 2", "file"]
     assert not multiprocessing.active_children()
     Path(paths[2]).write_text('{"unknown": 1}\n')
-    with pytest.raises(DataError, match=r"c\.jsonl: the form of its rows is not recognised"):
+    with pytest.raises(DataError, match=r"c\.jsonl: the rows have no known form"):
         run_export("broken", dataset=tuple(paths), dataset_num_proc=2)
     assert not multiprocessing.active_children()  # those that had begun for nothing have ended
 

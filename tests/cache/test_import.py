@@ -286,13 +286,13 @@ def test_llama_factorys_packs_with_pictures(imported: Imported, tmp_path: Path) 
     assert all((sample.labels != IGNORED).sum() == 1 for sample in samples)
     (note,) = [line for line in notes if "LLaMA-Factory" in line]
     assert "input_ids, labels, attention_mask, position_ids, images" in note
-    assert "taken apart (up to 3 samples a row)" in note
-    assert any("no row says which tokenizer, chat template and truncation made it" in line for line in notes)
+    assert "split into samples (up to 3 per row)" in note
+    assert any("rows do not record their tokenizer, chat template and truncation" in line for line in notes)
     validation = str(tmp_path / "prepared" / "validation")
-    assert any(f"validation is not; --val-dataset {validation} would read it" in line for line in notes)
+    assert any(f"not validation; to use it for validation, add --val-dataset {validation}" in line for line in notes)
     _, _, notes = imported(tmp_path / "prepared", name="both", media_root=str(tmp_path), val_dataset=(validation,))
     assert len(CacheReader.open([str(tmp_path / "both")], "val")) == 3
-    assert not any("validation is not" in line for line in notes)
+    assert not any("not validation" in line for line in notes)
 
 
 def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
     samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
     assert not dropped
     assert [sample.labels.tolist() for sample in samples] == [[IGNORED, IGNORED, 3, 4]]
-    assert any("as axolotl prepares them" in note for note in notes)
+    assert any("prepared by axolotl" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_trls_rows_are_tokens_to_import_and_rows_to_export(
     assert not dropped
     assert [sample.input_ids.tolist() for sample in samples] == [[5, 6, 7, 8], [9, 10]]
     assert [sample.labels.tolist() for sample in samples] == [[IGNORED, 6, IGNORED, IGNORED], [IGNORED, 10]]
-    assert any("as TRL prepares them" in note for note in notes)
+    assert any("prepared by TRL" in note for note in notes)
     arguments = ["--model", str(model), "--max-length", "100", "--output-dir", str(tmp_path / "exported")]
     assert run(["export", "--dataset", str(path), *arguments]) == 0
     reader = CacheReader.open([str(tmp_path / "exported")])
@@ -348,7 +348,7 @@ def test_ms_swifts_rows_are_tokenized_and_that_is_said(imported: Imported, tmp_p
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "lengths": [9]}]
     samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
     assert (len(samples), dropped) == (1, {})
-    assert any("without tokens, as ms-swift's cached datasets are; they are tokenized now" in note for note in notes)
+    assert any("without tokens (form messages), as in ms-swift's" in note and "tokenized now" in note for note in notes)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (5, "<i8")])
@@ -371,10 +371,10 @@ def test_a_broken_megatron_file_says_what_is_wrong(
     arguments = ["import", str(path), "--model", str(model), "--max-length", "9", "--output-dir", str(tmp_path / "c")]
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: tokens.write_bytes(tokens.read_bytes()[:-1]), "ends before byte 10"),
-        (lambda: path.write_bytes(b"nothing"), "does not begin as Megatron's indexes do"),
-        (lambda: path.write_bytes(whole[:-1]), "bytes where its head tells of"),
+        (lambda: path.write_bytes(b"nothing"), "does not begin with MMIDIDX"),
+        (lambda: path.write_bytes(whole[:-1]), "bytes, but its head requires"),
         (lambda: path.write_bytes(whole + b"\x00\x01"), "multimodal"),
-        (lambda: path.write_bytes(whole[:17] + b"\x06" + whole[18:]), "numbers of kind 6"),
+        (lambda: path.write_bytes(whole[:17] + b"\x06" + whole[18:]), "number type 6"),
         (lambda: tokens.unlink(), "text.bin"),
     ]
     for spoil, said in cases:
@@ -394,8 +394,12 @@ def test_a_broken_megatron_file_says_what_is_wrong(
             "token_out_of_range",
             "token 2 is 999, and the largest id of the model's tokenizer is 260",
         ),
-        ({"input_ids": [1, 2, 3], "labels": [2, 3, IGNORED]}, "labels_shifted", "shifted already"),
-        ({"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]}, "labels_differ", "token 1 is 2 and its label 9"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, IGNORED]}, "labels_shifted", "already shifted"),
+        (
+            {"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]},
+            "labels_differ",
+            "the label of token 1 is 9; it must be the token itself (2)",
+        ),
         ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "invalid_tokens", "'labels' has 2 values for 3 tokens"),
         ({"input_ids": [1, 2], "labels": [IGNORED] * 2}, "no_target_tokens", ""),
         (
@@ -410,19 +414,19 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         ({"input_ids": [[1], [2, 3]]}, "invalid_tokens", "[[1], [2, 3]], not a list of integers"),
         ({"input_ids": [1, 2], "seq_lengths": [[1], [1, 0]]}, "invalid_tokens", "not a list of integers"),
         ({"input_ids": [1.5, 2]}, "invalid_tokens", "not a list of integers"),
-        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "invalid_tokens", "tells of 2 tokens, and the row has 3"),
-        ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2]}, "invalid_tokens", "must lead from 0 up to the 3 tokens"),
-        ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2, 1, 3]}, "invalid_tokens", "must lead from 0 up to the 3"),
-        ({"input_ids": [1, 2, 3], "seq_start_id": [1]}, "invalid_tokens", "must lead from 0 up to the 3 tokens"),
-        ({"input_ids": [1, 2, 3], "position_ids": [0, 1]}, "invalid_tokens", "not a number for each of 3 tokens"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "invalid_tokens", "the sum of 'seq_lengths' is 2"),
+        ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2]}, "invalid_tokens", "must increase from 0 to 3"),
+        ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2, 1, 3]}, "invalid_tokens", "must increase from 0 to 3"),
+        ({"input_ids": [1, 2, 3], "seq_start_id": [1]}, "invalid_tokens", "must increase from 0 to 3"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1]}, "invalid_tokens", "not one number for each of 3 tokens"),
         ({"input_ids": [1, 2], "position_ids": [[0, 1], [0, 1]]}, "invalid_tokens", "or 3 or 4 such lists"),
         ({"input_ids": [1, 2], "position_ids": [[0, 1], [0]]}, "invalid_tokens", "or 3 or 4 such lists"),
-        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 5]}, "unknown_boundaries", "go from 1 to 5 at token 2"),
-        ({"input_ids": [1, 2, 3], "segment_ids": [1, 1, 2]}, "unknown_boundaries", "'segment_ids' may say where"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 5]}, "unknown_boundaries", "change from 1 to 5 at token 2"),
+        ({"input_ids": [1, 2, 3], "segment_ids": [1, 1, 2]}, "unknown_boundaries", "'segment_ids' may contain"),
         ({"input_ids": [1, 2], "packing_params": {"a": [0], "b": 1}}, "unknown_boundaries", "'packing_params'"),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, "unknown_loss_mask", "--columns completion_mask=loss_mask"),
         ({"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 0, 1]}, "invalid_tokens", "0 at token 2, in the middle"),
-        ({"input_ids": [1, 2], "attention_mask": [1, -1]}, "invalid_tokens", "'attention_mask' has -1"),
+        ({"input_ids": [1, 2], "attention_mask": [1, -1]}, "invalid_tokens", "'attention_mask' contains -1"),
         ({"input_ids": [1, True, 3]}, "invalid_tokens", "not a list of integers"),
         ({"input_ids": [1, 2], "labels": [True, 2]}, "invalid_tokens", "'labels' is [True, 2], not a list of integers"),
         ({"input_ids": [1, 2], "completion_mask": [1, 2]}, "invalid_tokens", "2 at token 1; it must be 0 or 1"),
@@ -433,7 +437,7 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         (
             {"input_ids": [1], "seq_lengths": [2**62] * 3 + [2**62 + 1]},
             "invalid_tokens",
-            "tells of 18,446,744,073,709,551,617",
+            "is 18,446,744,073,709,551,617",
         ),
         ({"input_ids": [1, START, PAD, END, 3]}, "media_tokens", "and no images"),
         ({"input_ids": [1, START, PAD, END, 3], "images": ["0.png"]}, "media_tokens", "need 2 (2)"),
@@ -479,7 +483,7 @@ def test_nemos_packs_have_masks_before_their_targets(imported: Imported, tmp_pat
     assert not dropped
     assert [sample.input_ids.tolist() for sample in samples] == [[1, 2, 3], [4, 5, 6, 7]]
     assert [sample.labels.tolist() for sample in samples] == [[IGNORED, IGNORED, 3], [IGNORED, IGNORED, IGNORED, 7]]
-    assert any("as NeMo and Megatron Bridge pack them" in note for note in notes)
+    assert any("packed by NeMo or Megatron Bridge" in note for note in notes)
 
 
 def test_a_loss_mask_is_what_the_user_says(imported: Imported, tmp_path: Path) -> None:

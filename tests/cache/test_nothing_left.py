@@ -24,16 +24,16 @@ _LEFT = [{"role": "system", "content": "a"}, _ASKS, {"role": "assistant", "conte
 @pytest.mark.parametrize(
     ("row", "settings", "reason", "detail", "remedy"),
     [
-        ('{"messages": [], "messages": []}', {}, "duplicate_keys", "'messages' comes twice", "each key"),
+        ('{"messages": [], "messages": []}', {}, "duplicate_keys", "'messages' occurs twice", "each key"),
         ({"messages": [_ASKS, {"role": "assistant", "content": "\ud83d"}]}, {}, "invalid_text", "surrogate", "UTF-8"),
         ({"messages": [_ASKS, {"role": "assistant", "content": math.nan}]}, {}, "invalid_content",
-         "number nan", "no text"),
+         "number nan", "not text"),
         ({"messages": [_ASKS, {"role": "assistant", "content": "b" * 99}]}, {"max_row_bytes": 90}, "over_max_row_bytes",
          "90 bytes", "--max-row-bytes"),
         ({"messages": [_ASKS, {"role": "assistant", "content": "b"}], "images": ["/etc/passwd"]}, {},
          "media_not_allowed", "/etc/passwd", "--media-root"),
         ({"messages": [{"role": "user", "content": "<image><image>"}, _LEFT[2]], "images": ["1.png"]}, {},
-         "image_marks", "2 <image> marks", "columns"),
+         "image_marks", "2 <image> placeholders", "columns"),
         ({"messages": [_LEFT[2], _ASKS]}, {}, "role_order", "begins with", "user"),
     ],
 )  # fmt: skip
@@ -44,7 +44,7 @@ def test_an_empty_export_shows_a_row_and_the_remedy(
     file.write_text((row if isinstance(row, str) else json.dumps(row)) + "\n")
     with pytest.raises(DataError) as caught:
         run_export(dataset=(str(file),), dry_run=dry_run, **settings)
-    assert caught.value.message.startswith(f"none of 1 rows was kept: 1 {reason}\nThe first: {file}, row 0: ")
+    assert caught.value.message.startswith(f"none of 1 rows was kept: 1 {reason}\nFirst dropped row: {file}, row 0: ")
     assert detail in caught.value.message
     assert remedy in str(caught.value.remedy)
 
@@ -57,7 +57,7 @@ def test_a_template_that_leaves_turns_out_is_named(run_export: Export, tmp_path:
     )
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps({"messages": _LEFT}) + "\n")
-    with pytest.raises(DataError, match=r"turn_left_out\nThe first: .*turn 0(.|\n)*--chat-template"):
+    with pytest.raises(DataError, match=r"turn_left_out\nFirst dropped row: .*turn 0(.|\n)*--chat-template"):
         run_export(dataset=(str(file),), chat_template=str(template))
 
 
@@ -72,4 +72,4 @@ def test_an_export_prints_remedies(
     assert run(["export", *words, "--output-dir", str(tmp_path / "cache"), "--dry-run", *as_json]) == 0
     printed = capsys.readouterr().err
     assert "warning: 1 of 2 rows (50%) were dropped\nimage_marks (1): " in printed
-    assert "--columns images= to say so" in printed
+    assert "pass --columns images=." in printed

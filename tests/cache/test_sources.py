@@ -63,7 +63,7 @@ def test_ignored_splits_of_a_saved_dataset_dict_are_noted(run_export: Export, tm
     datasets.DatasetDict(train=data, validation=data, extra=data).save_to_disk(folder)
     told = Told()
     assert run_export(dataset=(folder,), progress=told).num_rows == 2
-    assert [note for note in told.notes if "is not" in note] == [
-        f"{folder}: its split train is read, and validation, extra is not; --val-dataset {folder}/validation would "
-        "read it"
+    assert [note for note in told.notes if "only the split" in note] == [
+        f"{folder}: only the split train is read, not validation, extra; to use it for validation, add --val-dataset "
+        f"{folder}/validation"
     ]

@@ -171,9 +171,9 @@ def test_any_address_is_a_medium_or_a_dropped_row(
 def test_what_is_told_of_files_elsewhere(folder: Path) -> None:
     source = Source(str(folder / "root" / "rows.jsonl"))
     for name, message in [
-        ("../out/a.png", "lies neither"),
-        ("linked.png", "leads to"),
-        (str(folder / "out/a.png"), "lies"),
+        ("../out/a.png", "is neither in the folder"),
+        ("linked.png", "is a link to"),
+        (str(folder / "out/a.png"), "is neither in the folder"),
     ]:
         with pytest.raises(MediaProblem, match=rf"{message}.*--media-root DIR.*--media-access local") as caught:
             measure_image(media_ref("image", name, source))
@@ -318,5 +318,5 @@ def test_names_of_stores() -> None:
 
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
 def test_a_refusal_names_the_scheme_of_the_row(scheme: str) -> None:
-    with pytest.raises(MediaProblem, match=f": {scheme}://place is no store that the command line names"):
+    with pytest.raises(MediaProblem, match=f": {scheme}://place is not named on the command line"):
         measure_image(MediaRef(f"{scheme}://place/a.png", policy=MediaPolicy(stores=frozenset())))

@@ -378,15 +378,15 @@ def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None
 @pytest.mark.parametrize(
     ("row", "named", "message"),
     [
-        ({"words": 1, "id": 2}, (), "not recognised; their keys are: id, words\nKnown forms:\n  - mess"),
+        ({"words": 1, "id": 2}, (), "no known form; their keys are: id, words\nKnown forms:\n  - mess"),
         (
             {"problem": 1, "solution": 2, "answer": 3},
             (),
-            "answer and solution may both be the resp.*\n.*response=answer",
+            "several columns could be the resp.*: answer, solution\n.*response=answer",
         ),
         ({"title": 1, "body": 2}, (("query", "titel"),), "no column 'titel'.*did you mean 'title'"),
-        ({"title": 1}, (("qurey", "title"),), "neither is a name of this project; did you mean 'query'"),
-        ({"response": 1}, (), "not recognised"),
+        ({"title": 1}, (("qurey", "title"),), "unknown column name 'qurey'; did you mean 'query'"),
+        ({"response": 1}, (), "no known form"),
     ],
 )
 def test_forms_that_are_not_recognised(row: dict[str, Any], named: Any, message: str) -> None:
@@ -484,17 +484,17 @@ RENAMED = (("query", "query"), ("responses", "all"), ("response_weights", "score
 @pytest.mark.parametrize(
     ("given", "reason", "detail"),
     [
-        ({"responses": "a"}, "invalid_row", "text and no JSON"),
-        ({"responses": {"a": 1}}, "invalid_row", "not a list of one or more answers"),
-        ({"responses": []}, "invalid_row", "not a list of one or more answers"),
+        ({"responses": "a"}, "invalid_row", "text, but not JSON"),
+        ({"responses": {"a": 1}}, "invalid_row", "not a list of answers"),
+        ({"responses": []}, "invalid_row", "not a list of answers"),
         ({"responses": [None]}, "invalid_content", "response 0"),
         ({"responses": [[user("q")]]}, "role_order", "response 0"),
         ({"responses": [[assistant("a"), user("q")]]}, "role_order", "response 0"),
         ({"responses": ["a", [{"type": "image", "image": "x.png"}]]}, "invalid_media", "response 1"),
-        ({"responses": ["a", "b"], "weights": [1]}, "invalid_row", "one for each"),
+        ({"responses": ["a", "b"], "weights": [1]}, "invalid_row", "not a list with a weight for each of 2 responses"),
         ({"responses": ["a", "b"], "weights": [1, -1]}, "invalid_row", "from 0 to 10,000"),
-        ({"responses": ["a"], "weights": ["x"]}, "invalid_row", "weighs 'x'"),
-        ({"responses": ["a", "b"], "response_weights": [0, 0]}, "invalid_row", "weigh 0"),
+        ({"responses": ["a"], "weights": ["x"]}, "invalid_row", "has the weight 'x'"),
+        ({"responses": ["a", "b"], "response_weights": [0, 0]}, "invalid_row", "all responses have the weight 0"),
     ],
 )
 def test_responses_that_cannot_be_read(given: dict[str, Any], reason: str, detail: str) -> None:

@@ -72,9 +72,9 @@ def test_limits_that_a_row_gives_a_medium() -> None:
     result = to_sample(row, Source("/folder/rows.json"), 0)
     assert [ref.limits for ref in result.images] == [limits, (("max_pixels", 5),), ()]
     assert result.videos[0].limits == (("fps", 1), ("max_frames", 8))
-    fixed = "is not done here"
+    fixed = "is not supported"
     for key, value, message in (
-        ("max_pixels", -1, "from 1 on"),
+        ("max_pixels", -1, "a number of at least 1"),
         ("resized_height", 28, fixed),
         ("video_end", 2, fixed),
     ):
@@ -131,17 +131,17 @@ def test_videos_and_their_frames() -> None:
         ({"images": [["a.png"]]}, "image 0 is"),
         ({"images": ["a.png", 5]}, "image 1 is 5"),
         ({"images": 5}, "'images' is a int"),
-        ({"images": [{}]}, "neither bytes nor a path"),
-        ({"images": [{"bytes": "no base64!"}]}, "no base64"),
-        ({"images": [{"bytes": 5}]}, "a int as bytes"),
+        ({"images": [{}]}, "no bytes, path or URL"),
+        ({"images": [{"bytes": "no base64!"}]}, "not valid base64"),
+        ({"images": [{"bytes": 5}]}, "a int as 'bytes'"),
         ({"images": ["data:image/png;base64"]}, "without a comma"),
         ({"images": ["gopher://host/a.png"]}, "unknown scheme gopher://"),
         ({"videos": [[]]}, "video 0 is"),
-        ({"videos": [{"frames": ["a"], "fps": 0}]}, "0 frames a second"),
-        ({"videos": [{"video": "a.mp4", "video_start": "x"}]}, "'x' as video_start, not seconds"),
-        ({"videos": [{"video": "a.mp4", "video_end": -1}]}, "-1 as video_end, not seconds"),
-        ({"videos": [{"video": "a.mp4", "video_start": 3, "video_end": 3}]}, "video 0 begins at 3 s and ends at 3 s"),
-        ({"videos": [{"video": "a.mp4", "video_end": 0}]}, "begins at 0 s and ends at 0 s"),
+        ({"videos": [{"frames": ["a"], "fps": 0}]}, "0 as fps"),
+        ({"videos": [{"video": "a.mp4", "video_start": "x"}]}, "'x' as video_start, not a number of seconds"),
+        ({"videos": [{"video": "a.mp4", "video_end": -1}]}, "-1 as video_end, not a number of seconds"),
+        ({"videos": [{"video": "a.mp4", "video_start": 3, "video_end": 3}]}, "video 0 has a clip from 3 s to 3 s"),
+        ({"videos": [{"video": "a.mp4", "video_end": 0}]}, "has a clip from 0 s to 0 s"),
         ({"videos": [{"frames": ["a"], "video_start": 3}]}, "video 0 is a list of frames and has video_start"),
         ({"audios": [{"array": [0.5, 0.25], "sampling_rate": 16000}]}, "its keys are: array, sampling_rate"),
     ],
@@ -158,7 +158,7 @@ def test_a_frame_rate_that_no_video_has(fps: float) -> None:
         ([{"frames": ["a"], "fps": fps}], "invalid_media"),
         ([{"video": "a.mp4", "fps": fps}], "media_limits"),
     ):
-        with pytest.raises(RowProblem, match=r"frames a second; it must be a number from 1e-06 to 1,000,000") as caught:
+        with pytest.raises(RowProblem, match=r"as fps; it must be a number from 1e-06 to 1,000,000") as caught:
             read({"videos": videos})
         assert caught.value.reason == reason
 

@@ -61,7 +61,7 @@ def test_marks_stand_in_thoughts_and_in_calls_too() -> None:
     assert [texts for turn in sample.turns for texts in turn.texts if "<bbox>" in texts] == ["<bbox>"] * 3
     assert problem_of(
         {"messages": turns, "images": ["a.png"], "objects": {"ref": ["x"], "bbox": boxes[:2]}}
-    ).detail.startswith("the texts have 3 <bbox> marks, and 'objects' has 2 boxes")
+    ).detail.startswith("the texts have 3 <bbox> placeholders, but 'objects' has 2 boxes")
 
 
 def test_what_a_row_says_of_its_json() -> None:
@@ -122,7 +122,7 @@ def test_objects_that_cannot_be_used(given: Any, answer: str, reason: str) -> No
 
 def test_a_box_of_a_row_without_pictures() -> None:
     problem = problem_of({"messages": [user("<bbox>")], "objects": {"bbox": [[1, 2]]}})
-    assert (problem.reason, problem.detail[-29:]) == ("object_image", "0, and the row has no picture")
+    assert (problem.reason, problem.detail[-29:]) == ("object_image", " 0, but the row has no images")
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-3, 2000) | st.floats() | st.sampled_from(["real", "x", "<image>"])

@@ -62,7 +62,7 @@ def test_depth_is_bounded_whoever_asks(opening: bytes, closing: bytes, inner: by
     times = depth // (len(opening.strip(b'"a:')) or 1)
     text = opening * times + inner + closing * times
     message = {_from_below(frames, text) for frames in (0, 100, 400, 700)}
-    assert message == ({""} if depth == 100 else {"lists and objects nest more than 100 deep"})
+    assert message == ({""} if depth == 100 else {"lists and objects are nested more than 100 levels deep"})
 
 
 def test_what_only_looks_dangerous() -> None:

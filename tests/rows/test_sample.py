@@ -15,7 +15,7 @@ import packtool
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import RowError, StorageError
 from packtool.rows.read import read_block, scan
-from packtool.rows.sample import DROP_REASONS, UNEXPECTED, Dropped, drop_notes, guard_row, unforeseen_note
+from packtool.rows.sample import DROP_REASONS, UNEXPECTED, Dropped, drop_notes, guard_row, unexpected_note
 from packtool.rows.source import SourceSpec
 
 ROOT = Path(packtool.__file__).parent
@@ -121,8 +121,8 @@ def test_errors_that_are_not_the_rows_are_raised(error: BaseException) -> None:
 
 
 def test_the_note_has_the_count_and_the_file() -> None:
-    assert unforeseen_note({"invalid_json": 3}, "out/dropped.jsonl") == ""
-    note = unforeseen_note({"invalid_json": 3, "unexpected": 1200}, "out/dropped.jsonl")
+    assert unexpected_note({"invalid_json": 3}, "out/dropped.jsonl") == ""
+    note = unexpected_note({"invalid_json": 3, "unexpected": 1200}, "out/dropped.jsonl")
     for words in ("1,200 rows", "out/dropped.jsonl", "--strict"):
         assert words in note
 

@@ -107,7 +107,7 @@ def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             scan(SourceSpec(str(path)))
     (tmp_path / "rows.xlsx").touch()
-    with pytest.raises(DataError, match=r"no kind of rows\nKnown are .json, .*, each also with .gz or .zst"):
+    with pytest.raises(DataError, match=r"unknown file format\nSupported are .json, .*, each also with .gz or .zst"):
         scan(SourceSpec(str(tmp_path / "rows.xlsx")))
 
 
@@ -187,6 +187,6 @@ def test_files_that_are_alike_are_told_apart_by_name(tmp_path: Path) -> None:
     for name, text in (("a", '{"q": 1}'), ("b", '{"q": 1}'), ("c", '{"text": "t"}'), ("d", '{"text": null, "q": 1}')):
         (tmp_path / f"{name}.jsonl").write_text(text + "\n")
     for name in "abd":
-        with pytest.raises(DataError, match=rf"{name}\.jsonl: the form of its rows is not recognised"):
+        with pytest.raises(DataError, match=rf"{name}\.jsonl: the rows have no known form"):
             scan(SourceSpec(str(tmp_path / f"{name}.jsonl")))
     assert scan(SourceSpec(str(tmp_path / "c.jsonl"))).source.form == "text"

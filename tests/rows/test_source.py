@@ -34,7 +34,7 @@ def blocks_of(sizes: list[int]) -> RowBlocks:
 def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int, chunk: int, most: int) -> None:
     sources = [blocks_of(own) for own in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "_CHUNK_BLOCKS", chunk)
+        patch.setattr(source, "_BLOCKS_PER_DRAW", chunk)
         patch.setattr(source, "_MAX_HYPERGEOMETRIC", most)
         drawn = draw_rows(sources, count, (seed, 0))
         again = draw_rows(sources, count, (seed, 0))

@@ -76,7 +76,7 @@ def test_a_directory_of_packs_is_its_files(tmp_path: Path) -> None:
     (tmp_path / "packs-00000-of-00001.tar").touch()
     assert paths_of(f"{tmp_path}/pack*") == [str(tmp_path / "packs-00000-of-00001.tar")]
     (tmp_path / "packs.json").write_text("{}")
-    with pytest.raises(DataError, match="names no files of packs"):
+    with pytest.raises(DataError, match="lists no files of packs"):
         paths_of(tmp_path)
 
 
@@ -112,11 +112,11 @@ def test_rows_for_the_val_split(folder: Path) -> None:
     ("name", "message"),
     [
         ("{}/gone.jsonl", "--dataset .*/gone.jsonl: there is no such file"),
-        ("{}/*.xml", "no file of rows fits\nKnown are .json, "),
-        ("{}/p.png", "its name says no kind of rows\nKnown are"),
-        ("{}/pictures", "no files of rows in it, but p.png, q.png"),
-        ("{}/cache", "is a cache that packtool export made"),
-        ("{}/dict", "holds the splits a, b, and no train"),
+        ("{}/*.xml", "no file of rows matches\nSupported are .json, "),
+        ("{}/p.png", "unknown file format\nSupported are"),
+        ("{}/pictures", "the folder has no files of rows; it contains p.png, q.png"),
+        ("{}/cache", "is a cache written by packtool export"),
+        ("{}/dict", "has no split train; its splits are a, b"),
     ],
 )
 def test_what_is_not_there(folder: Path, name: str, message: str) -> None:
@@ -167,7 +167,9 @@ def test_sets_of_the_hub() -> None:
 def test_a_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"no such file here, and the hub's set no.* cannot be loaded: .*\n.*HF_HUB"):
+    with pytest.raises(
+        DataError, match=r"there is no such file, and the Hugging Face dataset no.* cannot be loaded: .*\n.*HF_HUB"
+    ):
         specs_of(name)
 
 
@@ -237,7 +239,7 @@ def test_a_folder_is_the_part_of_a_set_that_is_read(tmp_path: Path) -> None:
         rows(**far, folder="java")
     with pytest.raises(DataError, match="set/java: there is no such file"):
         rows(**near, folder="java")
-    with pytest.raises(DataError, match=r"the folder 'python', and .*train.jsonl is no directory"):
+    with pytest.raises(DataError, match=r"the folder 'python', but .*train.jsonl is not a directory"):
         rows(file_name="owner/set/train.jsonl", folder="python")
 
 
@@ -251,7 +253,7 @@ def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         names.append(name)
         return str(tmp_path / "owner" / "set")
 
-    monkeypatch.setattr("packtool.rows.sources._local_copy", copy)
+    monkeypatch.setattr("packtool.rows.sources._download", copy)
     both = {"hf_hub_url": "nobody/nothing", "ms_hub_url": "team/set", "split": "test"}
     for entry, use_hf in (({"ms_hub_url": "team/set", "split": "test"}, None), (both, False)):
         info = info_file(tmp_path, far=entry)
@@ -263,22 +265,22 @@ def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"file_nam": "a"}, r"key 'file_nam'; did you mean 'file_name'\?\n.*none of file_name, cloud"),
+        ({"file_nam": "a"}, r"key 'file_nam'; did you mean 'file_name'\?\n.*needs one of file_name, cloud"),
         ({"file_name": "a", "columns": {"promt": "x"}}, "'s', columns: unknown key 'promt'; did you mean 'prompt'"),
         ({"file_name": "a", "tags": {"user": "x"}}, "'s', tags: unknown key 'user'"),
-        ({"file_name": "a", "ranking": True}, "no data for supervised training"),
-        ({"file_name": "a", "formatting": "chatml"}, "known are alpaca, sharegpt and openai"),
-        ({"file_name": "a", "xyz": 1}, "dataset_info.json: 's': unknown key 'xyz'; known are hf_hub_url, .*loss_scale"),
-        ({"file_name": "a", "columns": {"kto_tag": "x"}}, "the columns kto_tag: preferences between answers"),
-        ({"script_url": "a", "file_name": "b"}, "script_url: loading scripts are not run here"),
-        ({"om_hub_url": "a"}, "om_hub_url: openMind's hub is not read here"),
-        ({"file_name": "a", "split": "test"}, "split 'test': only sets of a hub have such parts, and file_name names"),
-        ({"cloud_file_name": "s3://a/b", "subset": "en"}, "subset 'en': .* leave out subset and name the files"),
+        ({"file_name": "a", "ranking": True}, "preference data is not supported"),
+        ({"file_name": "a", "formatting": "chatml"}, "it must be alpaca, sharegpt or openai"),
+        ({"file_name": "a", "xyz": 1}, "dataset_info.json: 's': unknown key 'xyz'; known keys are hf_.*loss_scale"),
+        ({"file_name": "a", "columns": {"kto_tag": "x"}}, "the columns kto_tag: preference data"),
+        ({"script_url": "a", "file_name": "b"}, "script_url: loading scripts are not supported"),
+        ({"om_hub_url": "a"}, "om_hub_url: the openMind hub is not supported"),
+        ({"file_name": "a", "split": "test"}, "split 'test', which is only for .* hub; remove split and set file_name"),
+        ({"cloud_file_name": "s3://a/b", "subset": "en"}, "subset 'en', .* remove subset and set cloud_file_name"),
         ({"hf_hub_url": "a/b", "folder": "../c"}, "folder '../c': it must be a sub-directory"),
         ({"hf_hub_url": "a/b", "folder": "/c"}, "folder '/c': it must be a sub-directory"),
         ({"file_name": 5}, "file_name is 5, not text"),
         ({"file_name": "a", "num_samples": 0}, "num_samples is 0"),
-        ({"file_name": "a", "columns": {"messages": 1}}, "columns must be an object of names"),
+        ({"file_name": "a", "columns": {"messages": 1}}, "columns must be an object whose values are text"),
         ("a.json", "'s' is a str, not an object"),
     ],
 )  # fmt: skip
@@ -335,9 +337,7 @@ def test_columns_that_cannot_be_understood(tmp_path: Path, columns: str) -> None
 
 def test_the_form_is_an_error_with_the_files_name(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"id": 1}\n')
-    with pytest.raises(
-        PacktoolError, match=r"rows.jsonl: the form of its rows is not recognised; their keys are: id\n"
-    ):
+    with pytest.raises(PacktoolError, match=r"rows.jsonl: the rows have no known form; their keys are: id\n"):
         scan_sources(specs_of(tmp_path / "rows.jsonl"), 42)
 
 

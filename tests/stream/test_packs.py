@@ -182,11 +182,11 @@ def test_nothing_is_left_in_shared_memory_however_it_ends(
 
 
 def test_a_damaged_state_is_told(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match="stream of rank 0"):
+    with pytest.raises(MismatchError, match="stream state of rank 0"):
         read_stream_state(str(tmp_path), 0)
     write_stream_state(str(tmp_path), 0, StreamState())
     (tmp_path / "stream-00000.json").write_text("{")
-    with pytest.raises(MismatchError, match="Give another checkpoint"):
+    with pytest.raises(MismatchError, match="Pass another checkpoint"):
         read_stream_state(str(tmp_path), 0)
 
 

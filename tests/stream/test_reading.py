@@ -101,5 +101,5 @@ def test_every_place_is_found_again(specs: list[SourceSpec], shuffle: bool) -> N
 
 
 def test_a_sample_of_rows_is_refused(specs: list[SourceSpec]) -> None:
-    with pytest.raises(ConfigError, match="Leave out --streaming true"):
+    with pytest.raises(ConfigError, match="Remove --streaming true"):
         take([SourceSpec(specs[0].path, name="a.jsonl#5", num_sampled=5)])

@@ -19,5 +19,5 @@ def test_a_store_that_is_down_is_told_with_how_to_go_on(monkeypatch: pytest.Monk
     with pytest.raises(StoreDownError) as told:
         list(reading.encoded_blocks(iter([]), spec, num_proc=1, num_ahead=1))
     assert told.value.remedy is not None
-    assert told.value.remedy.startswith("Look at the store. --resume-from-checkpoint true")
+    assert told.value.remedy.startswith("Look at the store. To resume from the latest checkpoint")
     assert "finished" not in told.value.remedy

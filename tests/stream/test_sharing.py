@@ -42,7 +42,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
 
 
 def sharing(model: Path, **given: Any) -> IntervalSharing:
-    return IntervalSharing(MediaTokens.of(ModelFiles.load(str(model)).config), **{"worth": 0.05} | given)
+    return IntervalSharing(MediaTokens.of(ModelFiles.load(str(model)).config), **{"min_saving": 0.05} | given)
 
 
 def tokens_once(pack: StreamedPack) -> int:
@@ -75,8 +75,8 @@ def test_intervals_that_save_little_are_packed_whole(specs: Any, model: Path) ->
     """An interval of ten rows drawn from all has few that are alike."""
     chosen = options(packing_interval=10, shuffle_buffer_size=300)
     whole = contents(list(stream(specs, model, chosen)))
-    assert contents(list(stream(specs, model, chosen, sharing=sharing(model, worth=0.9)))) == whole
-    asked = list(stream(specs, model, chosen, sharing=sharing(model, worth=0.0)))
+    assert contents(list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.9)))) == whole
+    asked = list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.0)))
     assert sum(pack.num_tokens for pack in asked) < sum(pack.num_whole_tokens for pack in asked)
 
 

@@ -101,10 +101,10 @@ def test_rows_of_which_nothing_is_left(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n{\n")
     config = tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl")))
     with pytest.raises(
-        DataError, match=r"no sample is left to train on: 2 invalid_json\nThe first: .*row 0: "
+        DataError, match=r"no sample is left to train on: 2 invalid_json\nFirst dropped row: .*row 0: "
     ) as caught:
         train(config, SilentProgress())
-    assert "one JSON object a line" in str(caught.value.remedy)
+    assert "one JSON object per line" in str(caught.value.remedy)
     assert "dropped-00000.jsonl" in str(caught.value.remedy)
 
 
@@ -232,5 +232,5 @@ def test_rows_without_streaming_are_planned_like_a_cache(tiny: TinyWorld, tmp_pa
 def test_a_missing_model_or_file_is_told_before_anything_starts(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such file"):
         train(tiny.config(tmp_path, **tiny.streamed(str(tmp_path / "gone.jsonl"))), SilentProgress())
-    with pytest.raises(ConfigError, match="a sample can only be drawn"):
+    with pytest.raises(ConfigError, match="a sample cannot be drawn"):
         train(tiny.config(tmp_path, **tiny.streamed(tiny.rows + "#3")), SilentProgress())

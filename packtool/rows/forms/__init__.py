@@ -1,11 +1,12 @@
-"""Forms of rows: detect the form of a file's rows, and read its rows as samples.
+"""Detect the form of a file's rows, and read rows as samples.
 
-The form is detected once per file (``detect``). Everything beside the conversation is read alike in all forms:
-``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and ``responses`` if the conversation has no
-answer. Columns of preference data (``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are ignored:
-the preferred conversation is trained, as ms-swift's ``sft`` does.
+A form is a set of columns that contain a conversation, a text or tokens. It is detected once per file (``detect``). The
+other columns are the same in all forms: ``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and
+``responses`` if the conversation has no answer. Columns of preference data (``rejected_response``,
+``rejected_messages``, ``label``, ``margin``) are ignored: the preferred conversation is trained, as with ms-swift's
+``sft``.
 
-Reading functions of this package raise RowProblem for a row that cannot be used.
+Functions of this package that read rows raise RowProblem for a row that cannot be used.
 """
 
 from __future__ import annotations
@@ -29,42 +30,44 @@ __all__ = ["FORMS", "RowProblem", "check_first_rows", "detect", "to_sample"]
 _Keys = tuple[str, ...]
 
 FORMS: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, QUERY, TEXT, PREPARED)}
-"""All forms by name; the first that fits a file is used."""
+"""All forms by name; a file has the first form that fits."""
 
 
 def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
     """Detect the form of a file from its first rows.
 
     Args:
-        named: columns that the user named, as (this project's name, the file's), or reversed as in ms-swift's
-            ``--columns``; "" as the file's name ignores a column.
+        named: columns that the user named, as (packtool's name, the file's name) or the reverse, as in ms-swift's
+            ``--columns``; "" as the file's name disables a column.
         formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` prefers tokens if rows have both
-            tokens and their text.
+            tokens and text.
         where: the file, for messages.
 
     Returns:
-        the form, a key of ``FORMS``, and (this project's name, the file's) of every column that was found or named.
+        the form, a key of ``FORMS``, and (packtool's name, the file's name) of the columns that the form uses or the
+        user named.
 
     Raises:
-        DataError: if no form fits, if several columns may be meant, or if a named one is missing.
+        DataError: no form fits, a column is ambiguous, or a named column is missing.
     """
     keys = tuple({key: None for row in rows for key in row})
-    filled = {key for row in rows for key, value in row.items() if value is not None}
-    used = tuple([key for key in keys if key in filled])
-    return _cached_detect(keys, used, named, formatting) or _detect(keys, used, named, formatting, where)
+    non_null = {key for row in rows for key, value in row.items() if value is not None}
+    filled = tuple([key for key in keys if key in non_null])
+    return _cached_detect(keys, filled, named, formatting) or _detect(keys, filled, named, formatting, where)
 
 
 @lru_cache(maxsize=256)
-def _cached_detect(keys: _Keys, used: _Keys, named: Pairs, formatting: str | None) -> tuple[str, Pairs] | None:
-    """Detect the form once for all files with the same keys; None if there is none."""
+def _cached_detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None) -> tuple[str, Pairs] | None:
+    """Detect the form once for all files with the same keys; return None on an error, which has to name the file."""
     try:
-        return _detect(keys, used, named, formatting, "")
-    except DataError:  # raised again, with the file's name
+        return _detect(keys, filled, named, formatting, "")
+    except DataError:
         return None
 
 
-def _detect(keys: _Keys, used: _Keys, named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
-    columns = Columns(used, _named_columns(named, keys, where), where)
+def _detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
+    """Detect the form of a file with these ``keys``, of which ``filled`` have a value in at least one row."""
+    columns = Columns(filled, _named_columns(named, keys, where), where)
     if formatting == TOKENS:
         if PREPARED.fits(columns, formatting):
             return PREPARED.name, tuple(sorted(columns.columns.items()))
@@ -73,35 +76,40 @@ def _detect(keys: _Keys, used: _Keys, named: Pairs, formatting: str | None, wher
     if form is None:
         known = "\n".join(f"  - {form.shown}" for form in FORMS.values())
         raise DataError(
-            f"{where}: the form of its rows is not recognised; their keys are: {listed(keys)}\nKnown forms:\n{known}",
-            "Say which column is which, as in --columns query=title response=body",
+            f"{where}: the rows have no known form; their keys are: {listed(keys)}\nKnown forms:\n{known}",
+            "Name the columns with --columns, for example --columns query=title response=body",
         )
     return form.name, tuple(sorted(columns.columns.items()))
 
 
 def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
+    """Check the columns that the user named, and return the file's names by packtool's names."""
     columns = {}
     for name, column in named:
         if not (name in NAMES and column in keys) and column in NAMES and name in keys:
             name, column = column, name
         if name not in NAMES and column not in NAMES:
             raise DataError(
-                f"--columns {name}={column}: neither is a name of this project{did_you_mean(name, NAMES)}",
-                f"Known are {', '.join(NAMES)}.",
+                f"--columns {name}={column}: unknown column name {name!r}{did_you_mean(name, NAMES)}",
+                f"Known names are {', '.join(NAMES)}.",
             )
         if column and column not in keys:
             raise DataError(
                 f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
                 f"{did_you_mean(column, keys)}; its columns are: {listed(keys)}",
-                "Name a column that is there (rows may have null in it); where sets differ, name each set's columns in "
-                "a --dataset-info file.",
+                "Name a column that the file has. If the datasets have different columns, name them for each dataset "
+                "in a --dataset-info file.",
             )
         columns[name] = column
     return columns
 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
-    """Read row ``number`` (0-based) of a source, in the form of its rows; detect the form if the source has none."""
+    """Convert a row to a sample by the form of its source; if the source has none, detect the form from the row.
+
+    Args:
+        number: 0-based number of the row in the source.
+    """
     name, columns = source.form, source.columns
     if name is None:
         try:
@@ -126,9 +134,9 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
             tokens=turns,
         )
     tools = _tools(fields)
-    # ms-swift's form of a text for pretraining: one assistant turn alone.
-    is_alone = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
-    is_text = form is TEXT or (is_alone and tools is None and fields.get("system") is None)
+    # ms-swift writes a pretraining text as a single assistant turn.
+    is_single_answer = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
+    is_text = form is TEXT or (is_single_answer and tools is None and fields.get("system") is None)
     if not is_text:
         turns = _with_system(turns, fields, source)
     responses = () if is_text else responses_of(fields, turns, source)
@@ -156,12 +164,17 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Raise DataError, with the option to use, if all first rows of a file have the same problem with media marks."""
+    """Check the first rows of a file for media in a column with an unknown name.
+
+    Raises:
+        DataError: no row is usable, and all lack media that the same unknown column seems to contain. The message names
+            the option that selects the column.
+    """
     problems: list[LoneMark] = []
     for number, row in enumerate(rows):
         try:
             to_sample(row, source, number)
-            return  # a usable row, mostly the first
+            return  # a usable row, usually the first
         except LoneMark as problem:
             problems.append(problem)
         except RowProblem:
@@ -173,23 +186,24 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
         kind, column = problems[0].kind, problems[0].column
         mark = MEDIA_MARKS[kind]
         raise DataError(
-            f"{source.label}: its rows speak of {mark} and have no {kind}s; the column {column!r} seems to hold them",
-            f"Say so with --columns {kind}s={column} (or --columns {kind}s= if {mark} is plain text here).",
+            f"{source.label}: the rows have {mark} placeholders but no {kind}s; the column {column!r} seems to contain "
+            "them",
+            f"Pass --columns {kind}s={column}; if {mark} is plain text in these rows, pass --columns {kind}s=.",
         )
 
 
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """Add the row's own system prompt, else the option's; without both, the template may add its own.
+    """Return the turns with the system prompt of the row, else of ``--system``, else none.
 
     Raises:
-        RowProblem: if the first other turn is not the user's. The chat template checks the order after that. A last
-            turn without an answer stays as untrained context.
+        RowProblem: the first turn after the system prompt is not a user turn. The order of later turns is checked by
+            the chat template; a last turn without an answer is context that is not trained.
     """
     first = next((turn for turn in turns if turn.role != "system"), None)
     if first is None:
-        raise RowProblem("empty_conversation", "there is a system prompt and no other turn")
+        raise RowProblem("empty_conversation", "the row has a system prompt but no other turn")
     if first.role != "user":
-        raise RowProblem("role_order", f"the conversation begins with a turn of the {first.role}, not of the user")
+        raise RowProblem("role_order", f"the conversation begins with the role {first.role}, not user")
     if turns[0].role == "system":
         return turns
     system = fields.get("system")
@@ -201,6 +215,7 @@ def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn
 
 
 def _tools(fields: Fields) -> tuple[Any, ...] | None:
+    """Return the tools of a row, parsed if they are JSON text; None if it has none."""
     tools = fields.parsed("tools")
     if not tools:
         return None

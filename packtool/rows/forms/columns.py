@@ -1,6 +1,6 @@
-"""Columns of rows: their usual names or the user's, their values, and how messages show values.
+"""Columns of rows: finding them by their usual names or the user's, reading values, and showing values in messages.
 
-Also ``RowProblem``, the error of a row that a form cannot read.
+Also ``RowProblem``, the error for a row that cannot be read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from packtool.rows.source import Pairs
 
 
 class RowProblem(Problem):
-    """A row that cannot be used."""
+    """A row that cannot be used, with its drop reason."""
 
 
 def parse_cell(text: str, reason: str, what: str) -> Any:
-    """Parse JSON text in a cell; raise RowProblem with ``reason`` and ``what`` if it is not JSON."""
+    """Parse JSON text in a cell.
+
+    Raises:
+        RowProblem: with ``reason`` and a message that begins with ``what`` if the text is not JSON; with a reason of
+            its own if JSON parsers read the text differently.
+    """
     try:
         return parse_json(text)
     except JsonProblem as problem:
@@ -32,7 +37,7 @@ def parse_cell(text: str, reason: str, what: str) -> Any:
         raise RowProblem(problem.reason, problem.detail) from problem
 
 
-_MAX_SHOWN = 80
+_MAX_SHOWN, _MAX_LISTED = 80, 20
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = _MAX_SHOWN
 _short.maxlevel = 3
@@ -55,14 +60,14 @@ def is_list(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, truncated; fast for values of any size and depth."""
+    """Return a value as text for a message, at most 80 characters; fast for values of any size."""
     return _short.repr(value)[:_MAX_SHOWN]
 
 
-def listed(names: Iterable[Any], max_names: int = 20) -> str:
-    """Return names for a message, sorted and truncated."""
+def listed(names: Iterable[Any]) -> str:
+    """Return names as text for a message: sorted, at most 20."""
     texts = sorted(str(name)[:_MAX_SHOWN] for name in names)
-    return ", ".join(texts[:max_names]) + (", ..." if len(texts) > max_names else "") or "none"
+    return ", ".join(texts[:_MAX_LISTED]) + (", ..." if len(texts) > _MAX_LISTED else "") or "none"
 
 
 TOKEN_COLUMNS = (
@@ -71,7 +76,7 @@ TOKEN_COLUMNS = (
 )
 """Columns of rows that another tool has tokenized."""
 
-# Names that other projects use for the same column, this project's own first.
+# Usual names of each column in other projects, packtool's first.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "query": ("query", "prompt", "question", "problem", "instruction", "input"),
@@ -100,37 +105,41 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "cu_seqlens": ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"),
 }
 NUMBER_COLUMNS = frozenset(column for name in TOKEN_COLUMNS for column in NAMES[name])
-"""File names of these columns, which are lists of numbers."""
-# Looked up under all of their names in each row, because a file's first rows may lack them.
+"""Usual names of these columns, whose values are lists of numbers."""
+# Looked up under all usual names in each row, because the first rows of a file may lack them.
 _OPTIONAL = (
     *("history", "input", "system", "tools", "images", "videos", "audios"),
     *("channel", "objects", "bbox_type", "reasoning_content"),
 )
 
-# Python's parser needs some hundred times a text's size in memory.
+# Characters; Python's parser needs some hundred times the size of the text in memory.
 _MAX_LITERAL = 1 << 22
 
 
 class Fields:
-    """A row's values by this project's column names."""
+    """The values of a row by packtool's column names.
+
+    Args:
+        columns: (packtool's name, the file's name), from ``detect``; other columns have their usual names.
+    """
 
     def __init__(self, row: Mapping[str, Any], columns: Pairs) -> None:
         self.row, self._names = row, _names_of(columns)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the file's columns for one of this project's names."""
+        """Return the names that a column may have in the file."""
         return self._names[name]
 
     def has(self, name: str) -> bool:
-        """Return whether the row has such a column, with or without a value."""
+        """Return whether the row has the column, even with an empty value."""
         return any(column in self.row for column in self._names[name])
 
     def is_disabled(self, name: str) -> bool:
-        """Return whether the user has disabled the column: ``--columns images=``."""
+        """Return whether the user has disabled the column, as in ``--columns images=``."""
         return self._names[name] == ("",)
 
     def get(self, name: str) -> Any:
-        """Return a value; None if it is missing, null or an empty text."""
+        """Return the value of a column; None if it is missing, null or an empty text."""
         for column in self._names[name]:
             value = self.row.get(column)
             if value is not None and not (isinstance(value, str) and value == ""):  # arrays have no truth value
@@ -138,7 +147,7 @@ class Fields:
         return None
 
     def raw(self, name: str) -> Any:
-        """Return a value unchanged, even an empty text; raise RowProblem if it is missing or null."""
+        """Return the value of a column, even an empty text; raise RowProblem if it is missing or null."""
         for column in self._names[name]:
             if self.row.get(column) is not None:
                 return self.row[column]
@@ -148,16 +157,16 @@ class Fields:
         raise RowProblem("unknown_form", f"the row has no {columns}; its keys are: {listed(self.row)}")
 
     def parsed(self, name: str) -> Any:
-        """Return a value that may be JSON text, as cells of csv files are; raise RowProblem for text that is not."""
+        """Return the value of a column, parsed if it is text (JSON, or a Python literal); None as for ``get``."""
         value = self.get(name)
         if not isinstance(value, str):
             return value
         try:
-            return parse_cell(value, "invalid_row", f"{name!r} is text and no JSON")
+            return parse_cell(value, "invalid_row", f"{name!r} is text, but not JSON")
         except RowProblem as problem:
             if problem.reason == "invalid_row" and len(value) <= _MAX_LITERAL:
                 with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                    literal = ast.literal_eval(value.strip())  # pandas writes lists as Python does
+                    literal = ast.literal_eval(value.strip())  # pandas writes lists as Python literals
                     if is_utf8_text(literal):
                         return literal
             raise
@@ -169,11 +178,11 @@ def _names_of(columns: Pairs) -> dict[str, tuple[str, ...]]:
 
 
 class Columns:
-    """Columns of a file by this project's names, registered as they are found.
+    """The columns of a file, among which a form finds those that it needs.
 
     Args:
-        keys: of the file's rows.
-        columns: file's name by this project's name, for columns that the user named.
+        keys: keys of the file's rows.
+        columns: the file's name by packtool's name, for columns that the user named; ``find`` adds to it.
         where: the file, for messages.
     """
 
@@ -181,7 +190,7 @@ class Columns:
         self.columns, self._where = columns, where
         self._keys = {key.lower(): key for key in reversed(keys)}
         for name in _OPTIONAL:
-            # Usual names in usual case are looked up in each row.
+            # Columns with a usual name in lower case are looked up in each row instead.
             candidates = self._candidates(name)
             if name not in columns and candidates and not set(candidates) & set(NAMES[name]):
                 columns[name] = candidates[0]
@@ -190,17 +199,18 @@ class Columns:
         return [self._keys[usual] for usual in NAMES[name] if usual in self._keys]
 
     def has(self, name: str) -> bool:
-        """Return whether there is a column of that name, in upper or lower case."""
+        """Return whether the file has a column with this name in upper or lower case."""
         return name in self._keys
 
     def find(self, name: str, as_name: str | None = None) -> str | None:
-        """Return the file's column for one of this project's names, and register it; None if there is none.
+        """Return the file's name of a column and add it to ``columns``; None if the file has no such column.
 
         Args:
-            as_name: another name under which to register it.
+            name: packtool's name of the column.
+            as_name: another name of packtool's under which to add it.
 
         Raises:
-            DataError: if several columns may be meant.
+            DataError: several columns have a usual name of it, and none has ``name`` itself.
         """
         as_name = as_name or name
         if name in self.columns:
@@ -209,8 +219,8 @@ class Columns:
             candidates = self._candidates(name)
             if name not in self._keys and len(candidates) > 1:
                 raise DataError(
-                    f"{self._where}: {' and '.join(candidates)} may both be the {name}",
-                    f"Say which it is, as in --columns {name}={candidates[0]}",
+                    f"{self._where}: several columns could be the {name}: {', '.join(candidates)}",
+                    f"Choose one, for example --columns {name}={candidates[0]}",
                 )
             if candidates:
                 self.columns[as_name] = candidates[0]

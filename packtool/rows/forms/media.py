@@ -1,19 +1,19 @@
-"""Pictures, videos and sounds of a row, in all ways that rows name them, and their marks in the row's texts.
+"""Read the images, videos and audio of a row in all supported notations, and match them to placeholders in the texts.
 
-A path is, in this order: a URL (kept unchanged), a data URI (decoded), absolute, relative to the media root if such a
-file exists, or relative to the folder of the file of rows. Only this machine's files are checked for existence; with a
-remote media root every relative path is below it.
+A path is the first of these that applies: a URL (kept unchanged), a data URI (decoded), an absolute path, a path
+relative to the media root if this file exists, a path relative to the folder of the file of rows. Only local files are
+checked for existence; with a remote media root, every relative path is relative to it.
 
-A mark (``<image>``, ``<video>``, ``<audio>``) without a medium is either a lost picture (an empty cell, a column of
-another name) or plain text: ``<video>`` is an HTML tag that people ask about. A lost picture must not be trained as the
-word "<image>", so:
+"Mark" is the name of a placeholder (``<image>``, ``<video>``, ``<audio>``) in this package. A mark without a medium is
+either a lost medium (an empty cell, a column with an unknown name) or plain text: ``<video>`` is an HTML tag that
+people ask about. A lost image must not be trained as the word "<image>". Therefore:
 
-- a row is dropped if it has an empty column for such media, or if its picture is in a column with an unknown name
-  (``image_path``);
-- if the row has no such column, marks in answers, in tools' results and in texts for pretraining are plain text. A mark
-  in a question is plain text if no column of the row or of the file's first rows could hold media
-  (``could_hold_media``), or if the model takes no such media; otherwise the row is dropped;
-- ``--columns images=`` (or ``videos=``, ``audios=``) makes all these marks plain text.
+- A row is dropped if it has an empty column for such media, or if a column with an unknown name (``image_path``) seems
+  to contain the medium.
+- If the row has no such column, marks in answers, tool results and pretraining texts are plain text. A mark in a
+  question is plain text if no column of the row or of the file's first rows could contain media
+  (``could_hold_media``), or if the model does not support such media; otherwise the row is dropped.
+- ``--columns images=`` (or ``videos=``, ``audios=``) makes all of these marks plain text.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from packtool.rows.source import Pairs, Source
 
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 CLIP = ("video_start", "video_end")
-"""Keys of Qwen's tools for the first and last second of a video that are used."""
-_KEYS = ("url", "path", "data")
-_MIN_BASE64 = 1024
+"""Keys of qwen-vl-utils for the clip of a video, in seconds."""
+_MEDIUM_KEYS = ("url", "path", "data")
+_MIN_BASE64 = 1024  # characters; a shorter text is a path
 LIMITS: dict[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels"),
     "video": ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
     "audio": (),
 }
-"""Limits that a row may set for a medium, by kind, under the names of Qwen's tools."""
+"""Size limits that a row may set for a medium, by kind, with the names of qwen-vl-utils."""
 _MIN_FPS, _MAX_FPS = 1e-6, 1e6
-_MAX_MINIMUM = 2**53  # of min_pixels and min_frames; maximums may be any number
+_MAX_MINIMUM = 2**53  # of min_pixels and min_frames; max_pixels and max_frames have no upper bound
 FIXED = ("resized_height", "resized_width", "nframes")
-"""Further keys of Qwen's tools, which are refused."""
+"""Other size settings of qwen-vl-utils, which are not supported."""
 _MAX_NESTING = 8
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
 
 @dataclass
 class InlineMedia:
-    """Media inside a row's messages, collected while they are read.
+    """Media in the contents of a row's messages, collected while the messages are read.
 
     Args:
-        refs: by kind, in the order of their marks.
-        num_open: marks by kind without a medium, which the row's own lists provide.
+        refs: media by kind, in the order of their marks.
+        num_open: number of message parts by kind without a medium; the row's columns must provide these media.
     """
 
     source: Source
@@ -67,7 +67,7 @@ class InlineMedia:
     num_open: dict[str, int] = field(default_factory=dict)
 
     def add(self, kind: str, value: Any) -> str:
-        """Add a medium, or None for one of the row's list, and return its mark."""
+        """Add a medium and return its mark; None or "" stands for a medium in the row's columns."""
         if value is None or value == "":
             self.num_open[kind] = self.num_open.get(kind, 0) + 1
         else:
@@ -76,7 +76,7 @@ class InlineMedia:
 
 
 def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[MediaRef, ...]]:
-    """Return all media of a row by kind: those in its messages, or those of ``images``, ``videos`` and ``audios``."""
+    """Return all media of a row by kind, from its messages or from its columns ``images``, ``videos``, ``audios``."""
     media = {}
     for kind in MEDIA_KINDS:
         name = f"{kind}s"
@@ -87,52 +87,58 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
             value = [value]
         if value is not None and not isinstance(value, Sequence):
             raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
-        listed = [media_ref(kind, item, inline.source, i) for i, item in enumerate(value or ())]
-        inner = inline.refs.get(kind)
-        if listed and inner:
-            detail = f"messages hold {len(inner)} {kind}s and the row lists {len(listed)} more: their order is unknown"
+        column_refs = [media_ref(kind, item, inline.source, i) for i, item in enumerate(value or ())]
+        message_refs = inline.refs.get(kind)
+        if column_refs and message_refs:
+            counts = f"the messages contain {len(message_refs)} {kind}s and {name!r} {len(column_refs)} more"
+            raise RowProblem(f"{kind}_marks", f"{counts}; their order is unknown")
+        if not column_refs and (num_open := inline.num_open.get(kind)):
+            detail = f"{num_open} {kind} parts of the messages have no {kind}, and neither has the row"
             raise RowProblem(f"{kind}_marks", detail)
-        if not listed and (num_open := inline.num_open.get(kind)):
-            detail = f"the messages have places for {num_open} {kind}s more than the row has"
-            raise RowProblem(f"{kind}_marks", detail)
-        media[kind] = tuple(listed or inner or ())
+        media[kind] = tuple(column_refs or message_refs or ())
     return media
 
 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
-    """Read a medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames."""
+    """Read a medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of the frames of a video.
+
+    Args:
+        position: number of the medium in its list, for messages.
+        depth: number of objects and lists around ``value``.
+    """
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:
-        raise RowProblem("invalid_media", f"{name} lies in more than {_MAX_NESTING} objects and lists")
+        raise RowProblem("invalid_media", f"{name} is nested in more than {_MAX_NESTING} objects and lists")
     if isinstance(value, str) and value:
-        return _of_text(name, value, source)
+        return _ref_from_text(name, value, source)
     if _is_bytes(value):
         return MediaRef(path=None, data=bytes(value))
     if isinstance(value, Mapping):
-        ref = _of_mapping(kind, name, value, source, depth)
+        ref = _ref_from_object(kind, name, value, source, depth)
         limits = _limits(kind, name, value, has_frames=bool(ref.frames))
         ref = replace(ref, limits=(*limits, *ref.limits)) if limits else ref
         return _clipped(ref, name, value) if kind == "video" else ref
     if isinstance(value, (list, tuple)) and value and kind == "video":
         frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
         return MediaRef(path=None, frames=frames)
-    raise RowProblem("invalid_media", f"{name} is {shown(value)}, not a path")
+    raise RowProblem("invalid_media", f"{name} is {shown(value)}, not a path, a URL or bytes")
 
 
-def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
+def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
+    """Read the medium in an object, without its limits and clip; ``name`` is for messages."""
     data = value.get("bytes")
     if isinstance(data, str):
         return MediaRef(path=None, data=_decoded(name, data))
     if data is not None:
         if not _is_bytes(data):
-            raise RowProblem("invalid_media", f"{name} has a {type(data).__name__} as bytes")
+            raise RowProblem("invalid_media", f"{name} has a {type(data).__name__} as 'bytes'")
         return MediaRef(path=None, data=bytes(data))
     data = value.get("data")
     if isinstance(data, str):
-        return _of_text(name, data, source) if ":" in data else MediaRef(path=None, data=_decoded(name, data))
-    inner = next((value[key] for key in (*_KEYS, kind, f"{kind}_url", "frames") if value.get(key)), None)
+        return _ref_from_text(name, data, source) if ":" in data else MediaRef(path=None, data=_decoded(name, data))
+    inner = next((value[key] for key in (*_MEDIUM_KEYS, kind, f"{kind}_url", "frames") if value.get(key)), None)
     if inner is None:
-        raise RowProblem("invalid_media", f"{name} has neither bytes nor a path; its keys are: {listed(value)}")
+        raise RowProblem("invalid_media", f"{name} has no bytes, path or URL; its keys are: {listed(value)}")
     ref = media_ref(kind, inner, source, depth=depth + 1)
     fps = value.get("fps", value.get("sample_fps"))
     if fps is None or not ref.frames:
@@ -141,15 +147,20 @@ def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, 
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
-    """Return the limits in the object of a medium; fps of a video of frames is not one."""
-    fixed = FIXED if kind == "video" else (*FIXED, *CLIP)
-    if refused := [key for key in fixed if value.get(key) is not None]:
-        known = ", ".join(LIMITS[kind]) or "none"
-        raise RowProblem("media_limits", f"{name} has {refused[0]}, which is not done here; known are {known}")
+    """Return (name, value) of the size limits in the object of a medium.
+
+    Args:
+        name: the medium, for messages.
+        has_frames: whether the medium is a list of frames, whose ``fps`` is not a limit but the rate of the frames.
+    """
+    unsupported = FIXED if kind == "video" else (*FIXED, *CLIP)
+    if keys := [key for key in unsupported if value.get(key) is not None]:
+        supported = ", ".join(LIMITS[kind]) or "none"
+        raise RowProblem("media_limits", f"{name} has {keys[0]}, which is not supported; supported are {supported}")
     limits = []
     for key in LIMITS[kind]:
         limit = value.get(key)
-        # In a video measured by packtool, fps is the file's rate.
+        # In a video that packtool measured, fps is the rate of the file.
         if limit is None or (key == "fps" and (has_frames or is_measured(value))):
             continue
         if key == "fps":
@@ -157,46 +168,48 @@ def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool)
             continue
         number = finite(limit)
         if number is None or number < 1:
-            raise RowProblem("media_limits", f"{name} has {shown(limit)} as {key}, which is no number from 1 on")
+            raise RowProblem("media_limits", f"{name} has {shown(limit)} as {key}; it must be a number of at least 1")
         if key.startswith("min_") and number > _MAX_MINIMUM:
-            detail = f"{name} has {shown(limit)} as {key}; at most {_MAX_MINIMUM:,} is possible"
+            detail = f"{name} has {shown(limit)} as {key}; the maximum is {_MAX_MINIMUM:,}"
             raise RowProblem("media_limits", detail)
         limits.append((key, number))
     return limits
 
 
 def is_measured(value: Mapping[str, Any]) -> bool:
-    """Return whether an object has the sizes that packtool's caches and packs keep of a medium."""
+    """Return whether the object of a medium has the sizes that packtool's caches and packs store."""
     return "tokens" in value and ("grid" in value or "features" in value)
 
 
 def _frame_rate(name: str, value: Any, reason: str) -> float:
+    """Check a number of frames per second; raise RowProblem with ``reason`` if it is invalid."""
     rate = finite(value)
     if rate is None or not _MIN_FPS <= rate <= _MAX_FPS:
-        detail = f"{name} has {shown(value)} frames a second; it must be a number from {_MIN_FPS:g} to {_MAX_FPS:,.0f}"
+        detail = f"{name} has {shown(value)} as fps; it must be a number from {_MIN_FPS:g} to {_MAX_FPS:,.0f}"
         raise RowProblem(reason, detail)
     return rate
 
 
 def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
-    """Return a video with the clip from ``video_start`` to ``video_end``, in seconds."""
+    """Return a video restricted to its clip from ``video_start`` to ``video_end`` (seconds), if the object has one."""
     bounds = {key: value[key] for key in CLIP if value.get(key) is not None}
     if not bounds:
         return ref
     if ref.frames:
-        detail = f"{name} is a list of frames and has {listed(bounds)}: list the frames that are meant"
+        detail = f"{name} is a list of frames and has {listed(bounds)}; list only the frames to use instead"
         raise RowProblem("invalid_media", detail)
     seconds = {key: finite(bound) for key, bound in bounds.items()}
     for key, number in seconds.items():
         if number is None or number < 0:
-            raise RowProblem("invalid_media", f"{name} has {shown(bounds[key])} as {key}, not seconds")
+            raise RowProblem("invalid_media", f"{name} has {shown(bounds[key])} as {key}, not a number of seconds")
     start, end = (seconds.get(key) for key in CLIP)
     if end is not None and end <= (start or 0.0):
-        raise RowProblem("invalid_media", f"{name} begins at {start or 0:g} s and ends at {end:g} s")
+        raise RowProblem("invalid_media", f"{name} has a clip from {start or 0:g} s to {end:g} s")
     return replace(ref, clip=(start, end))
 
 
-def _of_text(name: str, text: str, source: Source) -> MediaRef:
+def _ref_from_text(name: str, text: str, source: Source) -> MediaRef:
+    """Read a medium given as a data URI, long base64 text, URL or path; ``name`` is for messages."""
     if text.startswith("data:"):
         head, comma, body = text.partition(",")
         if not comma:
@@ -206,26 +219,28 @@ def _of_text(name: str, text: str, source: Source) -> MediaRef:
     if len(text) >= _MIN_BASE64 and _BASE64.fullmatch(text):
         return MediaRef(path=None, data=_decoded(name, text))
     try:
-        return MediaRef(path=_path(text, source), policy=source.media_policy)
+        return MediaRef(path=_absolute_path(text, source), policy=source.media_policy)
     except StorageError as error:
         raise RowProblem("invalid_media", f"{name}: {error.message}") from error
 
 
 def _decoded(name: str, text: str) -> bytes:
+    """Decode base64 text, ignoring blanks."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RowProblem("invalid_media", f"{name} is no base64: {error}") from error
+        raise RowProblem("invalid_media", f"{name} is not valid base64: {error}") from error
 
 
 def _is_bytes(value: Any) -> bool:
-    """Return whether a value is bytes, or their numbers in a list, as tables of uint8 and some JSON writers have it."""
+    """Return whether a value is bytes, or a list of numbers below 256, as some tables and JSON files store bytes."""
     if isinstance(value, (bytes, bytearray)):
         return True
     return isinstance(value, list) and len(value) > 0 and all(type(item) is int and 0 <= item < 256 for item in value)
 
 
-def _path(text: str, source: Source) -> str:
+def _absolute_path(text: str, source: Source) -> str:
+    """Resolve a URL or path in a row, as the module docstring describes."""
     text = storage.normalize(text)
     if storage.is_remote(text):
         return text
@@ -233,13 +248,13 @@ def _path(text: str, source: Source) -> str:
     if os.path.isabs(text):
         return os.path.abspath(text)
     if source.media_root is not None:
-        inside = storage.join(source.media_root, text)
-        if storage.is_remote(inside):
-            return inside
-        if os.path.exists(inside):
-            return os.path.abspath(inside)
-    beside = storage.join(storage.parent(source.path), text)
-    return beside if storage.is_remote(beside) else os.path.abspath(beside)
+        in_root = storage.join(source.media_root, text)
+        if storage.is_remote(in_root):
+            return in_root
+        if os.path.exists(in_root):
+            return os.path.abspath(in_root)
+    in_folder = storage.join(storage.parent(source.path), text)
+    return in_folder if storage.is_remote(in_folder) else os.path.abspath(in_folder)
 
 
 _KNOWN_COLUMNS = frozenset(column for columns in NAMES.values() for column in columns)
@@ -261,7 +276,11 @@ _CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
 
 
 class LoneMark(RowProblem):
-    """A row has a mark of a medium that it does not have; ``column`` may hold the medium, "" if none does."""
+    """A row has a mark of a kind of media that it lacks.
+
+    Args:
+        column: column with an unknown name that seems to contain the medium, "" if there is none.
+    """
 
     def __init__(self, kind: str, column: str, detail: str) -> None:
         super().__init__(f"{kind}_marks", detail)
@@ -269,10 +288,13 @@ class LoneMark(RowProblem):
 
 
 def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
-    """Return turns with one mark for each medium, and the number of marks that were added.
+    """Add missing marks, so that there is one for each medium.
 
-    Missing marks are put before the first user text, videos before sounds before images, as ms-swift does. Marks of
-    kinds without media are left to ``lone_mark``. More marks than media are a RowProblem.
+    They are added before the text of the first user turn: videos, then audio, then images, as in ms-swift. Marks of
+    kinds without media stay as they are; ``lone_mark`` checks them.
+
+    Returns:
+        the turns, and the number of added marks. More marks than media of a kind are a RowProblem.
     """
     added = ""
     for kind in ("video", "audio", "image"):
@@ -281,7 +303,7 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
         mark, num_media = MEDIA_MARKS[kind], len(media[kind])
         num_marks = sum(turn.content.count(mark) for turn in turns)
         if num_marks > num_media:
-            detail = f"{num_marks} {mark} marks and {num_media} {kind}s: which mark goes with which is unknown"
+            detail = f"the texts have {num_marks} {mark} placeholders, but the row has {num_media} {kind}s"
             raise RowProblem(f"{kind}_marks", detail)
         added += mark * (num_media - num_marks)
     if not added:
@@ -292,33 +314,40 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
 
 
 def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:
-    """Return whether a column of a row could hold media, by its name (or the user's) or a value like a path or URL."""
-    named = {column for name, column in columns if name[:-1] in MEDIA_MARKS}
-    return any(_column_could_hold(key, value, named) for key, value in row.items() if isinstance(key, str))
+    """Return whether any column of a row could contain media, by its name or by a value such as a path or URL.
 
-
-def _column_could_hold(key: str, value: Any, named: Container[str]) -> bool:
-    name = key.lower()
-    if key in named or name in _MEDIA_COLUMNS:
-        return True
-    if name in _KNOWN_COLUMNS:
-        return _has_media_parts(value)
-    return _has_word(key, _MEDIA_WORDS) or _looks_like_media(value)
-
-
-def _has_word(key: str, words: Sequence[str]) -> bool:
-    """Return whether a word of a column's name begins with one of ``words``, or a kind of media among them is in it.
-
-    So "topic" has no "pic".
+    Args:
+        columns: (packtool's name, the file's name), from ``detect``.
     """
-    spaced = _CAMEL_CASE.sub("_", key).lower()
-    if any(kind in spaced for kind in MEDIA_KINDS if kind in words):
+    media_columns = {column for name, column in columns if name[:-1] in MEDIA_MARKS}
+    return any(
+        _column_could_hold_media(key, value, media_columns) for key, value in row.items() if isinstance(key, str)
+    )
+
+
+def _column_could_hold_media(column: str, value: Any, media_columns: Container[str]) -> bool:
+    """Return whether a column could contain media; ``media_columns`` were named as such by the user."""
+    lower = column.lower()
+    if column in media_columns or lower in _MEDIA_COLUMNS:
         return True
-    return any(part.startswith(tuple(words)) for part in re.split("[^a-z]+", spaced))
+    if lower in _KNOWN_COLUMNS:
+        return _has_media_parts(value)
+    return _has_word(column, _MEDIA_WORDS) or _looks_like_media(value)
+
+
+def _has_word(column: str, words: Sequence[str]) -> bool:
+    """Return whether a word of a column's name begins with one of ``words``: "pic_1" with "pic", but not "topic".
+
+    A kind of media among ``words`` may be anywhere in the name.
+    """
+    snake_case = _CAMEL_CASE.sub("_", column).lower()
+    if any(kind in snake_case for kind in MEDIA_KINDS if kind in words):
+        return True
+    return any(word.startswith(tuple(words)) for word in re.split("[^a-z]+", snake_case))
 
 
 def _has_media_parts(value: Any) -> bool:
-    """Return whether messages, or their JSON, have parts that are not text."""
+    """Return whether messages, as a list or as JSON text, have content parts that are not text."""
     if isinstance(value, str):
         return value.lstrip().startswith("[") and any(f'"{kind}' in value for kind in MEDIA_MARKS)
     messages = value if isinstance(value, (list, tuple)) else ()
@@ -328,6 +357,7 @@ def _has_media_parts(value: Any) -> bool:
 
 
 def _looks_like_media(value: Any, depth: int = 3) -> bool:
+    """Return whether a value is bytes, base64, a path or a URL, or contains one, at most ``depth`` levels deep."""
     if isinstance(value, (bytes, bytearray)):
         return True
     if isinstance(value, str):
@@ -346,14 +376,17 @@ def lone_mark(
     is_text: bool,
     holds_media: bool = True,
 ) -> str:
-    """Return the kind of a mark without a medium, on which a model with such media must not be trained; "" if none.
+    """Return a kind of media that a question has a mark for, but the row lacks; "" if there is none.
+
+    A model that supports this kind must not be trained on the row; for others the mark is plain text.
 
     Args:
-        is_text: the row is a text for pretraining.
-        holds_media: a column of the row's file could hold media.
+        media: media of the row by kind.
+        is_text: whether the row is a pretraining text.
+        holds_media: whether a column of the row's file could contain media.
 
     Raises:
-        LoneMark: if the row lost its medium, so that no model should be trained on it.
+        LoneMark: the row has lost its medium, so no model must be trained on it.
     """
     lone = ""
     if not any("<" in turn.content for turn in turns):
@@ -365,7 +398,7 @@ def lone_mark(
             continue
         if fields.has(name):
             column = likely_column(fields.row, kind)
-            detail = f"{num_marks} {mark} marks, and the row's {name} are empty"
+            detail = f"the texts have {num_marks} {mark} placeholders, but the row's {name!r} is empty"
             raise LoneMark(kind, column, detail + _remedy(column, kind))
         if is_text or not any(turn.role == "user" and mark in turn.content for turn in turns):
             continue
@@ -377,29 +410,34 @@ def lone_mark(
 
 
 def lone_mark_detail(kind: str, column: str = "") -> str:
-    """Describe a row that asks about a medium it lacks, with the remedy; ``column`` may hold the medium."""
-    return f"{MEDIA_MARKS[kind]} stands in a question, and the row has no {kind}s{_remedy(column, kind)}"
+    """Return the message for a question with a mark of a medium that the row lacks.
+
+    Args:
+        column: column that seems to contain the medium, "" if there is none.
+    """
+    return f"a question has the placeholder {MEDIA_MARKS[kind]}, but the row has no {kind}s{_remedy(column, kind)}"
 
 
 def _remedy(column: str, kind: str) -> str:
     if column:
-        return f"; are they in {column[:80]!r}? Then --columns {kind}s={column[:80]} says so"
-    return f"; if {MEDIA_MARKS[kind]} is plain text here, --columns {kind}s= says that there are none"
+        return f"; if they are in {column[:80]!r}, pass --columns {kind}s={column[:80]}"
+    return f"; if {MEDIA_MARKS[kind]} is plain text, pass --columns {kind}s="
 
 
 def likely_column(row: Mapping[str, Any], kind: str) -> str:
-    """Return a column of unknown name that may hold media of a kind, by its name or its value; "" for none."""
+    """Return the column with an unknown name that most likely contains media of a kind; "" if there is none."""
     unknown = [
         key for key, value in row.items() if isinstance(key, str) and key.lower() not in _KNOWN_COLUMNS and value
     ]
     by_name = [key for key in unknown if _has_word(key, _COLUMN_WORDS[kind])]
-    by_value = [key for key in unknown if _names_a_file(row[key], _SUFFIXES[kind])]
+    by_value = [key for key in unknown if _is_media_file(row[key], _SUFFIXES[kind])]
     return next((key for key in by_name if key in by_value), next(iter([*by_value, *by_name]), ""))
 
 
-def _names_a_file(value: Any, suffixes: tuple[str, ...]) -> bool:
+def _is_media_file(value: Any, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a value is a file name with one of ``suffixes``, or a list or object with one, or with bytes."""
     if isinstance(value, (list, tuple)):
-        return bool(value) and _names_a_file(value[0], suffixes)
+        return bool(value) and _is_media_file(value[0], suffixes)
     if isinstance(value, Mapping):
-        return any(isinstance(item, bytes) or _names_a_file(item, suffixes) for item in list(value.values())[:4])
+        return any(isinstance(item, bytes) or _is_media_file(item, suffixes) for item in list(value.values())[:4])
     return isinstance(value, str) and value[-8:].lower().endswith(suffixes)

@@ -1,14 +1,14 @@
-"""Forms of rows with text: ``messages`` in their many spellings, question and answer, and a text alone.
+"""Forms of rows with text: a list of messages, question and answer, alpaca's columns, and a pretraining text.
 
-Messages have roles, keys, ShareGPT's pairs and tool calls in many spellings. A row's ``tool_calls`` are passed to the
-chat template unchanged. A message with the role ``function_call`` becomes such a call. Consecutive calls, or an
-assistant's text and its calls, are one turn.
+Projects use different names for the roles and keys of messages; ShareGPT's pairs of question and answer are supported
+too. ``tool_calls`` are passed to the chat template unchanged, and a message with the role ``function_call`` becomes
+such a call. Consecutive calls, or a text of the assistant and the calls after it, are one turn.
 
-A message's content is a text, or a list of parts as OpenAI and Anthropic write it. A list becomes one text, with marks
-where its media were.
+The content of a message is a text, or a list of parts as in OpenAI's and Anthropic's formats. A list becomes one text,
+with a mark in place of each medium.
 
-A row without an answer of its own may have several accepted ones (``responses``) and their weights. All of them are
-trained, so a rejected response must be left out or have the weight 0.
+A row without an answer may have several accepted ``responses`` with weights. All of them are trained, so a rejected
+response must be removed or have the weight 0.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from packtool.rows.forms.media import CLIP, FIXED, LIMITS, InlineMedia
 from packtool.rows.sample import PreparedTokens, Response, Turn
 from packtool.rows.source import Pairs, Source
 
-_TEXTS = ("text", "input_text", "output_text")
-_MEDIA = {name: kind for kind in LIMITS for name in (kind, f"{kind}_url", f"input_{kind}")}
-_PART_TYPES = {*_TEXTS, *_MEDIA}
-_KEYS_OF_MEDIA = ("source", "url", "path", "bytes", "data", "file")
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_MEDIA_TYPES = {name: kind for kind in LIMITS for name in (kind, f"{kind}_url", f"input_{kind}")}
+_PART_TYPES = {*_TEXT_TYPES, *_MEDIA_TYPES}
+_MEDIUM_KEYS = ("source", "url", "path", "bytes", "data", "file")
 
 
 @dataclass(frozen=True)
 class RowForm:
-    """A form of rows.
+    """A form of rows: how to recognize it and how to read it.
 
     Args:
-        name: of the form, in log lines.
-        shown: its columns, for a message about rows of unknown form.
-        fits: whether a file with these columns has the form, also by ``formatting`` (``alpaca`` or ``sharegpt`` of
-            ``dataset_info.json``, ``tokens`` of ``packtool import``, or None); registers the columns that it needs.
+        name: name of the form in logs.
+        shown: its columns, for the error about rows with no known form.
+        fits: returns whether a file has the form, and finds the columns that the form needs. Arguments: columns of the
+            file; ``formatting`` (``alpaca`` or ``sharegpt`` from ``dataset_info.json``, ``tokens`` for ``packtool
+            import``, or None).
         read: returns the turns of a row, or its tokens if another tool has tokenized it.
     """
 
@@ -51,13 +52,13 @@ class RowForm:
 
 @dataclass
 class Content:
-    """A message's content.
+    """The content of a message.
 
     Args:
-        text: with marks where media go.
-        tool_calls: of Anthropic's ``tool_use`` parts.
-        reasoning: of ``thinking`` parts.
-        results: tool turns of ``tool_result`` parts; they come before the text.
+        text: text with marks in place of media.
+        tool_calls: calls in Anthropic's ``tool_use`` parts.
+        reasoning: text of ``thinking`` parts.
+        results: tool turns from ``tool_result`` parts; they precede the text.
     """
 
     text: str = ""
@@ -67,24 +68,25 @@ class Content:
 
 
 def content_of(who: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
-    """Read a content.
+    """Read the content of a message.
 
     Args:
-        who: the message, for problems.
-        inline: collects the media.
-        is_tool: a tool's answer may be any JSON value; what is neither text nor a list of parts is written as JSON.
+        who: the message, in error messages.
+        value: text, a number, or a list of parts.
+        inline: media of the content are added to it.
+        is_tool: whether it is a tool result, which may be any JSON value; values other than text and parts become JSON.
     """
     if isinstance(value, str):
         return Content(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if isinstance(value, float) and finite(value) is None:
-            raise RowProblem("invalid_content", f"{who} has the number {value} as content, which is no text")
-        return Content(str(value))  # a column with two types: numbers without quotes
+            raise RowProblem("invalid_content", f"{who} has the number {value} as content, which is not text")
+        return Content(str(value))  # in a column with texts and numbers
     is_parts = isinstance(value, (list, tuple)) and all(isinstance(part, (str, Mapping)) for part in value)
     if is_parts and (not is_tool or all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)):
         content = Content()
         for part in value:
-            _add(content, who, part, inline)
+            _add_part(content, who, part, inline)
         return content
     if is_tool and value is not None:
         try:
@@ -96,56 +98,58 @@ def content_of(who: str, value: Any, inline: InlineMedia, is_tool: bool = False)
 
 
 def _type_of(part: Mapping[str, Any]) -> str:
-    """Return a part's type, or its first key that is a type if the file leaves the type out."""
+    """Return the type of a content part; if it has no ``type``, the first of its keys that is the name of a type."""
     kind = part.get("type")
     if kind is None:
-        kind = next((key for key in (*_TEXTS, *_MEDIA) if key in part), "")
+        kind = next((key for key in (*_TEXT_TYPES, *_MEDIA_TYPES) if key in part), "")
     return str(kind)
 
 
-def _add(content: Content, who: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
+def _add_part(content: Content, who: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
+    """Add a part of a message to its content, and a medium in it to ``inline``."""
     if isinstance(part, str):
         content.text += part
         return
     kind = _type_of(part)
-    if kind in _TEXTS:
+    if kind in _TEXT_TYPES:
         content.text += _text(who, kind, part.get(kind, part.get("text")))
-    elif kind in _MEDIA:
-        content.text += inline.add(_MEDIA[kind], _medium(who, kind, part))
+    elif kind in _MEDIA_TYPES:
+        content.text += inline.add(_MEDIA_TYPES[kind], _medium(who, kind, part))
     elif kind == "thinking":
         content.reasoning += _text(who, kind, part.get("thinking"))
     elif kind == "redacted_thinking":
-        pass  # encrypted: it cannot be trained
+        pass  # encrypted, so it cannot be trained
     elif kind == "tool_use":
         if not isinstance(part.get("name"), str):
-            raise RowProblem("invalid_tool_call", f"{who} has a tool_use without a name")
+            raise RowProblem("invalid_tool_call", f"{who} has a tool_use part without a name")
         function = {"name": part["name"], "arguments": part.get("input") or {}}
         content.tool_calls.append({"id": part.get("id"), "type": "function", "function": function})
     elif kind == "tool_result":
-        inner = part.get("content")
-        answer = content_of(f"{who}'s tool_result", "" if inner is None else inner, inline, is_tool=True)
+        value = part.get("content")
+        result = content_of(f"the tool_result of {who}", "" if value is None else value, inline, is_tool=True)
         extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
         if content.text:
             # Results become turns before the text, so a result after text would change the order.
-            raise RowProblem("invalid_content", f"{who} has a tool_result behind text; Anthropic puts it before")
-        content.results.append(Turn("tool", answer.text, extra))
+            raise RowProblem("invalid_content", f"{who} has a tool_result after text; it must come before the text")
+        content.results.append(Turn("tool", result.text, extra))
     else:
         detail = f"{who} has a part of type {shown(kind)}; its keys are: {listed(part)}"
         raise RowProblem("invalid_content", detail)
 
 
 def _text(who: str, kind: str, value: Any) -> str:
+    """Return the text of a part of type ``kind``."""
     if isinstance(value, Mapping):
-        value = value.get("value")  # OpenAI's assistants write {"value": text}
+        value = value.get("value")  # OpenAI's Assistants API writes {"value": text}
     if not isinstance(value, str):
-        raise RowProblem("invalid_content", f"{who} has a {type(value).__name__} as {kind} part, not text")
+        raise RowProblem("invalid_content", f"{who} has a {type(value).__name__} in a {kind} part, not text")
     return value
 
 
 def _medium(who: str, part_type: str, part: Mapping[str, Any]) -> Any:
-    """Return the medium of a part with its limits and clip; None if the row's own list has it."""
-    kind = _MEDIA[part_type]
-    value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_KEYS_OF_MEDIA) if part.get(key)), None)
+    """Return the medium of a part, with its limits and clip, for ``media_ref``; None if the row's columns have it."""
+    kind = _MEDIA_TYPES[part_type]
+    value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_MEDIUM_KEYS) if part.get(key)), None)
     limits = {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP) if part.get(key) is not None}
     if not isinstance(value, Mapping):
         if isinstance(value, (list, tuple)) and kind == "video" and part.get("fps"):
@@ -153,7 +157,7 @@ def _medium(who: str, part_type: str, part: Mapping[str, Any]) -> Any:
         return {**limits, "path" if isinstance(value, str) else "frames": value} if limits and value else value
     if value.get("type") == "base64" or (part_type == "input_audio" and "data" in value):
         if not isinstance(value.get("data"), str):
-            raise RowProblem("invalid_media", f"{who} has an {kind} without data")
+            raise RowProblem("invalid_media", f"{who} has a part of type {part_type} without data")
         return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
     return {**limits, **value}
 
@@ -174,11 +178,11 @@ _PAIR_KEYS = (
     ("user", ("user", "human", "input", "query", "question")),
     ("assistant", ("assistant", "gpt", "bot", "output", "response", "answer")),
 )
-# Keys of a message that chat templates read; others are ignored.
+# Keys of a message that are passed to chat templates; others are ignored.
 _MESSAGE_KEYS = ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
 
 MAX_LOSS_SCALE = 10_000
-"""The default is 1; far larger ones are mistakes and make a float32 loss infinite."""
+"""Maximum loss weight of a token; far larger weights are mistakes and make a float32 loss infinite."""
 
 TAG_NAMES = {
     "system_tag": "system",
@@ -187,11 +191,16 @@ TAG_NAMES = {
     "observation_tag": "tool",
     "function_tag": _CALL,
 }
-"""Names of ``dataset_info.json``'s ``tags`` that spell a role."""
+"""Roles by the keys of ``tags`` in ``dataset_info.json``."""
 
 
 class _Tags(NamedTuple):
-    """Spellings of roles (lower case, underscores) and names of keys (the first that exists counts) in a file."""
+    """Names of roles and of message keys in a file.
+
+    Args:
+        roles: role by its name in the file, in lower case with underscores.
+        role_keys, content_keys: keys of a message's role and content, in the order in which they are tried.
+    """
 
     roles: Mapping[str, str]
     role_keys: tuple[str, ...]
@@ -200,18 +209,19 @@ class _Tags(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _tags_of(pairs: Pairs) -> _Tags:
-    """Return the usual spellings with those that ``dataset_info.json`` adds."""
+    """Return the usual names, changed by the ``tags`` of ``dataset_info.json``."""
     tags = dict(pairs)
-    own = {_normalized(spelling): TAG_NAMES[name] for name, spelling in tags.items() if name in TAG_NAMES}
+    named_roles = {_normalized(role): TAG_NAMES[name] for name, role in tags.items() if name in TAG_NAMES}
     role_keys = (tags["role_tag"],) if "role_tag" in tags else _ROLE_KEYS
-    return _Tags({**_ROLES, **own}, role_keys, (tags["content_tag"],) if "content_tag" in tags else _CONTENT_KEYS)
+    content_keys = (tags["content_tag"],) if "content_tag" in tags else _CONTENT_KEYS
+    return _Tags({**_ROLES, **named_roles}, role_keys, content_keys)
 
 
 def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
-    """Return the turns of a list of messages."""
+    """Return the turns of a list of messages, and add media in their contents to ``inline``."""
     if not is_list(messages) or not messages:
-        value = "no turns" if not messages else f"a {type(messages).__name__}, no list of turns"
-        raise RowProblem("empty_conversation", f"'messages' holds {value}")
+        problem = "is empty" if not messages else f"is a {type(messages).__name__}, not a list of messages"
+        raise RowProblem("empty_conversation", f"'messages' {problem}")
     tags = _tags_of(inline.source.tags)
     turns: list[Turn] = []
     after_call = False
@@ -221,10 +231,10 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
             after_call = False
             continue
         for who, part in _single_messages(f"message {i}", message, tags):
-            spelling = _first_value(part, tags.role_keys)
-            role = tags.roles.get(_normalized(spelling)) if isinstance(spelling, str) else None
+            role_name = _first_value(part, tags.role_keys)
+            role = tags.roles.get(_normalized(role_name)) if isinstance(role_name, str) else None
             if role is None:
-                detail = f"{who} has role {shown(spelling)}; known are {', '.join(tags.roles)}"
+                detail = f"{who} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
                 raise RowProblem("unknown_role", detail)
             if role != _CALL:
                 turns += _turns(who, role, part, inline, tags)
@@ -239,21 +249,21 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
 
 
 def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
-    """Return the turn of a message that has only role and text, as most do; None for others."""
+    """Return the turn of a message with only a role and a text, as most are; None for other messages."""
     if type(message) is not dict or len(message) != 2:
         return None
     for role_key, content_key in zip(tags.role_keys, tags.content_keys, strict=False):
-        content, spelling = message.get(content_key), message.get(role_key)
-        if type(content) is str and type(spelling) is str:
-            role = tags.roles.get(spelling)
+        content, role_name = message.get(content_key), message.get(role_key)
+        if type(content) is str and type(role_name) is str:
+            role = tags.roles.get(role_name)
             return Turn(role, content) if role is not None and role != _CALL else None
     return None
 
 
 def _single_messages(who: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (name for problems, message); two for a pair of question and answer."""
+    """Yield (name in error messages, message); several for a pair of question and answer in one object."""
     if isinstance(message, str):
-        message = parse_cell(message, "invalid_row", f"{who} is text and no JSON")
+        message = parse_cell(message, "invalid_row", f"{who} is text, but not JSON")
     if not isinstance(message, Mapping):
         raise RowProblem("invalid_row", f"{who} is a {type(message).__name__}, not an object")
     if any(key in message for key in tags.role_keys):
@@ -264,7 +274,7 @@ def _single_messages(who: str, message: Any, tags: _Tags) -> Iterator[tuple[str,
         detail = f"{who} has no {' or '.join(tags.role_keys)}; its keys are: {listed(message)}"
         raise RowProblem("unknown_role", detail)
     for role, key in pair:
-        if role != "system" or message[key]:  # each pair of a file may have the key, mostly empty
+        if role != "system" or message[key]:  # every pair of a file may have this key, usually empty
             yield f"{who} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
 
 
@@ -277,7 +287,7 @@ def _normalized(role: str) -> str:
 
 
 def _turns(who: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags) -> list[Turn]:
-    """Return the turn of a message, after turns for the tool results in it."""
+    """Return the turns of the tool results in a message, then its own turn if it has text or no results."""
     value = _first_value(message, tags.content_keys)
     extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
     if calls := _tool_calls(who, message):
@@ -295,39 +305,42 @@ def _turns(who: str, role: str, message: Mapping[str, Any], inline: InlineMedia,
 
 
 def _tool_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
+    """Return the calls in ``tool_calls`` or ``function_call``, parsed if they are JSON text."""
     calls = message.get("tool_calls")
     if isinstance(calls, str):
-        calls = parse_cell(calls, "invalid_row", f"{who}'s tool_calls is text and no JSON") if calls else None
+        calls = parse_cell(calls, "invalid_row", f"tool_calls of {who} is text, but not JSON") if calls else None
     if not calls and message.get("function_call"):
-        return [_as_call(who, message["function_call"])]  # OpenAI's predecessor of tool_calls
+        return [_as_call(who, message["function_call"])]  # predecessor of tool_calls in OpenAI's format
     if not calls:
         return []
     if not isinstance(calls, Sequence):
         raise RowProblem("invalid_tool_call", f"{who} has a {type(calls).__name__} as tool_calls, not a list")
-    what = f"{who}'s tool call is text and no JSON"
-    return [parse_cell(call, "invalid_row", what) if isinstance(call, str) else call for call in calls]
+    problem = f"a tool call of {who} is text, but not JSON"
+    return [parse_cell(call, "invalid_row", problem) if isinstance(call, str) else call for call in calls]
 
 
 def _call_turn(who: str, message: Mapping[str, Any], tags: _Tags) -> Turn:
     """Return the turn of a message whose content is a call or a list of calls, perhaps as JSON text."""
     value = _first_value(message, tags.content_keys)
     if isinstance(value, str):
-        value = parse_cell(value, "invalid_tool_call", f"{who} is a call and no JSON")
+        value = parse_cell(value, "invalid_tool_call", f"{who} is a tool call, but not JSON")
     calls = value if isinstance(value, list) else [value]
     extra = {"tool_calls": [_as_call(who, call) for call in calls]}
     return Turn("assistant", "", extra, *_loss(who, message))
 
 
 def _as_call(who: str, call: Any) -> dict[str, Any]:
+    """Convert a call to the format of OpenAI's ``tool_calls``."""
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return dict(call)
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise RowProblem("invalid_tool_call", f"{who} calls no function by name: {shown(call)}")
+        raise RowProblem("invalid_tool_call", f"{who} has a tool call without a function name: {shown(call)}")
     arguments = call.get("arguments", call.get("parameters", {}))
     return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
 
 def _joined(turn: Turn, call: Turn) -> Turn:
+    """Append the calls of one assistant turn to another."""
     calls = [*turn.extra.get("tool_calls", ()), *call.extra["tool_calls"]]
     return replace(
         turn,
@@ -338,7 +351,7 @@ def _joined(turn: Turn, call: Turn) -> Turn:
 
 
 def _loss(who: str, message: Mapping[str, Any]) -> tuple[bool | None, float | None]:
-    """Return ``loss`` (or ``weight``, which is OpenAI's name for it) and ``loss_scale``; None for what it lacks."""
+    """Return ``loss`` (``weight`` in OpenAI's format) and ``loss_scale`` of a message; None for a missing key."""
     loss, scale = _first_value(message, ("loss", "weight")), message.get("loss_scale")
     if loss not in (None, 0, 1):  # true and false are equal to these
         raise RowProblem("invalid_row", f"{who} has loss {shown(loss)}; it must be true or false")
@@ -347,6 +360,7 @@ def _loss(who: str, message: Mapping[str, Any]) -> tuple[bool | None, float | No
 
 
 def _weight(what: str, value: Any) -> float:
+    """Check a loss weight; ``what`` begins the error message."""
     number = finite(value)
     if number is None or not 0 <= number <= MAX_LOSS_SCALE:
         raise RowProblem("invalid_row", f"{what} {shown(value)}; it must be a number from 0 to {MAX_LOSS_SCALE:,}")
@@ -354,28 +368,28 @@ def _weight(what: str, value: Any) -> float:
 
 
 def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple[Response, ...]:
-    """Read the responses of a row whose turns end without an answer; none if it has none."""
+    """Return the responses of a row whose turns end without an answer, without those of weight 0; () for other rows."""
     if (turns and turns[-1].role == "assistant") or fields.get("responses") is None:
         return ()
     values = fields.parsed("responses")
     if not is_list(values) or not values:
-        raise RowProblem("invalid_row", f"'responses' is {shown(values)}, not a list of one or more answers")
+        raise RowProblem("invalid_row", f"'responses' is {shown(values)}, not a list of answers")
     weights = fields.parsed("response_weights")
     if weights is None:
         weights = [1] * len(values)
     if not is_list(weights) or len(weights) != len(values):
-        detail = f"{len(values)} responses and {shown(weights)} as their weights: give one for each"
+        detail = f"'response_weights' is {shown(weights)}, not a list with a weight for each of {len(values)} responses"
         raise RowProblem("invalid_row", detail)
-    weights = [_weight("a response weighs", weight) for weight in weights]
+    weights = [_weight("a response has the weight", weight) for weight in weights]
     answers = [tuple(_response_turns(f"response {number}", value, source)) for number, value in enumerate(values)]
     responses = tuple(Response(turns, weight) for turns, weight in zip(answers, weights, strict=True) if weight)
     if not responses:
-        raise RowProblem("invalid_row", "all of its responses weigh 0")
+        raise RowProblem("invalid_row", "all responses have the weight 0")
     return responses
 
 
 def _response_turns(who: str, value: Any, source: Source) -> list[Turn]:
-    """Read a text, a message, or a list of messages that begins and ends with one of the assistant."""
+    """Return the turns of a response: a text, a message, or messages that begin and end with an assistant message."""
     if isinstance(value, Mapping):
         value = [value]
     inline = InlineMedia(source)
@@ -384,9 +398,9 @@ def _response_turns(who: str, value: Any, source: Source) -> list[Turn]:
     else:
         turns = [Turn("assistant", content_of(who, value, inline).text)]
     if turns[0].role != "assistant" or turns[-1].role != "assistant":
-        raise RowProblem("role_order", f"{who} does not begin and end with a turn of the assistant")
+        raise RowProblem("role_order", f"{who} must begin and end with an assistant turn")
     if inline.refs or inline.num_open:
-        raise RowProblem("invalid_media", f"{who} holds a medium; only what comes before responses may")
+        raise RowProblem("invalid_media", f"{who} contains a medium; media are only allowed before the responses")
     return turns
 
 
@@ -404,8 +418,7 @@ def _read_messages(fields: Fields, inline: InlineMedia) -> list[Turn]:
 
 MESSAGES = RowForm(
     "messages",
-    "messages (or conversations, conversation): a list of {role, content}, of {from, value}, or of pairs "
-    "{human, assistant}",
+    "messages (or conversations, conversation): a list of {role, content}, {from, value}, or pairs {human, assistant}",
     _fits_messages,
     _read_messages,
 )
@@ -427,12 +440,12 @@ def _read_alpaca(fields: Fields, inline: InlineMedia) -> list[Turn]:
 
 
 def _answer(fields: Fields, name: str, inline: InlineMedia) -> list[Turn]:
-    """Return the turns of the answer; none if the row has several responses instead."""
+    """Return the turns of the answer in column ``name``; [] if the row has ``responses`` instead."""
     if fields.get(name) is None and fields.get("responses") is not None:
         return []
     value = fields.raw(name)
     if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], str):
-        value = value[0]  # of several equal answers the first is trained, as ms-swift does
+        value = value[0]  # of several answers, the first is trained, as in ms-swift
     turns = _turns_of_cell("assistant", name, value, inline)
     reasoning = fields.get("reasoning_content")
     if isinstance(reasoning, str) and turns:
@@ -441,13 +454,14 @@ def _answer(fields: Fields, name: str, inline: InlineMedia) -> list[Turn]:
 
 
 def _turns_of_cell(role: str, name: str, value: Any, inline: InlineMedia) -> list[Turn]:
-    """Return one turn of a text, or those of a list of messages, as TRL's ``prompt`` and ``completion`` can be."""
+    """Return the turn of a text, or the turns of a list of messages, as in TRL's ``prompt`` and ``completion``."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Mapping) and "role" in value[0]:
         return turns_of(value, inline)
     return [Turn(role, content_of(f"{name!r}", value, inline).text)]
 
 
 def _history(fields: Fields, inline: InlineMedia) -> list[Turn]:
+    """Return the turns of ``history``, a list of [query, response]."""
     history = fields.parsed("history")
     if history is None:
         return []
@@ -456,9 +470,9 @@ def _history(fields: Fields, inline: InlineMedia) -> list[Turn]:
     turns = []
     for i, pair in enumerate(history):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise RowProblem("invalid_row", f"'history' {i} is {shown(pair)}, not [query, response]")
+            raise RowProblem("invalid_row", f"item {i} of 'history' is {shown(pair)}, not [query, response]")
         for role, value in zip(("user", "assistant"), pair, strict=True):
-            turns.append(Turn(role, content_of(f"'history' {i} ({role})", value, inline).text))
+            turns.append(Turn(role, content_of(f"item {i} of 'history' ({role})", value, inline).text))
     return turns
 
 
@@ -471,19 +485,20 @@ def _fits_query(columns: Columns, formatting: str | None) -> bool:
 def _fits_alpaca(columns: Columns, formatting: str | None) -> bool:
     if formatting == "sharegpt":
         return False
-    named = columns.columns
+    # A file with instruction and also query, prompt or the like has the form "query", unless the user says otherwise.
+    is_alpaca = formatting == "alpaca" or "instruction" in columns.columns
     has_query = any(columns.has(name) for name in NAMES["query"] if name not in ("instruction", "input"))
-    if not ("instruction" in named or formatting == "alpaca" or not (has_query or "query" in named)):
+    if not is_alpaca and (has_query or "query" in columns.columns):
         return False
     has_answer = columns.find("output") or columns.find("response", "output") or columns.find("responses")
     return bool(columns.find("instruction") and has_answer)
 
 
-ALPACA = RowForm("alpaca", "instruction, input and output, perhaps history and system", _fits_alpaca, _read_alpaca)
+ALPACA = RowForm("alpaca", "instruction, input and output, optionally history and system", _fits_alpaca, _read_alpaca)
 
 QUERY = RowForm(
     "query",
-    "query (or prompt, question, problem) and response (or answer, output, completion, ...) or responses, perhaps "
+    "query (or prompt, question, problem) and response (or answer, output, completion, ...) or responses, optionally "
     "history",
     _fits_query,
     _read_query,
@@ -497,8 +512,8 @@ def _fits_text(columns: Columns, formatting: str | None) -> bool:
 def _read_text(fields: Fields, inline: InlineMedia) -> list[Turn]:
     text = content_of("'text'", fields.raw("text"), inline).text
     if not text.strip():
-        raise RowProblem("empty_text", "there is nothing but blanks in it")
+        raise RowProblem("empty_text", "the text is empty or blank")
     return [Turn("assistant", text)]
 
 
-TEXT = RowForm("text", "text: a text for pretraining", _fits_text, _read_text)
+TEXT = RowForm("text", "text: a pretraining text", _fits_text, _read_text)

@@ -1,10 +1,10 @@
-"""``objects``: boxes, points and polygons in a row's pictures, for the marks ``<bbox>`` and ``<ref-object>``.
+"""The column ``objects``: boxes, points and polygons in images, for the marks ``<bbox>`` and ``<ref-object>``.
 
-ms-swift's form, in which names and boxes belong to their own marks, in order::
+ms-swift's format, in which the names fill the ``<ref-object>`` marks and the boxes the ``<bbox>`` marks, in order::
 
     {"ref": ["a dog"], "bbox": [[331.5, 761.4, 853.5, 1594.8]], "bbox_type": "real", "image_id": [0]}
 
-or its form before version 3, in which both belong to the marks with the object's number::
+or its format before version 3, in which name and box of object i fill the i-th mark of their kind::
 
     [{"caption": "a dog", "bbox": [[331, 761, 853, 1594], [12, 7]], "bbox_type": "real", "image": 0}]
 """
@@ -27,16 +27,22 @@ _UNITS: Mapping[str, BboxType] = {
     "norm_1000": "norm1000",
 }
 JSON_KEY = '_2d"'
-"""End of a JSON key of coordinates: ``"bbox_2d"``, ``"point_2d"``."""
+"""End of JSON keys with coordinates: ``"bbox_2d"``, ``"point_2d"``."""
 ROUNDING = 1e-6
-"""Fraction of a side by which rounded floats (0.1 + 0.2 > 0.3) may leave a picture without effect."""
+"""Tolerance for coordinates outside of an image because of rounding, as a fraction of its side."""
 _MAX_COORDINATES: Mapping[BboxType, float] = {"norm1": 1, "norm1000": 1000}
 
 
 def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Objects | None:
-    """Return the objects of the marks in a row's turns; None without marks and without a unit for boxes in texts."""
+    """Read ``objects`` and ``bbox_type`` of a row; None if neither has an effect on the texts.
+
+    Args:
+        turns: all turns of the row, including those of responses.
+        num_images: images of the row.
+    """
     value, row_unit = fields.parsed("objects"), fields.get("bbox_type")
     if not value:
+        # Where boxes are likely, a mark without an object is an error; elsewhere it is plain text.
         if (num_images or fields.has("objects")) and any(
             BOX_MARK in turn.content or NAME_MARK in turn.content or turn.extra for turn in turns
         ):
@@ -48,66 +54,68 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     elif isinstance(value, Sequence) and not isinstance(value, str):
         objects = _by_objects(value, turns, num_images)
     else:
-        raise RowProblem("invalid_objects", f"'objects' is {shown(value)}, neither an object nor a list of them")
+        raise RowProblem("invalid_objects", f"'objects' is {shown(value)}, not an object or a list of objects")
     _check_count(fields, turns, objects)
     return objects if objects != Objects() else None
 
 
 def corners_of(value: Any, who: str, unit: BboxType) -> tuple[float, ...]:
-    """Return the coordinates of a box, a point or a polygon; raise RowProblem if they are outside of any picture.
+    """Return the coordinates of a box, a point or a polygon; negative ones, or ones too large for ``unit``, are errors.
 
     Args:
-        who: the region, for problems.
+        who: name of the region in error messages.
     """
     if not is_list(value) or len(value) < 2 or len(value) % 2:
-        raise RowProblem("invalid_objects", f"{who} is {shown(value)}, not x and y of one or more corners")
+        raise RowProblem("invalid_objects", f"{who} is {shown(value)}, not a list with x and y of each corner")
     numbers = tuple(map(finite, value))
     if any(number is None for number in numbers):
-        raise RowProblem("invalid_objects", f"{who} is {shown(value)}, which are not all numbers")
+        raise RowProblem("invalid_objects", f"{who} is {shown(value)}; all values must be numbers")
     corners = tuple(number for number in numbers if number is not None)
     if len(corners) == 4 and (corners[2] < corners[0] or corners[3] < corners[1]):
-        detail = f"{who} is {shown(value)}: the second corner must not be left of the first, or above it"
+        detail = f"{who} is {shown(value)}; the second corner must be to the right of and below the first"
         raise RowProblem("invalid_objects", detail)
     limit = _MAX_COORDINATES.get(unit)
     if min(corners) < -ROUNDING or (limit is not None and max(corners) > limit * (1 + ROUNDING)):
-        rule = f"coordinates of bbox_type {unit} are 0 to {limit:g}" if limit else "no coordinate is less than 0"
-        raise RowProblem("box_outside", f"{who} is {shown(value)}: {rule}")
+        rule = f"coordinates with bbox_type {unit} must be 0 to {limit:g}" if limit else "coordinates must be 0 or more"
+        raise RowProblem("box_outside", f"{who} is {shown(value)}; {rule}")
     return corners
 
 
 def _by_marks(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Objects:
+    """Read ms-swift's format; ``row_unit`` is the row's ``bbox_type``, used if ``objects`` has none."""
     unit = _unit(value.get("bbox_type") or row_unit)
-    names, values, ids = (_list_of(value, key) for key in ("ref", "bbox", "image_id"))
+    names, boxes, image_ids = (_list_of(value, key) for key in ("ref", "bbox", "image_id"))
     for number, name in enumerate(names):
         _check_name(name, f"'ref' {number} of 'objects'")
-    for number, image in enumerate(ids):
+    for number, image in enumerate(image_ids):
         _check_image(image, f"'image_id' {number} of 'objects'", num_images)
-    if not values:
-        # Unit and pictures of the boxes that are JSON in the texts.
-        return Objects(tuple(names), unit=unit, images=tuple(ids))
-    if ids and len(ids) != len(values):
-        raise RowProblem("invalid_objects", f"'objects' has {len(values)} bbox and {len(ids)} image_id: give one each")
-    boxes = [
-        _regions(value, f"'bbox' {number} of 'objects'", image, unit or "real", num_images)
-        for number, (value, image) in enumerate(zip(values, ids or [0] * len(values), strict=True))
+    if not boxes:
+        # The unit and the images are for boxes that are written as JSON in the texts.
+        return Objects(tuple(names), unit=unit, images=tuple(image_ids))
+    if image_ids and len(image_ids) != len(boxes):
+        detail = f"'objects' has {len(boxes)} bbox but {len(image_ids)} image_id; write one image_id for each bbox"
+        raise RowProblem("invalid_objects", detail)
+    regions = [
+        _regions(box, f"'bbox' {number} of 'objects'", image, unit or "real", num_images)
+        for number, (box, image) in enumerate(zip(boxes, image_ids or [0] * len(boxes), strict=True))
     ]
-    return Objects(tuple(names), tuple(boxes))
+    return Objects(tuple(names), tuple(regions))
 
 
 def _by_objects(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
-    """Read ms-swift's form before version 3: texts may have marks for names only, or for boxes only."""
+    """Read ms-swift's format before version 3, in which texts may have marks for names only, or for boxes only."""
     names, boxes = list[str](), list[tuple[Region, ...]]()
-    for number, each in enumerate(values):
+    for number, value in enumerate(values):
         who = f"'objects' {number}"
-        if not isinstance(each, Mapping):
-            raise RowProblem("invalid_objects", f"{who} is {shown(each)}, not an object with caption and bbox")
-        image = each.get("image") or 0
+        if not isinstance(value, Mapping):
+            raise RowProblem("invalid_objects", f"{who} is {shown(value)}, not an object with caption and bbox")
+        image = value.get("image") or 0
         _check_image(image, f"'image' of {who}", num_images)
-        if each.get("caption") is not None:
-            names.append(each["caption"])
-            _check_name(each["caption"], f"'caption' of {who}")
-        unit = _unit(each.get("bbox_type")) or "real"
-        boxes.append(_regions(each.get("bbox"), f"'bbox' of {who}", image, unit, num_images))
+        if value.get("caption") is not None:
+            names.append(value["caption"])
+            _check_name(value["caption"], f"'caption' of {who}")
+        unit = _unit(value.get("bbox_type")) or "real"
+        boxes.append(_regions(value.get("bbox"), f"'bbox' of {who}", image, unit, num_images))
     marks = {mark for mark in (NAME_MARK, BOX_MARK) for turn in turns for text in turn.texts if mark in text}
     if marks:
         names, boxes = names if NAME_MARK in marks else [], boxes if BOX_MARK in marks else []
@@ -115,29 +123,31 @@ def _by_objects(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -
 
 
 def _regions(value: Any, who: str, image: int, unit: BboxType, num_images: int) -> tuple[Region, ...]:
-    _check_image(image, f"{who}: its picture", num_images)
-    several = is_list(value) and len(value) > 0 and all(map(is_list, value))
-    return tuple(Region(corners_of(each, who, unit), image, unit) for each in (value if several else [value]))
+    """Read the region of one mark, or a list of regions."""
+    _check_image(image, f"{who}: its image", num_images)
+    has_several = is_list(value) and len(value) > 0 and all(map(is_list, value))
+    return tuple(Region(corners_of(box, who, unit), image, unit) for box in (value if has_several else [value]))
 
 
 def _check_count(fields: Fields, turns: Sequence[Turn], objects: Objects) -> None:
     """Raise RowProblem unless the turns have as many marks as there are names and boxes."""
     if fields.is_disabled("objects"):
         return
-    joined = "\n".join([text for turn in turns for text in turn.texts])
-    for mark, count, what in ((NAME_MARK, len(objects.names), "names"), (BOX_MARK, len(objects.boxes), "boxes")):
-        num_marks = joined.count(mark)
+    all_texts = "\n".join([text for turn in turns for text in turn.texts])
+    for mark, count, content in ((NAME_MARK, len(objects.names), "names"), (BOX_MARK, len(objects.boxes), "boxes")):
+        num_marks = all_texts.count(mark)
         if num_marks != count:
-            remedy = f"if {mark} is plain text here, or 'objects' another matter, --columns objects= says so"
-            detail = f"the texts have {num_marks} {mark} marks, and 'objects' has {count} {what} for them; {remedy}"
+            remedy = f"if {mark} is plain text, or 'objects' means something else, pass --columns objects="
+            detail = f"the texts have {num_marks} {mark} placeholders, but 'objects' has {count} {content}; {remedy}"
             raise RowProblem("object_marks", detail)
 
 
 def _unit(value: Any) -> BboxType | None:
+    """Check a ``bbox_type``; return None if it is missing."""
     if not value:
         return None
     if not isinstance(value, str) or value not in _UNITS:
-        raise RowProblem("invalid_objects", f"bbox_type is {shown(value)}; known are real, norm1 and norm1000")
+        raise RowProblem("invalid_objects", f"bbox_type is {shown(value)}; it must be real, norm1 or norm1000")
     return _UNITS[value]
 
 
@@ -145,18 +155,19 @@ def _check_name(name: Any, who: str) -> None:
     if not isinstance(name, str):
         raise RowProblem("invalid_objects", f"{who} is {shown(name)}, not text")
     if any(mark in name for mark in MEDIA_MARKS.values()):
-        raise RowProblem("invalid_objects", f"{who} is {shown(name)}, which has a medium's mark in it")
+        raise RowProblem("invalid_objects", f"{who} is {shown(name)}, which contains a media placeholder")
 
 
 def _check_image(image: Any, who: str, num_images: int) -> None:
     if type(image) is not int or image < 0:
-        raise RowProblem("invalid_objects", f"{who} is {shown(image)}, not the number of a picture, from 0 on")
+        raise RowProblem("invalid_objects", f"{who} is {shown(image)}, not the number of an image, counted from 0")
     if image >= num_images:
-        have = "no picture" if not num_images else f"{num_images} picture{'s' * (num_images > 1)}, numbered from 0 on"
-        raise RowProblem("object_image", f"{who} is picture {shown(image)}, and the row has {have}")
+        count = "no images" if not num_images else f"{num_images} image{'s' * (num_images > 1)}, counted from 0"
+        raise RowProblem("object_image", f"{who} is image {shown(image)}, but the row has {count}")
 
 
 def _list_of(objects: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list in ``objects``; [] if it is missing."""
     value = objects.get(key)
     if value is None:
         return []

@@ -117,7 +117,7 @@ class StreamedSource:
             f"{options.dataset_num_proc} worker{'s' if options.dataset_num_proc > 1 else ''} each"
         )
         if self.sharing is not None:
-            where = f", where that saves more than {MIN_SAVING:.0%} of its tokens" if self.sharing.worth else ""
+            where = f", where that saves more than {MIN_SAVING:.0%} of its tokens" if self.sharing.min_saving else ""
             yield f"shared prefixes: computed once within each interval{where} (--share-prefix false: never)"
         yield f"optimizer steps: at most {self.timeline.num_steps:,}"
 
