@@ -42,9 +42,6 @@ class CachedSource(Steps):
     """The samples of caches, and the steps in which one rank trains them.
 
     Args:
-        inputs: of all plans.
-        timeline: the steps of the run.
-        world: this process among the others.
         start: the first step to train.
         figures: of all samples; a sample that shares a prefix has the figures that it adds.
     """

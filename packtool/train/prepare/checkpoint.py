@@ -205,7 +205,6 @@ class RunState:
         assignments: (first step, world size, gradient accumulation, batch size) for each number of ranks that packs
             were assigned to.
         cache: fingerprint of the caches.
-        seed: of the plans of all epochs.
         data_since: the first step, 0-based, with the current data; 0 if they never changed.
         step: optimizer steps done.
         epoch, step_in_epoch: position of that step.

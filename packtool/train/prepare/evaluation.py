@@ -59,9 +59,7 @@ class PreparedEvaluation:
     """An evaluation whose inputs are checked and whose samples are assigned to ranks.
 
     Args:
-        trained: the model.
-        reader: of all caches.
-        plan: of all ranks.
+        plan: micro-batches of all ranks.
         axes: sequence parallelism.
         notes: messages on shared prefixes.
     """

@@ -282,7 +282,6 @@ def peak_memory_batches(
 
     Args:
         config: with the packing length and the number of ranks that share a sequence.
-        plan: of an epoch.
         inputs: of the plan; without caches, media are unknown.
         shares: assignment of media to ranks that share sequences; computed here if None.
 

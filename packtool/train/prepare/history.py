@@ -69,7 +69,6 @@ class Segment:
         assignments: as ``RunState`` has them, at least one.
         changed_at: step after which the data last changed; None if they never did.
         plan, steps: fingerprints of the first epoch with these data.
-        version: of packtool.
     """
 
     first: int
@@ -251,7 +250,6 @@ class RunRecord:
 
     Args:
         ledger: of all samples trained before this start.
-        timeline: of the run.
         segment: to add to the history.
         checkpoint: that the run resumes from, if any.
 
@@ -367,7 +365,6 @@ class Replay:
     """A segment of a run, planned again.
 
     Args:
-        segment: of its history.
         stop: the first step after the segment, or the first that was not trained.
         timeline: its steps, numbered as in the run.
     """

@@ -42,8 +42,6 @@ class Preview:
     """A planned schedule and its figures.
 
     Args:
-        inputs: of the plan.
-        timeline: of the run's steps.
         plan: of the first epoch; with stages, a full epoch of the first stage.
         seconds: duration of planning.
     """

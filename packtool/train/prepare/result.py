@@ -37,7 +37,6 @@ class TrainResult:
         num_repeats: samples of the plan that a mixture repeats.
         not_drawn: samples of the caches that a mixture draws in other epochs.
         num_packs: of an epoch; padded rows without packing.
-        samples_per_pack: mean.
         fill: true tokens over computed tokens, 0 to 1.
         steps, steps_without_packing: optimizer steps of the whole run.
         num_empty_micro_batches: zero-loss micro-batches of the whole run.
@@ -49,7 +48,6 @@ class TrainResult:
         checkpoint: directory of the trained model or adapter.
         resumed_from: checkpoint that this run resumed from.
         num_trainable_parameters, num_parameters: of the model with its adapters.
-        output_dir: as given.
         streaming: True if rows were streamed; figures of samples then count those that were trained.
         num_shared_tokens: tokens that a streaming run saved by shared prefixes.
         num_skipped: samples that ``--on-bad-media skip`` left out of the steps of this run.

@@ -223,10 +223,8 @@ class SourceChange:
     """The change of one cache since the checkpoint; its fields are keys of JSON.
 
     Args:
-        directory: of the cache.
         fate: its status: one that was "exported again" has rows of one that was "replaced"; one that is "back" was
             removed earlier.
-        samples: of the cache.
         trained: samples trained in this epoch, from this cache or the one that it replaces.
         left: samples left to train in this epoch.
         new: samples that no earlier cache of the run had.
@@ -399,7 +397,6 @@ class ResumedState:
     """Timeline, state and ledger of a run at its resume point.
 
     Args:
-        timeline: of the run.
         state: with all assignments of packs so far.
         ledger: of all samples trained before.
         changes: of each cache; empty if the data are the same.

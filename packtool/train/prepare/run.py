@@ -37,7 +37,6 @@ class Run:
 
     Args:
         config: the settings, with all automatic choices made.
-        world: this process among the others.
         source: samples and steps, of caches or of rows that are encoded during training.
         state: recorded by its checkpoints; a run that resumes from them must have the same.
         resume_point: where it starts.

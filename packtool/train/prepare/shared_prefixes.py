@@ -40,9 +40,7 @@ class SharedPrefixes:
     position in the caches.
 
     Args:
-        index: of the caches.
         prefixes: candidates of each sample, recorded at export.
-        trees: of samples with common prefixes.
     """
 
     index: SplitIndex
@@ -228,8 +226,7 @@ def load_shared_prefixes(
         parts: placement of the parts of trees, as recorded in the plan's file.
 
     Raises:
-        MismatchError: if the caches do not record these prefixes.
-        UnsupportedModelError: if the model cannot resume from a prefix.
+        MismatchError, UnsupportedModelError: if the caches do not record them, or the model cannot use them.
     """
     if packs.shared is None:
         return None

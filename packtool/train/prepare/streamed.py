@@ -52,9 +52,6 @@ class StreamedSource:
     """The rows of a run that are encoded and packed while it trains.
 
     Args:
-        config: of the run.
-        world: this process among the others.
-        files: of the model.
         media_limits: limits that media are loaded with.
         specs: files of all rows.
         spec: options of their encoding.
@@ -247,13 +244,7 @@ class NumberExchange(Protocol):
 
 
 class StreamedSteps(Steps):
-    """The steps of one rank of a stream.
-
-    Args:
-        source: of the rows.
-        config: of the run.
-        exchange: with the other ranks.
-    """
+    """The steps of one rank of a stream; figures of a step are exchanged with the other ranks when it begins."""
 
     def __init__(self, source: StreamedSource, config: TrainConfig, exchange: NumberExchange) -> None:
         self.totals: Counter[str] = Counter()
@@ -365,8 +356,6 @@ class DropLog:
     """Writer of ``OUTPUT_DIR/dropped-00000.jsonl``, with a line for each row that a rank could not use.
 
     Args:
-        output_dir: of the run.
-        world: this rank among the others.
         start: position at which the stream resumes: lines of earlier rows stay, later ones are removed.
 
     Attributes:

@@ -34,12 +34,7 @@ def cores_of_a_rank() -> int:
 
 
 class WaitingNote:
-    """Advice, given once, if steps wait for data.
-
-    Args:
-        num_workers: loading processes of this rank.
-        cores: cores of this rank.
-    """
+    """Advice, given once, if the steps of a rank wait for data; ``num_workers`` and ``cores`` are those of the rank."""
 
     def __init__(self, num_workers: int, cores: int) -> None:
         self._num_workers, self._cores = num_workers, cores
