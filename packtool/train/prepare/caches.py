@@ -85,10 +85,10 @@ def portable_recipe(path: str) -> bytes:
     import yaml  # here, because most runs need none of it
 
     value = parse_yaml(storage.read_bytes(path).decode(errors="replace"))
-    for part in (value, *value.get("stages", ())):
-        if "sources" in part:
-            sources = [{"path": each} if isinstance(each, str) else each for each in part["sources"]]
-            part["sources"] = [{**each, "path": storage.absolute(each["path"])} for each in sources]
+    for level in (value, *value.get("stages", ())):
+        if "sources" in level:
+            sources = [{"path": source} if isinstance(source, str) else source for source in level["sources"]]
+            level["sources"] = [{**source, "path": storage.absolute(source["path"])} for source in sources]
     return bytes(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, encoding="utf-8"))
 
 
@@ -104,7 +104,7 @@ def source_lines(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def counts_in(plan: EpochPlan, mixture: Mixture) -> dict[str, SourceCounts]:
-    """Counts of each source in an epoch."""
+    """Samples, tokens and target tokens of each source of a mixture in an epoch."""
     return by_name(counts_of_steps(plan.packs, plan.steps, mixture).sum(axis=0), mixture)
 
 

@@ -157,7 +157,7 @@ def with_costs(
 
 Seconds = npt.NDArray[np.float64]
 _BACKWARD = 2 / 3
-"""The approximate share of a micro-batch's time in its backward pass."""
+"""Approximate fraction of a micro-batch's time that its backward pass takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,32 +190,37 @@ class ExpectedTime:
             recompute=bool(config.gradient_checkpointing),
             sequence_parallel_type=config.sequence_parallel_type,
         )
-        # These costs include the recomputation and frozen weights of the run, and the machine must not add them again.
-        own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
-        again = machine.step_time(sequence_parallel_size)
+        # The costs of the run include recomputation and frozen weights, so the machine must not add recomputation;
+        # exchanges and launches are those with recomputation.
+        run_machine = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
+        recomputing = machine.step_time(sequence_parallel_size)
         times = dataclasses.replace(
-            own.step_time(sequence_parallel_size), exchanges=again.exchanges, launch_seconds=again.launch_seconds
+            run_machine.step_time(sequence_parallel_size),
+            exchanges=recomputing.exchanges,
+            launch_seconds=recomputing.launch_seconds,
         )
-        own_flops = sample_costs(cost, index, index.target_tokens)
-        work, attention_work = times.work(index.length, own_flops, sequence_parallel_size)
+        sample_flops = sample_costs(cost, index, index.target_tokens)
+        work, attention_work = times.work(index.length, sample_flops, sequence_parallel_size)
 
-        def cells(per_sample: Seconds) -> Seconds:
+        def per_batch(per_sample: Seconds) -> Seconds:
+            """Sums over the samples of each micro-batch of each rank, (C,)."""
             return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
 
-        flops = cells(work)
-        tower_flops = towers = cells(tower_work(cost, index).flops.astype(np.float64))
+        flops = per_batch(work)
+        tower_flops = slowest_tower = per_batch(tower_work(cost, index).flops.astype(np.float64))
         if sequence_parallel_size > 1:
-            towers = shares.max_per_rank(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
+            media = shares.media
+            slowest_tower = shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))
         speed = times.flops_per_second
-        attention = cells(attention_work) / sequence_parallel_size / speed
-        busy = (
-            (flops - tower_flops) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
-        ) / speed
-        busy += times.exposed_seconds(cells(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
-        beside_each, last, exposed = self.collectives(config)
-        ranks = steps.rank_sums(np.maximum(busy, max(times.launch_seconds, beside_each)))
+        attention = per_batch(attention_work) / sequence_parallel_size / speed
+        language_flops = (flops - tower_flops) / sequence_parallel_size
+        seconds = (language_flops + slowest_tower + np.where(flops > 0, times.batch_flops, 0.0)) / speed
+        seconds += times.exposed_seconds(per_batch(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
+        with_each, with_last, exposed = self.collectives(config)
+        ranks = steps.rank_sums(np.maximum(seconds, max(times.launch_seconds, with_each)))
+        # The last backward pass hides a part of the exchange; a step waits for its slowest rank.
         hidden = _BACKWARD * ranks.min(axis=1) / np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)
-        return np.asarray(ranks.max(axis=1) + np.maximum(last - hidden, 0.0) + exposed)
+        return np.asarray(ranks.max(axis=1) + np.maximum(with_last - hidden, 0.0) + exposed)
 
     def collectives(self, config: TrainConfig) -> tuple[float, float, float]:
         """Seconds of exchanges of weights and gradients, by the sharding of a run.
@@ -239,6 +244,6 @@ class ExpectedTime:
         return 0.0, 2 * reduced, 0.0
 
     def _seconds(self, num_bytes: int) -> float:
-        """Seconds of a collective over all ranks, layer by layer."""
+        """Seconds of a collective of ``num_bytes`` over all ranks, layer by layer."""
         num_layers = ModelSizes.or_8b(self.model).num_layers
         return num_layers * self.hardware.collective_seconds(num_bytes / num_layers, self.world_size)

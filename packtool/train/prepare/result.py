@@ -218,7 +218,7 @@ def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
     batches = f"{skrull.num_micro_batches:,} micro-batch{'es' if skrull.num_micro_batches != 1 else ''}"
     return (
         f"skrull: {batches} of {options.bucket_size:,} tokens at most per process, "
-        f"{skrull.bucket_fill:.1%} full, {num_empty:,} of them empty"
+        f"{skrull.bucket_fill:.1%} full, and {num_empty:,} empty ones"
         f"{shared + str(options.sequence_parallel_size) if options.sequence_parallel_size > 1 else ''}"
     )
 
@@ -230,7 +230,7 @@ def last_step_line(timeline: Timeline) -> str | None:
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
     if last == full and not steps.num_empty_micro_batches:
         return None
-    filled = f", completed with {steps.num_empty_micro_batches} empty ones"
+    filled = f", completed with {steps.num_empty_micro_batches} empty micro-batches"
     return (
         f"packs per step: {full:,}; in the last step of an epoch: {last:,}"
         f"{filled if steps.num_empty_micro_batches else ''}; no pack is dropped"

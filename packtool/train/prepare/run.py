@@ -82,7 +82,7 @@ class Run:
             size: axes_of(with_shares(config, size), world.shared_by(size), files, inputs.lengths, trained=True)
             for size in sorted(sizes)
         }
-        unshared = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
+        sharing_notes = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
         return cls(
             config=config,
             world=world,
@@ -96,7 +96,7 @@ class Run:
             state=resumed.state,
             resume_point=resume_point,
             axes_by_size=axes,
-            notes=(*unshared, *inputs.notes, *resume_point.notes, *resumed.notes),
+            notes=(*sharing_notes, *inputs.notes, *resume_point.notes, *resumed.notes),
             validation=validation_of(inputs, world, axes[world.sequence_parallel_size]),
             ledger=resumed.ledger,
             changes=resumed.changes,
