@@ -48,24 +48,24 @@ class Inputs:
     """The inputs of the plans of a run, or of one of its stages, for any number of ranks.
 
     Args:
-        config: the command's settings; those of a training run with ``--eval-strategy`` decided.
-        options: of the plan, with costs; each ``BatchShape`` adds what packs are assigned to.
+        config: the command's settings; of a training run, with ``--eval-strategy`` decided.
+        options: of the plan, with costs; each ``BatchShape`` replaces ranks, accumulation and batch size.
         lengths: tokens of each sample, (N,).
         targets: target tokens of each sample, (N,).
         media_tokens: of each sample, (N,); None for a file of lengths.
-        towers: cost of each sample's media, or of those that it adds to a shared prefix; None for a file of lengths.
+        towers: cost of the media of each sample, or of those that it adds to a shared prefix; None for lengths.
         reader: of the caches; None for a file of lengths.
-        recipe: of the mixture; None if every sample is trained once an epoch.
+        recipe: of the mixture; None if every sample is trained once per epoch.
         model: its ``config.json``.
-        files: of the model; None if the costs are a preset's.
-        target_choices: of target tokens, where ``--loss-scale`` or the recipe differ from the export.
-        saved_plan: the file of ``--plan``, whose packs are trained.
-        shared: prefixes that are computed once; None if every sample is computed whole.
-        no_sharing_reason: message why prefixes are not shared that could be.
-        mixture: samples of an epoch; with stages those of all of them; None without a recipe.
-        stages: inputs of each stage of the recipe.
+        files: of the model; None for the costs of a preset.
+        target_choices: of each cache, where ``--loss-scale`` or the recipe differ from its export.
+        saved_plan: the plan of ``--plan``, whose packs are trained.
+        shared: prefixes that are computed once; None if every sample is computed in full.
+        no_sharing_reason: message if prefixes could be shared, and are not.
+        mixture: samples of an epoch; with stages, the samples of all stages; None without a recipe.
+        stages: inputs of each stage of the recipe; empty without stages.
         sequence_parallel_size: ranks that share a sequence.
-        planner: equal inputs that have planned already.
+        planner: equal inputs whose cached plans are reused; None to plan.
         notes: for the user.
     """
 
@@ -116,7 +116,7 @@ class Inputs:
         if self.recipe is None:
             return inputs
         max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
-        return inputs.mixed(self.recipe, max_length)
+        return inputs.with_mixture(self.recipe, max_length)
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
         """Reuse prefixes, mixtures and plans of ``planned`` if they would be the same; else ``prepared``."""
@@ -150,7 +150,7 @@ class Inputs:
             planner=planned,
         )
 
-    def mixed(self, recipe: Recipe, max_length: int) -> Inputs:
+    def with_mixture(self, recipe: Recipe, max_length: int) -> Inputs:
         """Add the mixture of a recipe, or those of its stages; ``max_length`` limits the samples of every stage."""
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))

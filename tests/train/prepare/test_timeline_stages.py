@@ -48,7 +48,7 @@ def inputs(of: Any, recipe: Recipe, **given: Any) -> Inputs:
     options = PlanOptions(max_length=LONG, packing_length=LONG, balance="none")
     targets = np.maximum(of.index.length // 2, 1)
     plain = Inputs(config=config, options=options, lengths=of.index.length, targets=targets, reader=of)
-    return plain.mixed(recipe, LONG)
+    return plain.with_mixture(recipe, LONG)
 
 
 def weights(**each: float) -> list[dict[str, Any]]:
