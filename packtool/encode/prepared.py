@@ -139,31 +139,31 @@ class PreparedRows:
         """Return (token, length) of each run of placeholder tokens."""
         return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in self._pads]
 
-    def _with_marks(self, ids: IntArray, span: MediumSpan, parts: Sequence[MediaSegment]) -> tuple[int, int]:
+    def _with_marks(self, ids: IntArray, span: MediumSpan, segments: Sequence[MediaSegment]) -> tuple[int, int]:
         """Return [start, end) of a medium, extended by the marks around its placeholder tokens.
 
         Args:
-            parts: the medium's segments.
+            segments: the medium's segments.
         """
-        is_pad = [not isinstance(part, str) and self._ids[part[0]] in self._pads for part in parts]
-        before, after = parts[: is_pad.index(True)], parts[len(parts) - is_pad[::-1].index(True) :]
+        is_pad = [not isinstance(segment, str) and self._ids[segment[0]] in self._pads for segment in segments]
+        before, after = segments[: is_pad.index(True)], segments[len(segments) - is_pad[::-1].index(True) :]
         num_before = self._num_marks(ids[: span.start][::-1], before[::-1])
         return span.start - num_before, span.stop + self._num_marks(ids[span.stop :], after)
 
-    def _num_marks(self, ids: IntArray, parts: Sequence[MediaSegment]) -> int:
+    def _num_marks(self, ids: IntArray, segments: Sequence[MediaSegment]) -> int:
         """Count the tokens at the beginning of ``ids`` that are a medium's marks, with the text between two marks.
 
         Args:
-            parts: the segments that are expected there, in order.
+            segments: the segments that are expected there, in order.
         """
         at = num_marks = 0
         controls = set(self._ids.values())
-        for part in parts:
-            if isinstance(part, str):
+        for segment in segments:
+            if isinstance(segment, str):
                 while at < len(ids) and int(ids[at]) not in controls:
                     at += 1
-            elif (ids[at : at + part[1]] == self._ids[part[0]]).all() and at + part[1] <= len(ids):
-                at = num_marks = at + part[1]
+            elif (ids[at : at + segment[1]] == self._ids[segment[0]]).all() and at + segment[1] <= len(ids):
+                at = num_marks = at + segment[1]
             else:
                 break
         return num_marks

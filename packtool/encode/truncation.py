@@ -97,25 +97,25 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     Raises:
         RowError: if it is too long and one of the two options is ``raise``.
     """
-    sample, limit = item.sample, spec.max_length
+    sample, max_length = item.sample, spec.max_length
     if spec.truncation_strategy == "split":
-        return _split(item, limit)
-    if len(item.ids) > limit:
+        return _split(item, max_length)
+    if len(item.ids) > max_length:
         if spec.truncation_strategy == "raise":
             drop_too_long(sample, spec, str(len(item.ids) + item.num_removed))
         num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
-        if num_media_tokens >= limit:
-            detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {limit}"
+        if num_media_tokens >= max_length:
+            detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {max_length}"
             if spec.media_overflow == "raise":
                 raise _too_long_error(sample, detail)
             if spec.media_overflow == "drop":
                 return Dropped(sample.source, sample.row, "media_over_limit", detail)
-            item = _without_oldest_media(item, limit)
-    if len(item.ids) > limit:
+            item = _without_oldest_media(item, max_length)
+    if len(item.ids) > max_length:
         if spec.truncation_strategy == "delete":
             return drop_too_long(sample, spec, str(len(item.ids)))
         keep = item.in_media()
-        num_text_tokens = limit - int(keep.sum())
+        num_text_tokens = max_length - int(keep.sum())
         assert num_text_tokens > 0, "media that fill the sample were removed or rejected above"
         text = np.flatnonzero(~keep)
         keep[text[:num_text_tokens] if spec.truncation_strategy == "right" else text[-num_text_tokens:]] = True
@@ -163,20 +163,20 @@ def drop_too_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
     return Dropped(sample.source, sample.row, "over_max_length", f"{length} tokens, limit {spec.max_length}")
 
 
-def _without_oldest_media(item: Tokenized, limit: int) -> Tokenized:
-    """Remove media, the first ones first, until the others have fewer than ``limit`` tokens."""
+def _without_oldest_media(item: Tokenized, max_length: int) -> Tokenized:
+    """Remove media, the first ones first, until the others have fewer than ``max_length`` tokens."""
     keep = np.ones(len(item.ids), bool)
     num_media_tokens = sum(span.end - span.start for span in item.spans)
     for span in item.spans:
-        if num_media_tokens < limit:
+        if num_media_tokens < max_length:
             break
         num_media_tokens -= span.end - span.start
         keep[span.start : span.end] = False
     return item.take(np.flatnonzero(keep))
 
 
-def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
-    """Split a pretraining text into samples of at most ``limit`` tokens, without losing one.
+def _split(item: Tokenized, max_length: int) -> list[EncodedSample] | Dropped:
+    """Split a pretraining text into samples of at most ``max_length`` tokens, without losing one.
 
     The first token of each sample is no target, for nothing predicts it.
     """
@@ -189,8 +189,8 @@ def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
         )
         return Dropped(sample.source, sample.row, "cannot_be_split", detail)
     pieces = [
-        _make_sample(replace(item.take(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
-        for start in range(0, len(item.ids), limit)
+        _make_sample(replace(item.take(np.arange(start, min(start + max_length, len(item.ids)))), num_removed=0))
+        for start in range(0, len(item.ids), max_length)
     ]
     # A piece of a single token has no target.
     kept = [piece for piece in pieces if piece is not None]

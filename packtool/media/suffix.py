@@ -1,4 +1,4 @@
-"""File name suffix of a medium, from its name or its first bytes."""
+"""File name suffix of a medium, by its name or its first bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _RIFF = {b"WEBP": ".webp", b"WAVE": ".wav", b"AVI ": ".avi"}
 
 
 def suffix_of(path: str | None, data: bytes | None = None) -> str:
-    """Return ``.jpg``, ``.mp4``, ...: the suffix of the name if it is known, else by the bytes; ``.bin`` if unknown.
+    """Return the suffix of a file's name if it is known, else the suffix for its first bytes; ``.bin`` if unknown.
 
     Args:
-        path: of the file, or its address.
-        data: at least the first 12 bytes.
+        path: path or URL of the file.
+        data: at least its first 12 bytes.
     """
     if path is not None:
         suffix = posixpath.splitext(path.partition("?")[0])[1].lower()
@@ -50,7 +50,7 @@ def suffix_of(path: str | None, data: bytes | None = None) -> str:
 def is_media(data: bytes) -> bool:
     """Return whether a file begins like a picture, video or sound.
 
-    Check it before copying files that a cache names: a cache from somebody else may name any file of this machine, to
+    Checked before files that a cache names are copied: a cache of another user could name any file of this machine, to
     have it published.
     """
     return suffix_of(None, data) != ".bin"

@@ -436,5 +436,5 @@ def test_what_cannot_be_done_is_refused_by_name(world_of: Callable[[str], World]
     with pytest.raises(UnsupportedModelError, match=r"internvl uses soft-capped scores"):
         refuse_unsupported(config)
     gemma, _ = model_of("gemma3", drawn_data, world.directory.parent)
-    with pytest.raises(ConfigError, match=r"'gemma3'.* see each other in both directions"):
+    with pytest.raises(ConfigError, match=r"'gemma3'.* attend to each other in both directions"):
         InputSpec.load(str(gemma), world.spec.limits)

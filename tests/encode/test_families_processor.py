@@ -121,8 +121,12 @@ def test_videos_are_left_out_by_name(made: tuple[str, Path, Any], tmp_path: Path
     )
     (dropped,) = cached_encoder(directory).encode([sample])
     assert isinstance(dropped, Dropped)
-    reasons = {"gemma3": "knows pictures only", "llava_next": "takes no videos", "idefics3": "Idefics 3 takes no"}
-    reasons |= {"llava_onevision": "of equally many frames only", "internvl": "no such file"}
+    reasons = {
+        "gemma3": "supports only pictures",
+        "llava_next": "does not support videos",
+        "idefics3": "Idefics 3 does not",
+    }
+    reasons |= {"llava_onevision": "with equal numbers of frames", "internvl": "no such file"}
     assert dropped.reason == ("media_missing" if family == "internvl" else "media_unsupported")
     assert reasons[family] in dropped.detail
 

@@ -1,6 +1,6 @@
-"""Families of models: a record (``record.Family``) for each, registered in ``FAMILIES``.
+"""Families of models: one record (``record.Family``) for each, registered in ``FAMILIES``.
 
-The other modules of this folder are the ``MediaEncoding`` classes that the records name.
+The other modules of this folder have the records, with the ``MediaEncoding`` classes that they use.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ __all__ = [
 ]
 
 FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *processor.FAMILIES)
-"""All trained families, except other models of text alone."""
+"""All families that can be trained and have a record of their own."""
 
 TEXT = Family(title="text alone")
-"""Every other model of text alone."""
+"""All other models of text alone."""
 
 _BY_MODEL_TYPE = {model_type: family for family in (*FAMILIES, *REFUSED) for model_type in family.model_types}
 _MODALITY_KEYS = ("vision_config", "audio_config", "thinker_config")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the record of a model with this ``config.json``; ``TEXT`` or ``OTHER`` if it has none of its own."""
+    """Return the record for a ``config.json``; ``TEXT`` or ``OTHER`` for models without a record of their own."""
     other = OTHER if any(key in config for key in _MODALITY_KEYS) else TEXT
     return _BY_MODEL_TYPE.get(str(config.get("model_type")), other)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Return whether a model with this ``config.json`` takes more than text."""
+    """Return whether the model of a ``config.json`` supports other inputs than text."""
     return family_of(config).encoding is not None
 
 
 def media_encoding(files: ModelFiles, options: MediaOptions) -> MediaEncoding:
-    """Return the encoding of a model's media at the user's limits.
+    """Return the media encoding of a model, with the user's limits.
 
     Raises:
-        ConfigError: for a multimodal model whose processor cannot be used, or limits that contradict each other.
+        ConfigError: if the processor of a multimodal model cannot be used, or limits contradict each other.
     """
     family = family_of(files.config)
     return MediaEncoding() if family.encoding is None else family.encoding(files, options, family)

@@ -54,18 +54,18 @@ def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str
 
 def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[MediaSegment]:
     """Split a processor's text into segments: plain texts, and control tokens with their repetitions."""
-    parts: list[MediaSegment] = []
+    segments: list[MediaSegment] = []
     end = 0
     for match in special.finditer(processor_text):
         if match.start() > end:
-            parts.append(processor_text[end : match.start()])
-        last = parts[-1] if parts else ""
+            segments.append(processor_text[end : match.start()])
+        last = segments[-1] if segments else ""
         if isinstance(last, tuple) and last[0] == match.group():
-            parts[-1] = (last[0], last[1] + 1)
+            segments[-1] = (last[0], last[1] + 1)
         else:
-            parts.append((match.group(), 1))
+            segments.append((match.group(), 1))
         end = match.end()
-    return [*parts, processor_text[end:]] if end < len(processor_text) else parts
+    return [*segments, processor_text[end:]] if end < len(processor_text) else segments
 
 
 def refuse_own_limits(ref: MediaRef) -> None:
@@ -95,7 +95,7 @@ class ProcessorVideos:
     def __init__(self, processor: Any, pad: str, marks: Sequence[str] = ()) -> None:
         self._processor, self._pad = processor, pad
         self._special = special_tokens(processor, marks)
-        self._parts_and_grid = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
+        self._segments_and_grid = lru_cache(maxsize=_MAX_REMEMBERED)(self._process)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class ProcessorVideos:
         try:
             # transformers does not sample the frames of a video that is given as pictures.
             indices = tuple(range(size.num_frames)) if ref.frames else self._sampled(size.num_frames, size.fps)
-            parts, grid = self._parts_and_grid((size.height, size.width, size.num_frames, size.fps, indices))
+            segments, grid = self._segments_and_grid((size.height, size.width, size.num_frames, size.fps, indices))
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise MediaProblem(
                 "media_size", f"{label(ref)}: the model's processor cannot process it: {error}"
@@ -136,12 +136,12 @@ class ProcessorVideos:
             indices=indices,
             grid=grid,
             seconds_per_grid=size.num_frames / size.fps / (grid[0] if grid else len(indices)),
-            num_tokens=_token_counts(parts)[self._pad],
+            num_tokens=_token_counts(segments)[self._pad],
         )
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
-        return self._parts_and_grid((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
+        return self._segments_and_grid((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
 
     def _sampled(self, num_frames: int, fps: float) -> tuple[int, ...]:
         """Return the indexes of the frames that the processor samples."""
@@ -264,15 +264,15 @@ class ProcessorFamily(MediaEncoding):
         pad = pad_ids_of(files.config).get("image")
         # If config.json names none, the most frequent control token of a picture is its placeholder.
         self._pad = None if pad is None else str(self._processor.tokenizer.convert_ids_to_tokens(pad))
-        self._parts: dict[tuple[int, int], list[MediaSegment]] = {}
-        probe = self._parts_of(*_PROBE_SIZE)
+        self._segments: dict[tuple[int, int], list[MediaSegment]] = {}
+        probe = self._segments_of(*_PROBE_SIZE)
         # Several pictures of a row may be written like single ones, or with numbers. Otherwise a row may have only one.
         is_alike = self._process([_PROBE_SIZE] * 2) == [probe] * 2
         numbered = [_numbered(probe, number) for number in range(_NUM_PROBES)]
         self._is_numbered = not is_alike and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
         self.one_picture_only = not is_alike and not self._is_numbered
         self.content_as_list = _takes_lists(files)
-        tokens = [image_token, *(part[0] for part in probe if not isinstance(part, str))]
+        tokens = [image_token, *(segment[0] for segment in probe if not isinstance(segment, str))]
         placeholders: dict[str, MediaKind] = {image_token: "image"}
         self.warnings = (
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
@@ -299,11 +299,11 @@ class ProcessorFamily(MediaEncoding):
 
         height, width = measure_image(ref)
         try:
-            parts = self._parts_of(height, width)
+            segments = self._segments_of(height, width)
         except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
             detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
             raise MediaProblem("media_size", detail) from error
-        counts = _token_counts(parts)
+        counts = _token_counts(segments)
         num_tokens = max(counts.values(), default=0) if self._pad is None else counts[self._pad]
         return EncodedImage(ref.path, ref.data, height, width, (), num_tokens)
 
@@ -312,13 +312,13 @@ class ProcessorFamily(MediaEncoding):
             assert self._videos is not None, "it was measured"
             return self._videos.segments(medium)
         assert isinstance(medium, EncodedImage), "nothing else is measured"
-        parts = self._parts_of(medium.height, medium.width)
-        return _numbered(parts, number) if self._is_numbered else parts
+        segments = self._segments_of(medium.height, medium.width)
+        return _numbered(segments, number) if self._is_numbered else segments
 
-    def _parts_of(self, height: int, width: int) -> list[MediaSegment]:
-        if (height, width) not in self._parts:
-            (self._parts[height, width],) = self._process([(height, width)])
-        return self._parts[height, width]
+    def _segments_of(self, height: int, width: int) -> list[MediaSegment]:
+        if (height, width) not in self._segments:
+            (self._segments[height, width],) = self._process([(height, width)])
+        return self._segments[height, width]
 
     def _process(self, sizes: list[tuple[int, int]]) -> list[list[MediaSegment]]:
         """Return the tokens of each picture of a row, given their sizes (height, width)."""
@@ -367,18 +367,18 @@ def load_processor(directory: str) -> Any:
     return processor
 
 
-def _numbered(parts: list[MediaSegment], number: int) -> list[MediaSegment]:
+def _numbered(segments: list[MediaSegment], number: int) -> list[MediaSegment]:
     """Return the tokens of picture ``number`` of a row, given those of picture 0; MiniCPM-V writes the number."""
-    i = next((i for i, part in enumerate(parts) if isinstance(part, str) and "0" in part), None)
-    return parts if i is None else [*parts[:i], str(parts[i]).replace("0", str(number), 1), *parts[i + 1 :]]
+    i = next((i for i, segment in enumerate(segments) if isinstance(segment, str) and "0" in segment), None)
+    return segments if i is None else [*segments[:i], str(segments[i]).replace("0", str(number), 1), *segments[i + 1 :]]
 
 
-def _token_counts(parts: list[MediaSegment]) -> Counter[str]:
+def _token_counts(segments: list[MediaSegment]) -> Counter[str]:
     """Return how often each control token occurs in the segments of a medium."""
     counts: Counter[str] = Counter()
-    for part in parts:
-        if not isinstance(part, str):
-            counts[part[0]] += part[1]
+    for segment in segments:
+        if not isinstance(segment, str):
+            counts[segment[0]] += segment[1]
     return counts
 
 
@@ -399,9 +399,17 @@ def _family(
     inputs: tuple[str, ...] = (),
     vision: str = "model.vision_tower",
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
-    no_videos: str = "this model takes no videos",
+    no_videos: str = "this model does not support videos",
     **more: Any,
 ) -> Family:
+    """Return the record of a family that ``ProcessorFamily`` encodes.
+
+    Args:
+        inputs: arguments of its forward besides ``pixel_values`` that the processor makes.
+        vision: prefix of the vision tower's parameters.
+        no_videos: reason why rows with videos are dropped; "" for a model that takes a video's frames as pictures.
+        more: further fields of the record.
+    """
     return Family(
         title=title,
         model_types=model_types,
@@ -418,8 +426,8 @@ def _family(
 
 # ``image_newline`` is a trained vector at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
-_APART = "this model looks at videos in another call than at pictures, and packtool makes one"
-_STACKED = "this model looks at videos in a call of its own, which takes those of equally many frames only"
+_APART = "the model processes videos in a separate call, which packtool does not make"
+_STACKED = "the model processes videos in a separate call, which needs videos with equal numbers of frames"
 # These turn the tower's features into visual words.
 _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
 
@@ -442,7 +450,7 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("pixel_attention_mask",),
         vision="model.vision_model",
         aligner=("model.connector",),
-        no_videos="Idefics 3 takes no videos, and the chat template of SmolVLM has no place for one",
+        no_videos="Idefics 3 does not support videos, nor does the chat template of SmolVLM",
     ),
     _family("Kimi K2.5", "kimi_k25", inputs=("image_grid_thw",), aligner=("model.mm_projector",), no_videos=_APART),
     _family(
@@ -488,34 +496,32 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("image_grid_thw", "image_merge_sizes"),
         vision="model.vision_model",
         aligner=("model.projector",),
-        no_videos="how many tokens stand for a video follows from what its frames show",
+        no_videos="the number of tokens of a video depends on the content of its frames",
     ),
     _family("ViP-LLaVA", "vipllava"),
 )
 
 
-UNPROVEN = "nobody has shown that it is exact"
+UNPROVEN = "packed training has not been verified for it"
 _REFUSED_TYPES = {
-    "the tokens of a picture see each other in both directions, and packed attention is causal": (
+    "tokens of a picture attend to each other in both directions, and packed attention is causal": (
         "diffusion_gemma gemma3 gemma4 gemma4_unified molmo2 paligemma pi0 shieldgemma2"
     ),
-    "its text looks at pictures through cross-attention, which would see those of other packed samples": (
+    "its text attends to pictures by cross-attention, which would include those of other samples in a pack": (
         "evolla idefics mllama"
     ),
-    "it is an encoder with a decoder, and packed attention is that of a decoder alone": (
+    "it is an encoder-decoder model, and packed attention supports only decoders": (
         "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"
     ),
-    "its layers mix along the sequence by other means than attention, or choose what they attend to from all of it": (
+    "its layers mix tokens by other means than attention, or select tokens from the entire sequence": (
         "dots3_note glm5_next inkling2 inkling_mm_model lfm2_vl lfm3_vl llama4 minimax_m3_vl mistral_large4 "
         "nemotron_h_omni qwen4_exp unlimited_ocr"
     ),
-    "it does not take its attention from transformers' attention interface": (
-        "blip deepseek_vl deepseek_vl_hybrid git janus"
-    ),
-    "its processor does not say what it writes for a picture": (
+    "it does not use transformers' attention interface": ("blip deepseek_vl deepseek_vl_hybrid git janus"),
+    "its processor does not return the text that it writes for a picture": (
         "blip-2 idefics2 instructblip instructblipvideo pp_chart2table"
     ),
-    "positions in space are made of what its processor makes of pictures, which packtool does not follow": (
+    "its spatial positions depend on its processor's output, which packtool does not support": (
         "cohere_compass cosmos3_edge cosmos3_omni ernie4_5_vl_moe glmga hunyuan_vl minicpmv4_7 paddleocr_vl"
     ),
     UNPROVEN: (
@@ -527,7 +533,7 @@ _REFUSED_TYPES = {
 OTHER = Family(
     title="other models with pictures",
     encoding=ProcessorFamily,
-    no_videos="of this model packtool knows pictures only",
+    no_videos="packtool supports only pictures for this model",
     refused=UNPROVEN,
 )
 """Every other multimodal model: rows can be exported by its own processor, but it is not trained."""

@@ -60,6 +60,7 @@ class QwenOmni(QwenVL):
         return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
 
     def _audio(self, ref: MediaRef) -> EncodedAudio:
+        """Measure a sound, and count its mel frames and tokens; raise MediaProblem if it is too short."""
         from packtool.media.audio import measure_audio  # here, because most rows need no PyAV
 
         limits = self._audios

@@ -359,6 +359,7 @@ class QwenVL(MediaEncoding):
         raise MediaProblem("media_unsupported", f"{label(ref)}: {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
+        """Measure a picture, and count its patches; raise MediaProblem if that is not possible."""
         from packtool.media.measure import measure_image  # here, because rows of text need no PIL
 
         height, width = measure_image(ref)
@@ -370,9 +371,11 @@ class QwenVL(MediaEncoding):
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
 
     def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+        """Return (t, h, w) in patches of a picture, at the limits of its row."""
         return image_grid(height, width, image_limits_of(ref, self._images))
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
+        """Measure a video, sample its frames, and count its patches; raise MediaProblem if that is not possible."""
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
         size = measure_video(ref)
@@ -416,11 +419,11 @@ class QwenVL(MediaEncoding):
         if isinstance(medium, EncodedImage) or not self._videos.even_ends:
             return [(self._opening, 1), (pad, medium.num_tokens), (self._closing, 1)]
         # As in its processor, Qwen3-VL has a timestamp and marks for each temporal step, and marks around the video.
-        parts: list[MediaSegment] = [(self._opening, 1)]
+        segments: list[MediaSegment] = [(self._opening, 1)]
         for seconds in timestamps(medium.indices, medium.fps, self._videos.temporal_patch_size):
             step = [(self._opening, 1), (pad, medium.num_tokens // medium.grid[0]), (self._closing, 1)]
-            parts += [f"<{seconds:.1f} seconds>", *step]
-        return [*parts, (self._closing, 1)]
+            segments += [f"<{seconds:.1f} seconds>", *step]
+        return [*segments, (self._closing, 1)]
 
 
 Grid = tuple[int, ...]
