@@ -151,7 +151,7 @@ def test_a_clip_outside_the_video_costs_its_row(drawn_data: Path, tmp_path: Path
     (found,) = cached_encoder(drawn_data / "tokenizers" / "qwen3-vl").encode([sample])
     assert isinstance(found, Dropped)
     assert found.reason == "media_size"
-    assert f"a.mp4: the clip {clip[0]:g}" in found.detail
+    assert f"a.mp4: the clip from {clip[0]:g}" in found.detail
 
 
 @pytest.mark.smoke

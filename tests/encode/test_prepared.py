@@ -113,4 +113,4 @@ def test_a_medium_across_two_samples_of_a_pack_is_dropped(drawn_data: Path, medi
     tokens = replace(cut.tokens, starts=np.array([0, inside]))
     (dropped,) = encoder.encode([replace(cut, tokens=tokens)])
     assert isinstance(dropped, Dropped)
-    assert "begins in one of the samples" in dropped.detail
+    assert "begins in one of them" in dropped.detail
