@@ -96,10 +96,10 @@ def test_a_leak_is_described_and_exits_with_4(
     [
         (["--attn-impl", "varlen"], EXIT_USAGE, "CUDA"),
         (["--attn-impl", "fastest"], EXIT_USAGE, "none of auto, sdpa"),
-        (["--packing-length", "1"], EXIT_USAGE, "below 2"),
+        (["--packing-length", "1"], EXIT_USAGE, "is below the minimum of 2"),
         (["--torch-dtype", "float16"], EXIT_USAGE, "needs a GPU"),
         (["--cached-dataset", "nowhere"], EXIT_MISMATCH, "no finished cache"),
-        (["--cached-dataset", "nowhere#20%"], EXIT_MISMATCH, "caches are taken whole here"),
+        (["--cached-dataset", "nowhere#20%"], EXIT_MISMATCH, "this command reads whole caches"),
     ],
 )
 def test_wrong_options(
