@@ -20,7 +20,7 @@ from packtool.config.settings import unit_of, value_type
 from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.library.batches import OPTIONS
-from packtool.library.planned import ELSEWHERE, PlannedStep
+from packtool.library.planned import COMMAND_ONLY, PlannedStep
 from packtool.train.evaluate.run import EvalResult
 from packtool.train.verify.run import VerifyReport
 
@@ -143,7 +143,7 @@ def option_types() -> str:
         _typed(name, cls, only)
         for name, cls, only in (
             ("ExportKeywords", ExportConfig, None),
-            ("PlanKeywords", PlanConfig, _names(PlanConfig) - {*ELSEWHERE, "cached_dataset"}),
+            ("PlanKeywords", PlanConfig, _names(PlanConfig) - {*COMMAND_ONLY, "cached_dataset"}),
             ("BatchKeywords", TrainConfig, OPTIONS),
             ("VerifyKeywords", VerifyConfig, None),
             ("EvalKeywords", EvalConfig, None),

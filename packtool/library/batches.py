@@ -1,4 +1,4 @@
-"""The micro-batches of a plan as tensors, for a training loop of one's own."""
+"""Micro-batches of a plan as tensors, for custom training loops."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ OPTIONS = frozenset(
         *(field.name for field in (*fields(AccessOptions), *fields(MediaCacheOptions))),
     }
 )
-"""Options of ``packtool train`` that determine the content of batches and are no options of a plan."""
+"""Options of ``packtool train`` that determine the content of batches and are not options of a plan."""
 
-_ELSEWHERE = {
-    "on_bad_media": "a sample that is skipped changes what its whole step is divided by when gradients are there "
-    "already, which packtool train --on-bad-media skip mends; export again without such rows",
+_TRAIN_ONLY = {
+    "on_bad_media": "a skipped sample changes the divisor of its step after some gradients are computed, which only "
+    "packtool train --on-bad-media skip corrects; export again without such rows",
 }
 """Options of ``packtool train`` that need its training loop, with the reason."""
 
 
 class Batches(Dataset[dict[str, Any]]):
-    """The micro-batches of one rank through all steps of a plan, each a dictionary of the model's keyword arguments.
+    """Micro-batches of one rank in all steps of a plan, each a dictionary of keyword arguments of the model.
 
         for batch in packtool.Batches(plan, model="model"):
             packtool.loss(model(**batch), batch).backward()
@@ -59,23 +59,24 @@ class Batches(Dataset[dict[str, Any]]):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Iterating loads ahead in worker processes. ``state_dict`` says how far the last iteration has come, and the next one
-    after ``load_state_dict`` goes on there, with the very next micro-batch. With another number of ranks the packs that
-    are left are assigned anew, if a step has just ended, and numbers count from there. By number, ``batches[i]``, it is
-    a dataset for ``torch.utils.data.DataLoader`` and torchdata's ``StatefulDataLoader``, with ``batch_size=None``, or
-    with 1 and a collate function that takes the only item. The order is the plan's: nobody may shuffle it.
+    Iterating loads ahead in worker processes. ``state_dict`` describes the position of the last iteration; after
+    ``load_state_dict``, the next iteration starts with the following micro-batch. With another number of ranks, which
+    is possible at the end of a step, the remaining packs are assigned again, and micro-batches are numbered from there.
+    By number, ``batches[i]``, it is a dataset for ``torch.utils.data.DataLoader`` and torchdata's
+    ``StatefulDataLoader``, with ``batch_size=None``, or with 1 and a collate function that returns the only item. The
+    plan defines the order, so it must not be shuffled.
 
-    A micro-batch also holds ``labels`` and ``shift_labels``, for trainers that count them, and ``targets``
-    (``packtool.Targets``), from which ``packtool.loss`` is made.
+    A micro-batch also contains ``labels`` and ``shift_labels``, for trainers that count them, and ``targets``
+    (``packtool.Targets``), for ``packtool.loss``.
 
     Args:
-        plan: from ``packtool.plan``; its ``num_train_epochs`` says how often every sample is seen.
-        rank: 0-based data-parallel rank; by default this process's, as torchrun says. ``"all"`` is for trainers that
-            divide a dataset in turn and count micro-batches, as accelerate and the Trainer do: it has those of all
-            ranks, number i * world_size + rank, and every step as many, ``micro_batches_per_step``, with empty ones at
-            the end of smaller steps.
-        model: directory of the model that is trained; by default the plan's, or the one that the caches are for.
-        device: where iterating puts the tensors; by default they stay on the host, in page-locked memory if there is a
+        plan: from ``packtool.plan``; it also determines the number of epochs (``num_train_epochs``).
+        rank: 0-based data-parallel rank; by default that of this process, from torchrun. ``"all"`` is for trainers that
+            divide a dataset in turn and count micro-batches, as accelerate and the Trainer do: it has the micro-batches
+            of all ranks, with number i * world_size + rank, and ``micro_batches_per_step`` in every step, with empty
+            ones at the end of smaller steps.
+        model: directory of the trained model; by default that of the plan or of the caches.
+        device: of the tensors when iterating; by default they stay on the host, in page-locked memory if there is a
             GPU.
         options: of ``packtool train``: ``loss_scale``, ``loss_reduction``, ``max_steps``, ``dataloader_num_workers``,
             ``media_root``, ``media_access``, ``max_media_bytes``, ``media_cache``, ``media_cache_size``;
@@ -84,7 +85,7 @@ class Batches(Dataset[dict[str, Any]]):
     Raises:
         ConfigError, DataError, MismatchError: as ``packtool train`` before its first step.
     Attributes:
-        micro_batches_per_step: of a rank, in the steps that have most.
+        micro_batches_per_step: of one rank, in the largest steps.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Batches(Dataset[dict[str, Any]]):
             if world.size != plan.world_size:
                 raise ConfigError(
                     f"the plan is for {plan.world_size} ranks, and this process is one of {world.size}",
-                    f"Plan with world_size={world.size}, or say which rank's batches these are.",
+                    f"Plan with world_size={world.size}, or pass rank=.",
                 )
             rank = world.rank
         elif rank != "all" and (not isinstance(rank, int) or not 0 <= rank < plan.world_size):
@@ -114,11 +115,11 @@ class Batches(Dataset[dict[str, Any]]):
         self._prepare(None)
         if self._timeline.first.packs.fingerprint != plan.preview.timeline.first.packs.fingerprint:
             raise MismatchError(
-                "the caches are not what they were when the plan was made", "Call packtool.plan again, and look at it."
+                "the caches have changed since the plan was made", "Call packtool.plan again, and check the new plan."
             )
 
     def _prepare(self, before: RunState | None) -> None:
-        """Prepare the micro-batches of the plan, or of what remains of it after a run with that state."""
+        """Prepare the micro-batches of the plan, or of its remaining packs after a run with the state ``before``."""
         self._before = before
         world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
         self._run = Run.of(self._config, world, ResumePoint(before=before), planned)
@@ -132,10 +133,11 @@ class Batches(Dataset[dict[str, Any]]):
         )
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to this number of ranks; micro-batches are numbered from there.
-        self._base = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
-        self._first_epoch = self._timeline.locate(self._base)[0]
-        self._ends, self._starts, self.micro_batches_per_step = self._count()
-        self._begin = self._place = 0
+        self._first_step = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
+        self._first_epoch = self._timeline.locate(self._first_step)[0]
+        self._offsets, self._epoch_starts, self.micro_batches_per_step = self._count()
+        # Numbers of the first micro-batch of the next iteration, and of the one after the last that was returned.
+        self._begin = self._next = 0
 
     @property
     def num_steps(self) -> int:
@@ -143,13 +145,13 @@ class Batches(Dataset[dict[str, Any]]):
         return self._timeline.num_steps
 
     def __len__(self) -> int:
-        """Micro-batches of the whole run, of this rank or of all."""
+        """Return the number of micro-batches of the whole run, of this rank or of all."""
         if self.rank == "all":
-            return (self.num_steps - self._base) * self.micro_batches_per_step * self.plan.world_size
-        return int(self._ends[-1])
+            return (self.num_steps - self._first_step) * self.micro_batches_per_step * self.plan.world_size
+        return int(self._offsets[-1])
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """A micro-batch by its number, on the host.
+        """Return a micro-batch by its number, on the host.
 
         Raises:
             IndexError: if there is no such micro-batch.
@@ -164,8 +166,8 @@ class Batches(Dataset[dict[str, Any]]):
         return self._inputs(number, batch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The micro-batches from where ``load_state_dict`` says, else from the first."""
-        self._place = self._begin
+        """Yield the micro-batches from the position of ``load_state_dict`` on, else from the first."""
+        self._next = self._begin
         numbers = range(self._begin, len(self))
         batches = load_micro_batches(
             self._tensors,
@@ -174,29 +176,32 @@ class Batches(Dataset[dict[str, Any]]):
             pin_memory=torch.cuda.is_available(),
         )
         for number, batch in zip(numbers, batches, strict=True):
-            self._place = number + 1
-            if batch.media_reads.problem is not None:
-                warnings.warn(f"media_cache: no more is kept: {batch.media_reads.problem}", stacklevel=2)
+            self._next = number + 1
+            if (problem := batch.media_reads.problem) is not None:
+                warnings.warn(f"media_cache: nothing more is added to the cache: {problem}", stacklevel=2)
             moved = batch if self.device is None else batch.to(self.device, non_blocking=True)
             yield self._inputs(number, moved)
         self._begin = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the last iteration, and a description of its plan: numbers and text, the same on all ranks."""
-        step, ends_step = self._base, True
-        if self._place:
-            epoch, in_epoch, _, place = self._locate(self._place - 1)
-            ends_step = place + 1 == self._num_micro_batches(epoch, in_epoch)
-            step = self._starts[epoch - self._first_epoch] + in_epoch + ends_step
+        """Return the position of the last iteration and a description of its plan, in numbers and text.
+
+        It is the same on all ranks.
+        """
+        step, ends_step = self._first_step, True
+        if self._next:
+            epoch, epoch_step, _, index = self._locate(self._next - 1)
+            ends_step = index + 1 == self._num_micro_batches(epoch, epoch_step)
+            step = self._epoch_starts[epoch - self._first_epoch] + epoch_step + ends_step
         run = asdict(replace(self._run.state, step=step))
-        return {"micro_batch": self._place, "of_all_ranks": self.rank == "all", "ends_step": ends_step, "run": run}
+        return {"micro_batch": self._next, "of_all_ranks": self.rank == "all", "ends_step": ends_step, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on behind the micro-batch that was given last before ``state_dict``.
+        """Let the next iteration start after the last micro-batch that was returned before ``state_dict``.
 
         Raises:
-            MismatchError: if the state belongs to another plan or other caches, or, with another number of ranks, was
-                taken within a step.
+            MismatchError: if the state belongs to another plan or other caches, or was taken within a step and the
+                number of ranks has changed.
         """
         try:
             values = dict(state["run"])
@@ -204,24 +209,27 @@ class Batches(Dataset[dict[str, Any]]):
             before, micro_batch = RunState(**values), int(state["micro_batch"])
             of_all_ranks, ends_step = bool(state["of_all_ranks"]), bool(state["ends_step"])
         except (KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"this is no state of packtool.Batches: {error!r}") from error
-        mine = replace(self._run.state, assignments=())
-        is_reassigned = mine.is_assigned_anew_after(before)
+            raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
+        own_state = replace(self._run.state, assignments=())
+        is_reassigned = own_state.is_assigned_anew_after(before)
         try:
-            mine.check_continues("this state", before)
+            own_state.check_continues("this state", before)
         except MismatchError as error:
-            raise MismatchError(error.message, "Make plan and batches with the options that they had.") from None
+            raise MismatchError(error.message, "Create plan and batches with the same options as then.") from None
         if of_all_ranks != (self.rank == "all") and not is_reassigned:
-            raise MismatchError('this state counts the batches of all ranks (rank="all"), or these do, and not both.')
+            raise MismatchError(
+                'either this state or these batches count those of all ranks (rank="all"), but not both',
+                "Use the same rank= as for the state.",
+            )
         if is_reassigned and not ends_step:
             raise MismatchError(
-                f"this state is from within step {before.step}, whose other packs cannot be assigned to another number "
-                f"of ranks: {before.world_size} there, {mine.world_size} now",
-                'Take states where batch["targets"].ends_step.',
+                f"this state was taken within step {before.step}, whose remaining packs cannot be assigned to another "
+                f"number of ranks: {before.world_size} then, {own_state.world_size} now",
+                'Take states where batch["targets"].ends_step is true.',
             )
         if is_reassigned or before.assignments != self._run.state.assignments:
             self._prepare(before)
-        self._begin = self._place = 0 if is_reassigned else micro_batch
+        self._begin = self._next = 0 if is_reassigned else micro_batch
 
     def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
         """Count the micro-batches of a rank.
@@ -229,20 +237,20 @@ class Batches(Dataset[dict[str, Any]]):
         Returns:
             micro-batches before each epoch and in total, (E + 1,); first step of each epoch; maximum of a step.
         """
-        timeline, ends, starts, maximum = self._timeline, [0], [self._base], 1
+        timeline, totals, starts, maximum = self._timeline, [0], [self._first_step], 1
         for epoch in count(self._first_epoch):
-            # Epochs have equal counts, unless tokens fill micro-batches, the epoch is partial, or there are stages.
-            is_like_first = epoch > self._first_epoch and self.plan.config.has_equal_epochs
-            is_like_first = is_like_first and not timeline.inputs.stages
-            steps = (timeline.first if is_like_first else timeline.plan_of(epoch)).steps
-            trained = min(self.num_steps, timeline.stretch(starts[-1]).stop) - starts[-1]
-            offsets = steps.step_offsets[: trained + 1] // steps.world_size
-            ends.append(ends[-1] + int(offsets[-1]))
-            starts.append(starts[-1] + trained)
+            # Only plan epochs that may differ from the first: token budgets, a partial first epoch, or stages.
+            equals_first = epoch > self._first_epoch and self.plan.config.has_equal_epochs
+            equals_first = equals_first and not timeline.inputs.stages
+            steps = (timeline.first if equals_first else timeline.plan_of(epoch)).steps
+            num_steps = min(self.num_steps, timeline.stretch(starts[-1]).stop) - starts[-1]
+            offsets = steps.step_offsets[: num_steps + 1] // steps.world_size
+            totals.append(totals[-1] + int(offsets[-1]))
+            starts.append(starts[-1] + num_steps)
             maximum = max(maximum, int(np.diff(offsets).max(initial=1)))
             if starts[-1] == self.num_steps:
                 break
-        return np.array(ends, np.int64), starts, maximum
+        return np.array(totals, np.int64), starts, maximum
 
     def _num_micro_batches(self, epoch: int, step: int) -> int:
         """Return the number of micro-batches of a rank in a step of an epoch."""
@@ -256,28 +264,28 @@ class Batches(Dataset[dict[str, Any]]):
         return self._source.planned_epoch(plan, epoch), units_per_step(plan, self._source.figures)
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Return epoch, step of the epoch, rank and position in the step of a micro-batch."""
+        """Return the epoch of a micro-batch, its step in the epoch, its rank, and its index in the step."""
         if self.rank == "all":
             number, rank = divmod(number, self.plan.world_size)
-            step, place = divmod(number, self.micro_batches_per_step)
-            return *self._timeline.locate(self._base + step), rank, place
-        index = int(np.searchsorted(self._ends, number, side="right")) - 1
-        epoch = self._first_epoch + index
+            step, index = divmod(number, self.micro_batches_per_step)
+            return *self._timeline.locate(self._first_step + step), rank, index
+        num_epochs = int(np.searchsorted(self._offsets, number, side="right")) - 1  # complete ones
+        epoch = self._first_epoch + num_epochs
         steps = self._epoch(epoch)[0].plan.steps
-        offsets, number = steps.step_offsets // steps.world_size, number - int(self._ends[index])
+        offsets, number = steps.step_offsets // steps.world_size, number - int(self._offsets[num_epochs])
         step = int(np.searchsorted(offsets, number, side="right")) - 1
         return epoch, step, self.rank, number - int(offsets[step])
 
     def _planned(self, number: int) -> MicroBatch:
-        """Return a micro-batch by its samples, which are not read yet."""
-        epoch, step, rank, place = self._locate(number)
+        """Return a micro-batch as the samples to read; an empty one after the last of a smaller step."""
+        epoch, step, rank, index = self._locate(number)
         planned, _ = self._epoch(epoch)
-        exists = place < planned.plan.steps.num_micro_batches(step)
-        return planned.micro_batch(step, rank, place) if exists else MicroBatch([])
+        exists = index < planned.plan.steps.num_micro_batches(step)
+        return planned.micro_batch(step, rank, index) if exists else MicroBatch([])
 
     def _inputs(self, number: int, batch: Batch) -> dict[str, Any]:
-        """Return a micro-batch as the model's keyword arguments, with the targets of its loss."""
-        epoch, step, _, place = self._locate(number)
+        """Return a collated micro-batch as keyword arguments of the model, with the targets of its loss."""
+        epoch, step, _, index = self._locate(number)
         _, units = self._epoch(epoch)
         targets = Targets(
             batch.labels,
@@ -286,22 +294,22 @@ class Batches(Dataset[dict[str, Any]]):
             batch.num_target_tokens,
             num_items=int(units[step]),
             world_size=self.plan.world_size,
-            step=self._starts[epoch - self._first_epoch] + step,
-            ends_step=place + 1 == self._num_micro_batches(epoch, step),
+            step=self._epoch_starts[epoch - self._first_epoch] + step,
+            ends_step=index + 1 == self._num_micro_batches(epoch, step),
         )
         return {
             **batch.model_inputs(),
             "logits_to_keep": targets.positions,
-            # The label of the last position is -100, so rolling moves no target to the front.
+            # Rolling moves no target to the front, because the last label is always -100.
             "labels": batch.labels.roll(1, dims=1),
             "shift_labels": batch.labels,
             "targets": targets,
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild them in another process from plan and options."""
-        made = partial(Batches, model=self.model, device=self.device, **self.options)
-        return made, (self.plan, self.rank), self._before
+        """Pickle plan and options, from which another process prepares the same micro-batches."""
+        create = partial(Batches, model=self.model, device=self.device, **self.options)
+        return create, (self.plan, self.rank), self._before
 
     def __setstate__(self, before: RunState) -> None:
         self._prepare(before)
@@ -311,20 +319,21 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
     """Return the settings of the training run that has these batches."""
     config, reader = plan.config, plan.preview.inputs.reader
     if reader is None:
-        raise ConfigError("a plan of lengths has no samples to make batches of", "Plan for caches.")
+        raise ConfigError("a plan of --lengths has no samples for batches", "Plan for caches.")
     if config.sequence_parallel_ranks > 1:
         raise ConfigError(
-            f"batches are whole packs, and this plan has {config.sequence_parallel_ranks} processes share each",
-            "Leave out --sequence-parallel-size, or train with packtool train, which divides them.",
+            f"in this plan {config.sequence_parallel_ranks} processes share each pack, which Batches does not support",
+            "Plan without sequence_parallel_size, or use packtool train.",
         )
-    if problems := [f"{name} is no option here: {why}" for name, why in _ELSEWHERE.items() if name in options]:
+    if problems := [f"{name} is not supported here: {why}" for name, why in _TRAIN_ONLY.items() if name in options]:
         raise ConfigError.from_problems(problems)
     if unknown := [name for name in options if name not in OPTIONS]:
-        raise ConfigError.from_problems([f"{name} is no option here{did_you_mean(name, OPTIONS)}" for name in unknown])
+        problems = [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown]
+        raise ConfigError.from_problems(problems)
     if plan.preview.inputs.stages and options.get("max_steps", config.max_steps) != config.max_steps:
         raise ConfigError(
-            f"max_steps={options['max_steps']}: the plan has stages, and how long these are depends on it",
-            "Give it to packtool.plan, too.",
+            f"max_steps={options['max_steps']}: the plan has stages, whose lengths depend on max_steps",
+            "Pass the same max_steps to packtool.plan.",
         )
     known = {field.name for field in fields(TrainConfig)}
     plan_options = {

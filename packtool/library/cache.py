@@ -1,4 +1,4 @@
-"""A cache to look into."""
+"""Reading samples and figures of a cache."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from packtool.report.inspect import cache_figures, figure_lines, marked_text, sa
 
 
 class Cache:
-    """The samples of a cache that ``export`` made, by number.
+    """Samples of a cache that ``export`` wrote, by number.
 
         cache = packtool.Cache("cache")
         len(cache), cache.lengths.max(), cache[7].input_ids, print(cache.text(7))
 
     Args:
-        path: its directory, here or in a bucket.
+        path: its directory, local or in a bucket.
         split: ``train`` or ``val``.
 
     Raises:
@@ -36,13 +36,13 @@ class Cache:
         self._reader = CacheReader.open([self.path], split)
 
     def __len__(self) -> int:
-        """Samples of the split."""
+        """Return the number of samples in the split."""
         return len(self._reader)
 
     def __getitem__(self, number: int) -> EncodedSample:
-        """A sample: ``input_ids``, ``labels`` (-100 where nothing is trained), media, ``source`` and ``row``.
+        """Return a sample: ``input_ids``, ``labels`` (-100 without a target), media, ``source`` and ``row``.
 
-        Its arrays are views of the mapped file and must not be written to.
+        Its arrays are views of the memory-mapped file and must not be modified.
 
         Raises:
             IndexError: if there is no such sample.
@@ -52,27 +52,27 @@ class Cache:
         return self._reader.sample(number % len(self))
 
     def __iter__(self) -> Iterator[EncodedSample]:
-        """All samples in order."""
+        """Yield all samples in order."""
         return (self._reader.sample(number) for number in range(len(self)))
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sample, int32 (N,)."""
+        """Number of tokens of each sample, int32 (N,)."""
         return self._reader.index.length
 
     @property
     def target_tokens(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sample that carry loss, int32 (N,)."""
+        """Number of tokens of each sample that carry loss, int32 (N,)."""
         return self._reader.index.target_tokens
 
     @property
     def media_tokens(self) -> npt.NDArray[np.int32]:
-        """Placeholder tokens of each sample's media, int32 (N,)."""
+        """Number of placeholder tokens of each sample's media, int32 (N,)."""
         return self._reader.index.media_tokens
 
     @property
     def fingerprint(self) -> str:
-        """The cache's name for its content; a plan and a checkpoint keep it."""
+        """Hash of the cache's content, which plans and checkpoints store."""
         return self._reader.fingerprint
 
     @property
@@ -85,19 +85,19 @@ class Cache:
         return cache_figures(self._reader.directories[0])
 
     def text(self, number: int, model: str | None = None) -> str:
-        """A sample as a person reads it: media named in brackets, what is trained between « and ».
+        """Return a sample as readable text: media in brackets, trained text between « and ».
 
         Args:
             model: directory of the tokenizer; by default that of the export.
 
         Raises:
-            ConfigError: if there is no such sample, or no such model.
+            ConfigError: if the sample or the model does not exist.
         """
         _, parts = sample_view(self.path, self.split, number, model)
         return marked_text(parts)
 
     def __fspath__(self) -> str:
-        """Its directory: where a path of a cache is taken, the cache may be given."""
+        """Return the directory, so that functions that take a path also take a Cache."""
         return self.path
 
     def __repr__(self) -> str:

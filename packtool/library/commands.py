@@ -1,4 +1,4 @@
-"""Functions for the commands export, verify and eval, with the same options, checked by the same code."""
+"""Functions for the commands export, verify and eval, with the same options and checks."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
     """Return the settings of a command from keyword arguments and, as on the command line, from the environment.
 
     Args:
-        cls: the command's settings.
+        cls: class of the settings.
         options: by name; None means not given, and a ``Cache`` stands for its directory.
 
     Raises:
-        ConfigError: naming every option that is wrong, or not known.
+        ConfigError: naming all options that are wrong or unknown.
     """
     values = {name: _as_text(value) for name, value in options.items()}
     return resolve(cls, values, environ=os.environ)
 
 
 def _as_text(value: Any) -> Any:
-    """Return a value with paths and caches as texts."""
+    """Convert paths and caches in a value to strings."""
     if isinstance(value, (list, tuple)):
         return [_as_text(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def export(*, progress: Progress | None = None, **options: Unpack[ExportKeywords]) -> ExportSummary:
-    """Tokenize rows into a cache: ``packtool export``.
+    """Tokenize rows into a cache, as the command ``packtool export``.
 
         packtool.export(model="model", dataset="rows.json", output_dir="cache", max_length=2048)
 
     Args:
-        progress: told of every shard; by default nobody.
-        options: those of ``packtool export``; ``model``, ``dataset`` and ``output_dir`` are needed.
+        progress: reports every shard; by default nothing is reported.
+        options: those of ``packtool export``; ``model``, ``dataset`` and ``output_dir`` are required.
 
     Returns:
-        what was kept, cut and dropped, in numbers: ``rows``, ``kept``, ``dropped`` by reason, ``tokens``, ...
+        counts of kept, truncated and dropped rows: ``rows``, ``kept``, ``dropped`` by reason, ``tokens``, ...
 
     Raises:
-        ConfigError, DataError, RowError, StorageError: as the command; a finished cache is left as it is.
+        ConfigError, DataError, RowError, StorageError: as the command; an existing finished cache is not changed.
     """
     from packtool.cache.export import export as export_rows
     from packtool.rows.sources import with_local_copies
@@ -65,16 +65,16 @@ def export(*, progress: Progress | None = None, **options: Unpack[ExportKeywords
 
 
 def verify(*, progress: Progress | None = None, **options: Unpack[VerifyKeywords]) -> VerifyReport:
-    """Compare packed samples with the same samples alone, with a model and a cache: ``packtool verify``.
+    """Check that packed samples give the same outputs as unpacked ones, as the command ``packtool verify``.
 
         packtool.verify(model="model", cached_dataset="cache").raise_if_failed()
 
     Args:
-        progress: told of every check; by default nobody.
-        options: those of ``packtool verify``; ``model`` and ``cached_dataset`` are needed.
+        progress: reports every check; by default nothing is reported.
+        options: those of ``packtool verify``; ``model`` and ``cached_dataset`` are required.
 
     Returns:
-        the report, whether or not it ``passed``: each of its ``checks`` with its error and what rounding explains.
+        the report, also if the checks failed: ``passed``, and ``checks`` with their errors and allowed rounding errors.
 
     Raises:
         ConfigError, DataError, MismatchError: if nothing can be compared.
@@ -92,19 +92,19 @@ def verify(*, progress: Progress | None = None, **options: Unpack[VerifyKeywords
 
 
 def evaluate(*, progress: Progress | None = None, **options: Unpack[EvalKeywords]) -> EvalResult:
-    """Measure a model on every sample for itself: ``packtool eval``. Every process of a torchrun job calls this.
+    """Evaluate a model on each sample, as the command ``packtool eval``; every process of a torchrun job calls this.
 
         packtool.evaluate(model="output/last", cached_dataset="cache", output="eval.parquet").evaluation.total.loss
 
     Args:
-        progress: told of every micro-batch; by default nobody.
-        options: those of ``packtool eval``; ``model``, ``cached_dataset`` and ``output`` are needed.
+        progress: reports every micro-batch; by default nothing is reported.
+        options: those of ``packtool eval``; ``model``, ``cached_dataset`` and ``output`` are required.
 
     Returns:
-        the figures of all samples (``evaluation.total``, ``evaluation.channel_totals``) and where they were written.
+        the figures of all samples (``evaluation.total``, ``evaluation.channel_totals``) and the path of the output.
 
     Raises:
-        ConfigError, DataError, MismatchError, StorageError: before the model is loaded, as far as can be told.
+        ConfigError, DataError, MismatchError, StorageError: if possible before the model is loaded.
     """
     from packtool.train.evaluate.run import evaluate_caches
 

@@ -1,4 +1,4 @@
-"""A plan: every step of an epoch, before anything of it is paid for."""
+"""Plans: all steps of an epoch, computed without a GPU."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from packtool.library.cache import Cache
     from packtool.library.options import PlanKeywords
 
-ELSEWHERE = {
-    "save": "Plan.save(path) does it",
-    "html": "Plan.page(path) does it",
-    "sweep": "packtool plan --sweep compares several",
-    "media": "packtool plan --media measures this machine",
-    "fit": "packtool plan --fit searches among several",
-    "resume": "packtool plan --resume shows how a run would go on",
+COMMAND_ONLY = {
+    "save": "use Plan.save(path)",
+    "html": "use Plan.page(path)",
+    "sweep": "use the command packtool plan --sweep",
+    "media": "use the command packtool plan --media",
+    "fit": "use the command packtool plan --fit",
+    "resume": "use the command packtool plan --resume",
 }
-"""Options of the command that a single plan does not have, with the alternative."""
+"""Options of ``packtool plan`` that ``packtool.plan`` does not have, with the alternative."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,9 @@ class PlannedStep:
     """One optimizer step of a plan.
 
     Args:
-        number: 0-based, of the epoch.
-        target_tokens: labels that carry loss, over all ranks and micro-batches.
-        micro_batches: of each rank its micro-batches, of each micro-batch its packs, of each pack its samples: numbers
-            as ``Cache`` has them, of several caches counted through.
+        number: 0-based, in the epoch.
+        target_tokens: number of labels that carry loss, over all ranks and micro-batches.
+        micro_batches: samples by rank, micro-batch and pack, as indexes into ``Cache``, or into all caches in order.
     """
 
     number: int
@@ -54,7 +53,7 @@ class PlannedStep:
 
 
 class PlannedSteps(Sequence[PlannedStep]):
-    """The optimizer steps of an epoch, each built on access."""
+    """Optimizer steps of an epoch, each built on access."""
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
@@ -85,7 +84,7 @@ class PlannedSteps(Sequence[PlannedStep]):
 class Plan:
     """Packs of an epoch, and their assignment to steps and ranks; made by ``packtool.plan``.
 
-    In a notebook it shows its page.
+    A notebook shows it as its page.
 
     Attributes:
         config: the options that it was made with.
@@ -93,7 +92,7 @@ class Plan:
 
     def __init__(self, config: PlanConfig) -> None:
         self.config = config
-        # For the package itself; no part of what is stable.
+        # Internal: not part of the stable interface.
         self.preview: Preview = preview(config)
 
     @property
@@ -103,7 +102,7 @@ class Plan:
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """Lines of ``packtool plan``: (name, figure)."""
+        """Lines of ``packtool plan``, as (name, figure)."""
         return plan_lines(self._figures)
 
     @cached_property
@@ -117,30 +116,30 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Data-parallel ranks: processes, or groups of them that share packs."""
+        """Number of data-parallel ranks: processes, or groups of processes that share packs."""
         return self.preview.options.world_size
 
     @property
     def fingerprint(self) -> str:
-        """The plan's name for its packs and steps; equal ones train the same."""
+        """Hash of packs and steps: plans with equal fingerprints train the same."""
         return self.preview.plan.fingerprint
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write packs and steps as an Arrow file, for ``packtool train --plan``, ``inspect --plan`` and other readers.
 
         Raises:
-            ConfigError: for a plan of a file of lengths, which belongs to no cache.
+            ConfigError: for a plan of a file of lengths, because saved plans refer to caches.
             StorageError: if it cannot be written.
         """
         if self.preview.inputs.reader is None:
-            raise ConfigError("a plan of --lengths belongs to no cache, so there is nothing to save it for")
+            raise ConfigError("a plan of --lengths cannot be saved, because it belongs to no cache", "Plan for caches.")
         self.preview.save(os.fspath(path))
 
     def page(self, path: str | os.PathLike[str], command: str | None = None) -> None:
-        """Write a page that draws the plan: one HTML file that loads nothing from elsewhere.
+        """Write a page that shows the plan: one HTML file that loads no other files.
 
         Args:
-            command: that the page says it was made by; by default the command line of these options.
+            command: shown on the page as its origin; by default the command line of these options.
 
         Raises:
             StorageError: if it cannot be written.
@@ -148,8 +147,9 @@ class Plan:
         storage.publish(os.fspath(path), self._page(command).encode())
 
     def _page(self, command: str | None = None) -> str:
-        made_by = command or shlex.join(["packtool", "plan", *option_words(self.config)])
-        return page(page_content(self.preview, self._figures, made_by, self._title))
+        """Return the HTML of ``page``."""
+        command = command or shlex.join(["packtool", "plan", *option_words(self.config)])
+        return page(page_content(self.preview, self._figures, command, self._title))
 
     @property
     def _title(self) -> str:
@@ -166,7 +166,7 @@ class Plan:
         return framed(self._page(), self._title)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild the same plan in another process from its options."""
+        """Pickle the options, from which another process makes the same plan."""
         return Plan, (self.config,)
 
 
@@ -174,20 +174,20 @@ def plan(
     caches: str | os.PathLike[str] | Cache | Sequence[str | os.PathLike[str] | Cache] = (),
     **options: Unpack[PlanKeywords],
 ) -> Plan:
-    """Plan an epoch: ``packtool plan``.
+    """Plan an epoch, as the command ``packtool plan``.
 
         plan = packtool.plan("cache", packing_length=4096, world_size=8, gradient_accumulation_steps=2)
         print(plan), plan.summary["fill"], plan.steps[0].micro_batches, plan.page("plan.html")
 
     Args:
-        caches: one or several, by directory or as ``Cache``.
-        options: those of ``packtool plan``; ``lengths`` plans for a file of lengths instead.
+        caches: one or several, each a directory or a ``Cache``.
+        options: those of ``packtool plan``; ``lengths`` plans for a file of lengths instead of caches.
 
     Raises:
         ConfigError, DataError, MismatchError, StorageError: as the command.
     """
     values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    problems = [f"{name} is no option here: {instead}" for name, instead in ELSEWHERE.items() if name in values]
+    problems = [f"{name} is not supported here: {use}" for name, use in COMMAND_ONLY.items() if name in values]
     if problems:
         raise ConfigError.from_problems(problems)
     return Plan(settings_of(PlanConfig, {**values, "cached_dataset": caches}))

@@ -1,4 +1,4 @@
-"""Functions for custom training loops: a model that keeps packed samples apart, and the loss."""
+"""Functions for custom training loops: preparing a model for packed samples, and the loss."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Targets(Movable):
     """Inputs of a micro-batch's loss besides the logits: ``batch["targets"]``.
 
     Args:
-        labels: int64 (B, T), what each position is to predict, -100 where nothing.
-        weights: float32 (B, T), of each label, or None when all weigh 1.
-        positions: int64 (P,), where some row has a label; logits are needed there only.
-        num_targets: labels in this micro-batch.
-        num_items: what the step's loss is divided by, over all ranks and micro-batches: target tokens, or samples with
-            ``loss_reduction="sample"``.
-        world_size: ranks, over which the trainer averages gradients.
+        labels: int64 (B, T), the token to predict at each position; -100 for none.
+        weights: float32 (B, T), of each label; None if all are 1.
+        positions: int64 (P,), positions with a label in at least one row; only these need logits.
+        num_targets: number of labels in this micro-batch.
+        num_items: divisor of the step's loss: number of target tokens over all ranks and micro-batches, or of samples
+            with ``loss_reduction="sample"``.
+        world_size: number of ranks, over which the trainer averages gradients.
         step: 0-based number of the optimizer step.
-        ends_step: whether this is the rank's last micro-batch of the step: the optimizer's turn.
+        ends_step: whether this is the rank's last micro-batch of the step, after which the optimizer runs.
     """
 
     labels: Tensor
@@ -54,21 +54,22 @@ class Targets(Movable):
 
 
 def loss(outputs: Any, batch: dict[str, Any]) -> Tensor:
-    """Contribution of a micro-batch to the mean loss over all target tokens of its step; differentiable.
+    """Return a micro-batch's contribution to the mean loss over all target tokens of its step; differentiable.
 
         packtool.loss(model(**batch), batch).backward()
 
-    Gradients of the micro-batches of a step add up, and are *averaged* over ranks, as DDP and FSDP do: the sum is the
-    gradient of the mean over all targets of all ranks, however samples were grouped. Nothing is asked of other ranks,
-    because the plan knows how many targets the step has. Do not divide it again by micro-batches.
+    Gradients of the micro-batches of a step add up, and DDP and FSDP *average* them over ranks. The result is the
+    gradient of the mean over all targets of all ranks, independent of the grouping of samples. This needs no
+    communication, because the plan contains the number of targets of the step. Do not divide the loss again by the
+    number of micro-batches.
 
     Args:
-        outputs: of the model, or its logits: (1, T, vocabulary), or (1, P, vocabulary) where the model makes logits
+        outputs: of the model, or its logits: (1, T, vocabulary), or (1, P, vocabulary) if the model computes logits
             only at ``logits_to_keep``.
-        batch: that the model was called with.
+        batch: the arguments of the model.
 
     Returns:
-        a 0-d tensor; added up over a step's micro-batches, and averaged over ranks, it is the step's loss.
+        a 0-d tensor; added up over a step's micro-batches and averaged over ranks, it is the step's loss.
     """
     targets: Targets = batch["targets"]
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
@@ -76,31 +77,31 @@ def loss(outputs: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto") -> P:
-    """Make a loaded model keep the samples of a pack apart, and know the loss of its micro-batches.
+    """Make a loaded model keep the samples of a pack apart and compute the loss of its micro-batches.
 
         model = packtool.prepare_model(transformers.AutoModelForCausalLM.from_pretrained("model"))
 
-    Its text goes through packed attention, its recurrent layers start anew with every sample, and its towers run once a
-    micro-batch. Trainers that hand ``num_items_in_batch`` to the model, as transformers' does, find the micro-batch's
-    part of the step's mean in ``outputs.loss``; other loops call ``packtool.loss``. Inputs that do not come from
-    ``Batches`` are refused, for nothing in them would say where a sample ends.
+    Its text uses packed attention, its recurrent layers restart at every sample, and its media towers run once per
+    micro-batch. Trainers that pass ``num_items_in_batch`` to the model, as transformers' does, get the micro-batch's
+    contribution to the step's mean in ``outputs.loss``; other loops call ``packtool.loss``. Inputs that do not come
+    from ``Batches`` raise an error, because they do not say where samples end.
 
     Args:
-        model: of transformers, not yet wrapped: before peft, DDP, FSDP and ``torch.compile``. It may be moved later.
-        packing: False for batches with padding, whose attention stays the model's own.
+        model: of transformers, before it is wrapped by peft, DDP, FSDP or ``torch.compile``. It may be moved later.
+        packing: False for batches with padding, for which the model keeps its own attention.
         attn_impl: kernel, as ``--attn-impl``.
 
     Returns:
         the same model.
 
     Raises:
-        ConfigError: for a kernel that is not there, or a model that is wrapped already.
-        UnsupportedModelError: for a model whose packed samples could not be kept apart.
+        ConfigError: for a kernel that is not available, or a model that is already wrapped.
+        UnsupportedModelError: for a model whose packed samples cannot be kept apart.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"prepare_model takes a model of transformers itself, and this is a {type(model).__name__}",
-            "Call it on the loaded model, and wrap what it returns: peft, DDP, FSDP and torch.compile come later.",
+            f"prepare_model needs an unwrapped model of transformers, but this is a {type(model).__name__}",
+            "Call prepare_model on the loaded model, and apply peft, DDP, FSDP or torch.compile afterwards.",
         )
     if packing:
         refuse_unsupported(model.config)
@@ -114,7 +115,7 @@ def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto
 
 
 def _model_loss(
-    own: Callable[..., Tensor],
+    original: Callable[..., Tensor],
     logits: Tensor,
     labels: Tensor,
     *args: Any,
@@ -122,17 +123,24 @@ def _model_loss(
     num_items_in_batch: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the loss inside a prepared model: ``own`` for other inputs, None if the loop calls ``packtool.loss``.
+    """Compute ``outputs.loss`` of a prepared model; None without ``num_items_in_batch``, for use of ``packtool.loss``.
 
-    By transformers' convention, a caller that passes ``num_items_in_batch`` also multiplies by the number of ranks.
+    By transformers' convention, a caller that passes ``num_items_in_batch`` multiplies the loss by the number of ranks.
+
+    Args:
+        original: the model's own loss function, for inputs that do not come from ``Batches``.
     """
     if targets is None:
-        return own(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        return original(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
     return None if num_items_in_batch is None else _mean(targets, logits, 1)
 
 
 def _mean(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
-    """Return the part of the mean over its step, times ``world_size``, from logits at all or at some positions."""
+    """Return the contribution to the step's mean loss, times ``world_size``.
+
+    Args:
+        logits: at all positions, (B, T, vocabulary), or at ``targets.positions`` only, (B, P, vocabulary).
+    """
     labels, weights = targets.labels, targets.weights
     if logits.shape[:2] != labels.shape:
         labels, weights = labels[:, targets.positions], None if weights is None else weights[:, targets.positions]
@@ -140,7 +148,7 @@ def _mean(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
         raise ValueError(f"logits {tuple(logits.shape)} do not belong to labels {tuple(targets.labels.shape)}")
     rows = logits.float().flatten(0, 1)
     if targets.num_targets == 0:
-        total = rows.sum() * 0.0  # 0 with a graph
+        total = rows.sum() * 0.0  # 0, but differentiable: all ranks need a backward pass
     else:
         reduction = "sum" if weights is None else "none"
         losses = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)

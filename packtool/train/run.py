@@ -1,4 +1,4 @@
-"""Training as a recipe: check that caches (or rows) and options fit, plan, then train the model."""
+"""A training run from its options to its result: check caches (or rows) and options, plan, then train the model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     """Train a model on caches or rows; every process of a torchrun job calls this.
 
     Args:
-        config: the run's settings.
+        config: settings of the run.
         progress: reports the plan and every step, on the first rank only.
-        world: this process among the others; by default from torchrun. A dry run can plan for another.
+        world: rank and size of this process's job; by default from torchrun. A dry run can plan for another size.
 
     Returns:
         the figures that are also written to ``OUTPUT_DIR/packtool_train.json``; losses on the first rank only.
 
     Raises:
-        ConfigError, DataError, MismatchError, StorageError: before the first step, except for pictures that are gone.
+        ConfigError, DataError, MismatchError, StorageError: before the first step, except for missing media files.
     """
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
@@ -43,7 +43,7 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
 
 
 def check_without_rows(config: TrainConfig) -> None:
-    """Raise a PacktoolError with every mistake that does not depend on the rows."""
+    """Raise a PacktoolError with all errors of the options that do not depend on the rows."""
     with imported_at_once():
         from packtool.train.loop.checks import checks_without_rows
 
@@ -51,16 +51,16 @@ def check_without_rows(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig, progress: Progress, world: World) -> None:
-    """Refuse a run that would fail, and make the cache of its rows, before processes are started."""
+    """Check a run before its processes are started, and export its rows to a cache if it trains on rows."""
     config = with_cache(config, progress, check_without_rows)
     if config.bucket_size == "auto":
-        # Every process determines the size itself and reports it; the plan is only checked here.
+        # Only for the check of the plan: every process determines the size again, and the first one reports it.
         config = _with_bucket(with_recomputing(config), SilentProgress(), world)
     Run.of(config, world)
 
 
 def _with_bucket(config: TrainConfig, progress: Progress, world: World) -> TrainConfig:
-    """Replace ``--bucket-size auto`` by a number, for which torch is imported."""
+    """Replace ``--bucket-size auto`` by a number; imports torch only if it is ``auto``."""
     if config.bucket_size != "auto":
         return config
     with imported_at_once():
@@ -70,11 +70,11 @@ def _with_bucket(config: TrainConfig, progress: Progress, world: World) -> Train
 
 
 def _train(config: TrainConfig, progress: Progress, world: World, lock: DirectoryLock | None) -> TrainResult:
-    """Train in the locked output directory."""
+    """Train in the locked output directory; with ``--dry-run``, only plan and estimate memory."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
-    decided = with_recomputing(config)
-    notes = recomputing_lines(config, decided)
-    config = with_cache(decided, progress, check_without_rows)
+    resolved = with_recomputing(config)
+    notes = recomputing_lines(config, resolved)
+    config = with_cache(resolved, progress, check_without_rows)
     run = Run.of(_with_bucket(config, progress, world), world)
     result = run.expected()
     lines = (
@@ -88,7 +88,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     )
     for line in lines:
         progress.note(line)
-    # From here on torch and transformers are needed; mistakes of the user have been reported by now.
+    # Importing torch and transformers takes seconds; most errors of the user have been reported by now.
     with imported_at_once():
         from packtool.train.loop.checks import estimate_training, load_spec
         from packtool.train.loop.execute import execute
@@ -97,7 +97,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     if config.dry_run:
         estimate, precision = estimate_training(run, spec)
         trained, parameters = estimate.num_trainable, estimate.num_parameters
-        for line in (*precision, f"parameters: {parameters:,}, of them trained: {trained:,} ({config.train_type})"):
+        for line in (*precision, f"parameters: {parameters:,}, trained: {trained:,} ({config.train_type})"):
             progress.note(line)
         progress.note(estimate.sentence())
         if hardware is not None:
@@ -106,6 +106,6 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
             result, num_parameters=estimate.num_parameters, num_trainable_parameters=estimate.num_trainable
         )
     if run.start >= run.timeline.num_steps:
-        progress.note(f"{result.resumed_from} is the end of this run already: there is nothing left to train")
+        progress.note(f"{result.resumed_from} is already the last step of this run: nothing is left to train")
         return dataclasses.replace(result, checkpoint=result.resumed_from)
     return execute(run, spec, result, progress, lock)

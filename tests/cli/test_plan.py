@@ -260,7 +260,7 @@ def test_media_of_this_machine(cache: str, tmp_path: Path, capsys: pytest.Captur
     assert run(["plan", *words]) == 0
     message = capsys.readouterr().out
     assert re.search(r"pictures +32 ", message)
-    assert re.search(r"--dataloader-num-workers \d+ keeps up, and reads \S+ MB/s a rank", message)
+    assert re.search(r"--dataloader-num-workers \d+ is fast enough, and reads \S+ MB/s per rank", message)
     (tmp_path / "3.png").unlink()
     assert run(["plan", *words]) == 3
     assert "3.png: there is no such file" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.Monke
     if plan_of_rank_1 == "abc":
         check_ranks_agree(STATE, World(0, 2))
     else:
-        with pytest.raises(MismatchError, match="plan: abc on rank 0, abd there"):
+        with pytest.raises(MismatchError, match="plan: abc on rank 0, abd on rank 1"):
             check_ranks_agree(STATE, World(0, 2))
 
 
@@ -65,7 +65,7 @@ def test_ranks_that_share_rows_differently_are_told_apart(monkeypatch: pytest.Mo
         found[:] = [mine, mine | {"sequence parallel": "ring over 2"}]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    with pytest.raises(MismatchError, match="sequence parallel: ulysses over 2 on rank 0, ring over 2 there"):
+    with pytest.raises(MismatchError, match="sequence parallel: ulysses over 2 on rank 0, ring over 2 on rank 1"):
         check_ranks_agree(STATE, World(0, 2), "ulysses over 2")
 
 

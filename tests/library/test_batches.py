@@ -35,7 +35,7 @@ def ids(batch: dict[str, Any]) -> list[int]:
     return list(batch["input_ids"].flatten().tolist())
 
 
-def test_they_are_those_of_a_training(batches: packtool.Batches, tiny: TinyWorld, tmp_path: Any) -> None:
+def test_batches_equal_those_of_packtool_train(batches: packtool.Batches, tiny: TinyWorld, tmp_path: Any) -> None:
     config = tiny.config(tmp_path, gradient_accumulation_steps=2, num_train_epochs=2)
     run = Run.of(config, World())
     steps = StepLoader(run, input_spec(run))
@@ -57,7 +57,7 @@ def test_they_are_those_of_a_training(batches: packtool.Batches, tiny: TinyWorld
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_plan_is_not_made_again(mixed: bool, tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_reuse_the_plan(mixed: bool, tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches take the steps of the plan that they are given; other targets need other steps."""
     plan = packtool.plan(f"{tiny.cache}#8" if mixed else tiny.cache, **PLAN)
     calls: list[str] = []
@@ -72,7 +72,7 @@ def test_the_plan_is_not_made_again(mixed: bool, tiny: TinyWorld, monkeypatch: p
     assert calls
 
 
-def test_by_number_and_in_turn(batches: packtool.Batches) -> None:
+def test_indexing_and_iterating_give_the_same(batches: packtool.Batches) -> None:
     in_turn = [ids(batch) for batch in batches]
     assert [ids(batches[number]) for number in range(len(batches))] == in_turn
     assert ids(batches[-1]) == in_turn[-1]
@@ -83,7 +83,7 @@ def test_by_number_and_in_turn(batches: packtool.Batches) -> None:
     assert ids(pickle.loads(pickle.dumps(batches))[3]) == in_turn[3]
 
 
-def test_ranks_of_one_plan(tiny: TinyWorld) -> None:
+def test_ranks_of_a_plan_have_their_own_batches(tiny: TinyWorld) -> None:
     plan = packtool.plan(tiny.cache, world_size=2, **PLAN)
     ranks = [packtool.Batches(plan, rank, **HERE) for rank in range(2)]
     together = packtool.Batches(plan, "all", **HERE)
@@ -96,7 +96,7 @@ def test_ranks_of_one_plan(tiny: TinyWorld) -> None:
         packtool.Batches(plan, 2)
 
 
-def test_steps_alike_for_trainers_that_count(tiny: TinyWorld) -> None:
+def test_rank_all_has_equal_steps(tiny: TinyWorld) -> None:
     """Smaller steps, at the end of each epoch, are filled up with empty micro-batches."""
     plan = packtool.plan(tiny.cache, packing_length=200, gradient_accumulation_steps=4, num_train_epochs=2)
     one, every = packtool.Batches(plan, 0, **HERE), packtool.Batches(plan, "all", **HERE)
@@ -110,7 +110,7 @@ def test_steps_alike_for_trainers_that_count(tiny: TinyWorld) -> None:
     assert [batch["targets"].num_items for batch in full] == [batch["targets"].num_items for batch in one]
 
 
-def test_a_state_goes_on_with_the_very_next(plan: packtool.Plan, batches: packtool.Batches) -> None:
+def test_state_resumes_with_the_next_micro_batch(plan: packtool.Plan, batches: packtool.Batches) -> None:
     whole = [ids(batch) for batch in batches]
     for num_given in (0, 3, len(whole)):
         first, other = packtool.Batches(plan, **HERE), packtool.Batches(plan, **HERE)
@@ -126,7 +126,7 @@ def test_a_state_goes_on_with_the_very_next(plan: packtool.Plan, batches: packto
         elsewhere.load_state_dict(batches.state_dict())
 
 
-def test_a_state_goes_on_with_another_number_of_ranks(tiny: TinyWorld) -> None:
+def test_state_resumes_with_another_number_of_ranks(tiny: TinyWorld) -> None:
     """Every sample that was not trained in the epoch is trained once, and later epochs are whole."""
 
     def made(world_size: int, rank: Any = 0) -> packtool.Batches:
@@ -161,15 +161,15 @@ def test_a_state_goes_on_with_another_number_of_ranks(tiny: TinyWorld) -> None:
     assert [ids(batch) for batch in full] == [ids(batch) for batch in after]
     assert [batch["targets"].step for batch in full] == [batch["targets"].step for batch in after]
     next(iter(two[0]))
-    with pytest.raises(MismatchError, match=r"within step 0, whose other packs .* 2 there, 1 now"):
+    with pytest.raises(MismatchError, match=r"within step 0, whose remaining packs .* 2 then, 1 now"):
         made(1).load_state_dict(two[0].state_dict())
-    with pytest.raises(MismatchError, match="counts the batches of all ranks"):
+    with pytest.raises(MismatchError, match="count those of all ranks"):
         made(2, "all").load_state_dict(states[0])
-    with pytest.raises(MismatchError, match=r"no state of packtool\.Batches"):
+    with pytest.raises(MismatchError, match=r"not a state of packtool\.Batches"):
         made(1).load_state_dict({"micro_batch": 3})
 
 
-def test_few_lengths_for_compiled_models(plan: packtool.Plan, batches: packtool.Batches, model: Any) -> None:
+def test_compiled_models_get_few_lengths(plan: packtool.Plan, batches: packtool.Batches, model: Any) -> None:
     padded = packtool.Batches(plan, torch_compile=True, **HERE)
     lengths = {batch["input_ids"].shape[1] for batch in padded}
     assert len(lengths) < len({batch["input_ids"].shape[1] for batch in batches})
@@ -180,7 +180,7 @@ def test_few_lengths_for_compiled_models(plan: packtool.Plan, batches: packtool.
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_torchdatas_loader(batches: packtool.Batches) -> None:
+def test_stateful_dataloader_of_torchdata(batches: packtool.Batches) -> None:
     loading = pytest.importorskip("torchdata.stateful_dataloader")
     whole = [ids(batch) for batch in batches]
     loader = loading.StatefulDataLoader(batches, batch_size=None)
@@ -190,7 +190,7 @@ def test_torchdatas_loader(batches: packtool.Batches) -> None:
     assert given + [ids(batch) for batch in again] == whole
 
 
-def test_moved_batches_are_whole(batches: packtool.Batches, plan: packtool.Plan) -> None:
+def test_all_tensors_of_a_batch_are_moved(batches: packtool.Batches, plan: packtool.Plan) -> None:
     """Everything that holds tensors goes along, whoever moves it."""
     batch = next(batch for batch in batches if batch["towers"])
     for moved in (send_to_device(batch, "meta"), next(iter(packtool.Batches(plan, device="meta", **HERE)))):
@@ -203,25 +203,23 @@ def test_moved_batches_are_whole(batches: packtool.Batches, plan: packtool.Plan)
 
 
 def test_what_is_refused(tiny: TinyWorld, plan: packtool.Plan, tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="loss_reductoin is no option here; did you mean 'loss_reduction'"):
+    with pytest.raises(ConfigError, match="loss_reductoin is not an option of Batches; did you mean 'loss_reduction'"):
         packtool.Batches(plan, loss_reductoin="sample")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="learning_rate is no option here"):
+    with pytest.raises(ConfigError, match="learning_rate is not an option of Batches"):
         packtool.Batches(plan, learning_rate=1.0)  # type: ignore[call-arg]
-    with pytest.raises(
-        ConfigError, match=r"on_bad_media is no option here: .* packtool train --on-bad-media skip mends"
-    ):
+    with pytest.raises(ConfigError, match=r"on_bad_media is not supported here: .* packtool train --on-bad-media skip"):
         packtool.Batches(plan, on_bad_media="skip")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="2 processes share each"):
+    with pytest.raises(ConfigError, match="2 processes share each pack"):
         packtool.Batches(packtool.plan(tiny.cache, packing_length=256, world_size=2, sequence_parallel_size=2))
     stages = [{"until": 1, "sources": [tiny.cache]}, {"sources": [tiny.cache]}]
     (tmp_path / "mix.yaml").write_text(json.dumps({"stages": stages}))
     with pytest.raises(ConfigError, match="max_steps=3: the plan has stages"):
         packtool.Batches(packtool.plan(mix=tmp_path / "mix.yaml", max_steps=4, packing_length=256), 0, max_steps=3)
     (tmp_path / "lengths.txt").write_text("3 4 5")
-    with pytest.raises(ConfigError, match="a plan of lengths has no samples"):
+    with pytest.raises(ConfigError, match="a plan of --lengths has no samples"):
         packtool.Batches(packtool.plan(lengths=tmp_path / "lengths.txt", packing_length=8))
     export_rows(tiny, tmp_path / "cache")
     planned = packtool.plan(tmp_path / "cache", packing_length=256)
     export_rows(tiny, tmp_path / "cache", overwrite=True, max_length=60)
-    with pytest.raises(MismatchError, match="not what they were when the plan was made"):
+    with pytest.raises(MismatchError, match="have changed since the plan was made"):
         packtool.Batches(planned)

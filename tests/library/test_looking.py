@@ -28,7 +28,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.smoke
-def test_a_cache(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     cache = packtool.Cache(tiny.cache)
     assert len(cache) == len(list(cache)) == 40
     assert [sample.length for sample in cache] == cache.lengths.tolist()
@@ -43,13 +43,13 @@ def test_a_cache(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(json.dumps(cache.statistics)) == json.loads(printed(capsys, "inspect", tiny.cache, "--json"))
     assert printed(capsys, "inspect", tiny.cache, "--row", "3").endswith(cache.text(3) + "\n")
     assert "<td" in cache._repr_html_()
-    with pytest.raises(ConfigError, match="rows 0 to 39"):
+    with pytest.raises(ConfigError, match="samples 0 to 39"):
         cache.text(40)
     with pytest.raises(MismatchError, match="no val split"):
         packtool.Cache(tiny.cache, "val")
 
 
-def test_a_plan_is_the_commands(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_equals_that_of_the_command(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--packing-length", "256", "--gradient-accumulation-steps", "2"]
     plan = packtool.plan(packtool.Cache(tiny.cache), **PLAN)
     told = json.loads(printed(capsys, "plan", tiny.cache, *words, "--json"))
@@ -69,7 +69,7 @@ def test_a_plan_is_the_commands(tiny: TinyWorld, tmp_path: Path, capsys: pytest.
         plan.steps[4]
 
 
-def test_a_plan_is_saved_and_drawn(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_saved_and_shown_as_a_page(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = packtool.plan([tiny.cache], **PLAN)
     plan.save(tmp_path / "plan.arrow")
     config = tiny.config(tmp_path / "output", plan=str(tmp_path / "plan.arrow"), gradient_accumulation_steps=2)
@@ -85,14 +85,14 @@ def test_a_plan_is_saved_and_drawn(tiny: TinyWorld, tmp_path: Path, capsys: pyte
     assert repr(plan) == "Plan of cache: 8 packs in 4 steps of 1 ranks"
 
 
-def test_options_are_checked_as_those_of_the_command(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_options_are_checked_like_those_of_the_command(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^unknown setting 'packing_lenght'; did you mean 'packing_length'"):
         packtool.plan(tiny.cache, packing_lenght=256)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="2 settings are wrong") as found:
         packtool.plan(tiny.cache, packing_length="much", balance="none", world_size=0)
     assert "--packing-length" in str(found.value)
     assert packtool.plan(tiny.cache, packing_length="1K").summary["packing_length"] == 1024
-    with pytest.raises(ConfigError, match="save is no option here: Plan"):
+    with pytest.raises(ConfigError, match="save is not supported here: use Plan"):
         packtool.plan(tiny.cache, save=str(tmp_path / "plan"), packing_length=256)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="give either caches"):
         packtool.plan()

@@ -41,7 +41,7 @@ def test_names_and_signatures() -> None:
     assert list(surface()) == LISTING.read_text().splitlines()
 
 
-def test_importing_it_imports_nothing_else() -> None:
+def test_importing_packtool_imports_no_library() -> None:
     """In a process of its own; an error class is no reason to import more, and a misspelt name neither."""
     code = (
         "import json, sys, packtool; packtool.errors.ConfigError; assert not hasattr(packtool, 'exprot'); "
@@ -53,7 +53,7 @@ def test_importing_it_imports_nothing_else() -> None:
     assert not any(name.startswith("packtool.library") for name in imported)
 
 
-def test_every_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in packtool.__all__:
         assert getattr(packtool, name) is not None
     assert set(packtool.__all__) < set(dir(packtool))

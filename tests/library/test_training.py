@@ -67,7 +67,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @torch.no_grad()
-def test_the_loss_of_every_step(
+def test_losses_equal_those_of_packtool_train(
     model: PreTrainedModel, worlds: dict[str, TinyWorld], tmp_path: Path, name: str
 ) -> None:
     """As ``packtool train`` has it; on two ranks, too, and for trainers that ask the model for it."""
@@ -88,7 +88,7 @@ def test_the_loss_of_every_step(
 
 
 @torch.no_grad()
-def test_all_logits_or_those_at_targets(model: PreTrainedModel, plan: packtool.Plan) -> None:
+def test_loss_from_all_logits_or_those_at_targets(model: PreTrainedModel, plan: packtool.Plan) -> None:
     batch = packtool.Batches(plan, **HERE)[0]
     few = model(**batch).logits
     every = model(**{name: value for name, value in batch.items() if name != "logits_to_keep"}).logits
@@ -122,7 +122,7 @@ def test_other_inputs_of_a_prepared_model(model: PreTrainedModel, tiny: TinyWorl
 
 
 @torch.no_grad()
-def test_adapters_come_behind(plan: packtool.Plan, tiny: TinyWorld) -> None:
+def test_adapters_are_added_after_prepare_model(plan: packtool.Plan, tiny: TinyWorld) -> None:
     """Whether a loop or a trainer asks; a new adapter changes nothing yet."""
     model = packtool.prepare_model(transformers.AutoModelForImageTextToText.from_pretrained(tiny.model))
     batch = packtool.Batches(plan, **HERE)[0]

@@ -111,7 +111,7 @@ def test_what_does_not_go_with_it(world: TinyWorld, tmp_path: Path) -> None:
     fused = world.config(tmp_path, torch_compile=True, use_liger_kernel=True)
     assert any("fuse the same operations" in problem for problem in fused.problems())
     gathered = world.config(tmp_path, **COMPILED, deepspeed="zero3", dry_run=True)
-    with pytest.raises(ConfigError, match="gathered inside of the layers"):
+    with pytest.raises(ConfigError, match="gathers weights inside the compiled layers"):
         train(gathered, SilentProgress())
 
 

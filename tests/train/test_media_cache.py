@@ -81,7 +81,8 @@ def test_a_place_that_cannot_be_written_to_is_said_once_and_training_goes_on(tin
     given = {"max_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2, **options}
     assert train(tiny.config(tmp_path / "run", **given), told).steps == 2
     said = [line for line in told.notes if line.startswith("--media-cache: ")]
-    assert said == [f"--media-cache: training goes on, and no more is kept: {options['media_cache']}: Not a directory"]
+    directory = options["media_cache"]
+    assert said == [f"--media-cache: training continues without adding to the cache: {directory}: Not a directory"]
     assert told.notes[-1].endswith(f"; not all were kept: {options['media_cache']}: Not a directory")
 
 

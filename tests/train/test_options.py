@@ -97,7 +97,7 @@ def test_training_goes_on_from_an_adapter(tiny: TinyWorld, tmp_path: Path) -> No
     assert train(planned, SilentProgress()).num_trainable_parameters == first.num_trainable_parameters
     for settings, told in (
         ({"lora_rank": 16}, "has 4"),
-        ({"adapters": (str(tmp_path),)}, "there is no adapter"),
+        ({"adapters": (str(tmp_path),)}, "this is not an adapter"),
         ({"adapters": (going_on.output_dir,)}, f"whose last adapter is {going_on.output_dir}"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -169,7 +169,7 @@ def test_names_that_match_nothing_are_told() -> None:
         ({"modules_to_save": ("wte",)}, "--modules-to-save wte"),
         ({"train_type": "full", "freeze_parameters": ("decoder",)}, "--freeze-parameters decoder"),
         ({"train_type": "full", "trainable_parameters_regex": "wq$"}, "--trainable-parameters-regex"),
-        ({"train_type": "full", "freeze_parameters_ratio": 1.0}, "nothing is left to train"),
+        ({"train_type": "full", "freeze_parameters_ratio": 1.0}, "there is nothing to train"),
     ):
         with pytest.raises(ConfigError, match=told):
             make_trainable(reduced_model("qwen3"), run_config(**settings))

@@ -1,7 +1,7 @@
 """The Trainer's arguments, and checks of options, model and ranks before any weights are loaded.
 
-Every field of ``--set training.NAME=VALUE`` either works as transformers documents it, or is refused with the option
-that replaces it (``config.compat_names``): a field without effect would be a setting that a run silently lacks.
+A field of ``--set training.NAME=VALUE`` either works as transformers documents it, or raises an error that names the
+option to use instead (``config.compat_names``): no setting is silently without effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import absolute_model
 from packtool.errors import ConfigError, MismatchError, did_you_mean, raise_together
 from packtool.launch.world import World, all_gather_objects
-from packtool.train.model.compiled import SETTINGS, check_backend, refuse_without_liger
+from packtool.train.model.compiled import LIGER_SETTINGS, check_backend, refuse_without_liger
 from packtool.train.model.load import has_gpu, input_spec, model_without_weights, resolve_dtype
 from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
@@ -41,11 +41,12 @@ from packtool.train.model.sharding import check_experts, sharding_arguments, zer
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.run import Run
 
-_MANY_STEPS = 1_000_000
-_CHECK = (
+_ASSUMED_STEPS = 1_000_000
+_CHECK_REMEDY = (
     "Check --optim, --lr-scheduler-type, --torch-dtype, --report-to, and the fields given with --set "
     "training.NAME=VALUE (transformers' TrainingArguments documents them)."
 )
+# Schedules that follow evaluations of the Trainer.
 _NEEDS_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
 # Optimizers that are created from the modules of a model.
 _NEEDS_MODEL = frozenset(
@@ -57,7 +58,7 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``--set training.NAME=VALUE`` with values of their declared types.
 
     Raises:
-        ConfigError: listing unknown fields, fields that packtool decides, and values of other types.
+        ConfigError: listing unknown fields, fields that packtool sets itself, and values of wrong types.
     """
     problems, checked = [], {}
     hints = typing.get_type_hints(TrainingArguments) if fields else {}
@@ -83,7 +84,14 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
-    """Return the value as one of the allowed types, also where text was parsed as another type."""
+    """Convert a value to one of the allowed types: YAML may have parsed ``1`` for a float, or ``on`` for a text.
+
+    Args:
+        allowed: types, without their parameters (``list`` for ``list[str]``); ``NoneType`` is ignored.
+
+    Raises:
+        ValueError: if no allowed type fits.
+    """
     kinds = {kind for kind in allowed if isinstance(kind, type)}
     takes_text = str in kinds or any(issubclass(kind, enum.Enum) for kind in kinds)
     if isinstance(value, bool):
@@ -105,7 +113,7 @@ def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
-    """Return the Trainer's arguments; a step is one of its batches, and the run is its only epoch.
+    """Return the Trainer's arguments, for which a step is one batch and the run one epoch; check optimizer and reports.
 
     Args:
         num_steps: of the whole run.
@@ -114,6 +122,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
     Raises:
         ConfigError: for a setting that transformers does not know or does not accept.
     """
+    # Options with the same name in TrainingArguments.
     same = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
     fields: dict[str, Any] = {
         "output_dir": config.output_dir,
@@ -128,13 +137,13 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "logging_steps": config.logging_steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
-        # RunCallback saves at epochs and evaluations: for the Trainer a run is one epoch, and nothing is evaluated.
+        # RunCallback saves after epochs and evaluations: for the Trainer a run is one epoch without evaluations.
         "save_strategy": "steps" if config.save_strategy == "steps" else "no",
         "save_steps": config.save_steps,
         "save_only_model": config.save_only_model,
         "report_to": list(config.report_to) or "none",
         "use_liger_kernel": config.use_liger_kernel,
-        "liger_kernel_config": SETTINGS if config.use_liger_kernel else None,
+        "liger_kernel_config": LIGER_SETTINGS if config.use_liger_kernel else None,
         **sharding_arguments(config),
         "disable_tqdm": True,
         "remove_unused_columns": False,
@@ -150,15 +159,15 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         raise ConfigError.from_problems(missing)
     if (schedule := str(fields["lr_scheduler_type"])) in _NEEDS_EVALUATIONS:
         raise ConfigError(
-            f"--lr-scheduler-type {schedule} follows evaluations of the Trainer's, and packtool evaluates by itself",
-            "Take cosine, cosine_with_min_lr, linear or another one that follows the steps.",
+            f"--lr-scheduler-type {schedule} needs evaluations by transformers' Trainer, which packtool does not use",
+            "Choose a schedule that depends only on the step, such as cosine, cosine_with_min_lr or linear.",
         )
     try:
         args = TrainingArguments(**fields)
     except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"transformers refuses these settings: {error}", _CHECK) from error
+        raise ConfigError(f"transformers refuses these settings: {error}", _CHECK_REMEDY) from error
     raise_together([partial(_check_reports, args), partial(_check_optimizer, args, num_steps)])
-    # One process drives one device; seeing several, the Trainer would wrap the model in DataParallel.
+    # One process uses one device; with several visible devices, the Trainer would wrap the model in DataParallel.
     assert args.device is not None
     args._n_gpu = min(args.n_gpu, 1)
     return args
@@ -169,8 +178,8 @@ def _check_reports(args: TrainingArguments) -> None:
     callbacks: dict[str, Any] = integration_utils.INTEGRATION_TO_CALLBACK
     for name in args.report_to or ():
         if name not in callbacks:
-            unknown = f"--report-to {name}: there is no such place{did_you_mean(name, callbacks)}"
-            raise ConfigError(unknown, f"Known are {', '.join(callbacks)}.")
+            unknown = f"--report-to {name}: transformers has no such integration{did_you_mean(name, callbacks)}"
+            raise ConfigError(unknown, f"Choose from {', '.join(callbacks)}.")
         try:
             callbacks[name]()
         except (RuntimeError, ImportError) as error:
@@ -179,11 +188,11 @@ def _check_reports(args: TrainingArguments) -> None:
 
 
 def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
-    """Create optimizer and schedule for a single weight, so that wrong settings are found now and not at step 1."""
+    """Create optimizer and schedule for a single weight, so that wrong settings raise before the model is loaded."""
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     with refused_by_transformers():
         if args.optim in _NEEDS_MODEL:
-            with contextlib.suppress(ValueError):  # the model is missing here; ``check_optimizer_of`` takes it
+            with contextlib.suppress(ValueError):  # for lack of a model; ``check_optimizer_of`` checks with one
                 Trainer.get_optimizer_cls_and_kwargs(args)
             optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)
         else:
@@ -199,7 +208,7 @@ def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
 
 
 def check_optimizer_of(model: Any, args: TrainingArguments) -> None:
-    """Check the settings of an optimizer that is created from a model; do not train the model afterwards."""
+    """Check an optimizer that is created from the modules of a model; do not train this model afterwards."""
     if args.optim in _NEEDS_MODEL:
         with refused_by_transformers():
             Trainer.get_optimizer_cls_and_kwargs(args, model)
@@ -207,11 +216,11 @@ def check_optimizer_of(model: Any, args: TrainingArguments) -> None:
 
 @contextlib.contextmanager
 def refused_by_transformers() -> Iterator[None]:
-    """Raise errors of transformers about the optimizer or its schedule as a ConfigError."""
+    """Turn transformers' errors about the optimizer or its schedule into a ConfigError."""
     try:
         yield
     except (TypeError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"the optimizer or its schedule cannot be made: {error}", _CHECK) from error
+        raise ConfigError(f"the optimizer or its schedule cannot be created: {error}", _CHECK_REMEDY) from error
 
 
 def load_spec(run: Run) -> InputSpec:
@@ -222,27 +231,27 @@ def load_spec(run: Run) -> InputSpec:
 
 
 def checks_without_rows(config: TrainConfig) -> list[Callable[[], object]]:
-    """Return the checks that do not depend on rows: calls that raise."""
+    """Return the checks that do not depend on rows, as functions that raise."""
     model = InputSpec.load(absolute_model(config.model), MediaLimits()).config
 
     def check_trainable() -> None:
-        num_steps = config.max_steps or _MANY_STEPS  # otherwise known only once rows are counted
+        num_steps = config.max_steps or _ASSUMED_STEPS  # the number is unknown until rows are counted
         check_optimizer_of(*_empty_model(config, model, num_steps))
 
     return [*_model_checks(config, model), check_trainable]
 
 
 def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[Callable[[], object]]:
+    """Return checks of the model with the run's options, as functions that raise."""
     on_gpu = has_gpu(config)
     dtype = resolve_dtype(model_config, config, on_gpu=on_gpu)
 
     def check_compilation() -> None:
         if config.torch_compile and zero_stage(config) == 3:
             raise ConfigError(
-                f"--torch-compile true: with --deepspeed {config.deepspeed} weights are gathered inside of the layers "
-                "that would be compiled",
-                "Shard weights with --fsdp full_shard, which gathers them around a layer, or leave out "
-                "--torch-compile.",
+                f"--torch-compile true: --deepspeed {config.deepspeed} gathers weights inside the compiled layers, "
+                "which is not supported",
+                "Shard weights with --fsdp full_shard instead, or leave out --torch-compile.",
             )
 
     def check_layers() -> None:
@@ -273,7 +282,7 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
 def _empty_model(
     config: TrainConfig, model_config: PreTrainedConfig, num_steps: int
 ) -> tuple[nn.Module, TrainingArguments]:
-    """Return the model on the meta device and the Trainer's arguments; raise where training would."""
+    """Return the model on the meta device and the Trainer's arguments; raise the errors that training would raise."""
     dtype = resolve_dtype(model_config, config, on_gpu=has_gpu(config))
     args = training_arguments(config, num_steps=num_steps, dtype=dtype, on_gpu=torch.cuda.is_available())
     model = model_without_weights(config, model_config, dtype)
@@ -283,7 +292,7 @@ def _empty_model(
 
 
 def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
-    """Estimate the memory of training without loading weights, and raise where training would.
+    """Estimate the memory of training without loading weights, and raise the errors that training would raise.
 
     Returns:
         the estimate, and lines about the precision of weights.
@@ -298,7 +307,12 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
 
 
 def estimate_run(run: Run, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
-    """Return the largest memory estimate of the run's step configurations, each for its peak-memory micro-batches."""
+    """Estimate a rank's memory in each configuration of steps (several with stages); return the largest estimate.
+
+    Args:
+        model: made trainable, on any device.
+        dtype: of the computation.
+    """
     estimates = [
         estimate_memory(
             config,
@@ -315,21 +329,20 @@ def estimate_run(run: Run, model: nn.Module, spec: InputSpec, dtype: torch.dtype
 
 
 def check_ranks_agree(state: RunState, world: World, sequence_parallel: str = "") -> None:
-    """Compare what all ranks have planned; needs the process group.
+    """Raise a MismatchError on every rank, naming the differences, if ranks have different plans.
 
     Args:
+        state: of this rank's run.
+        world: the process group must exist.
         sequence_parallel: describes how ranks share sequences.
-
-    Raises:
-        MismatchError: on every rank, naming the differences.
     """
-    mine: dict[str, Any] = dataclasses.asdict(state) | {"sequence parallel": sequence_parallel}
-    first, *_ = planned = all_gather_objects(mine, world.size)
-    for rank, other in enumerate(planned):
+    own_state: dict[str, Any] = dataclasses.asdict(state) | {"sequence parallel": sequence_parallel}
+    first, *_ = states = all_gather_objects(own_state, world.size)
+    for rank, other in enumerate(states):
         if other != first:
             names = [name for name in first if other[name] != first[name]]
-            lines = [f"  - {name}: {first[name]} on rank 0, {other[name]} there" for name in names]
+            lines = [f"  - {name}: {first[name]} on rank 0, {other[name]} on rank {rank}" for name in names]
             raise MismatchError(
-                f"rank {rank} would train something else than rank 0:\n" + "\n".join(lines),
-                "All machines must see the same caches, the same options and the same version of packtool.",
+                f"rank {rank} has another plan than rank 0:\n" + "\n".join(lines),
+                "Use the same caches, options and version of packtool on all machines.",
             )

@@ -57,11 +57,12 @@ _MAX_SHOWN = 20
 def execute(
     run: Run, spec: InputSpec, result: TrainResult, progress: Progress, lock: DirectoryLock | None
 ) -> TrainResult:
-    """Load the model, train and save.
+    """Load the model, check it, train, and write the result.
 
     Args:
+        spec: the model's properties that collation needs.
         result: the planned figures.
-        lock: of the output directory, on the first rank.
+        lock: of the output directory; None on all but the first rank.
 
     Returns:
         ``result``, completed with the figures of training.
@@ -72,8 +73,8 @@ def execute(
         run = trainer.loader.run
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
-        progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
-        # The first rank is enough: others would trace the same.
+        progress.note(f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({run.config.train_type})")
+        # Only on the first rank, because all ranks have the same estimate.
         if run.world.is_first and _estimates_memory():
             dtype = resolve_dtype(spec.config, run.config, on_gpu=True)
             progress.note(estimate_run(run, trainer.model, spec, dtype).sentence())
@@ -113,7 +114,7 @@ def execute(
 
 
 def _estimates_memory() -> bool:
-    """Return whether a run estimates its memory: on a CPU, memory is rarely the limit."""
+    """Return whether a run estimates its memory: not on a CPU, where memory is rarely the limit."""
     return torch.cuda.is_available()
 
 
@@ -123,7 +124,7 @@ def _make_trainer(
     """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
 
     Returns:
-        the trainer, whose loader has the run with the directory that all ranks write to; and its callback.
+        the trainer and its callback; ``trainer.loader.run`` is the run with the output directory of all ranks.
     """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
@@ -131,7 +132,7 @@ def _make_trainer(
     check_ranks_agree(run.state, run.world, run.axes.name)
     config = make_output_dir(run.config, run.world)
     if config.add_version:
-        progress.note(f"this run is in {config.output_dir}")
+        progress.note(f"output directory: {config.output_dir}")
     args.output_dir = config.output_dir
     run = run.with_config(output_dir=config.output_dir)
     config, loader = run.config, StepLoader(run, spec)
@@ -140,6 +141,7 @@ def _make_trainer(
     parallel = None
     if run.world.sequence_parallel_size > 1:
         device_type = "cuda" if on_gpu else "cpu"
+        # All process groups are created now, also those of stages with fewer ranks per sequence.
         stages = [axes for size, axes in run.axes_by_size.items() if size not in (1, run.world.sequence_parallel_size)]
         others = tuple(SequenceParallel.on_mesh(axes, device_type) for axes in stages)
         parallel = dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
@@ -153,29 +155,32 @@ def _make_trainer(
     return trainer, callback
 
 
-def early_end_lines(trainer: PackTrainer, callback: RunCallback, planned: int) -> Iterator[str]:
-    """Explain why training ended before ``planned`` steps, unless a signal or an error ended it."""
+def early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: int) -> Iterator[str]:
+    """Explain why training ended before step ``num_planned``, unless a signal or an error ended it."""
     steps, config, state = trainer.state.global_step, trainer.loader.run.config, trainer.state
-    if steps < planned and trainer.loader.steps.ended and not trainer.watch.stopped_by:
-        yield f"the rows ended after step {steps:,} of {planned:,}; a larger --num-train-epochs reads them again"
+    if steps < num_planned and trainer.loader.steps.ended and not trainer.watch.stopped_by:
+        yield (
+            f"training ended after step {steps:,} of {num_planned:,} because there are no more rows; a larger "
+            "--num-train-epochs reads them again"
+        )
     if callback.ended_early:
         yield (
-            f"ended early after step {steps:,} of {planned:,}: {config.best_metric} was best after step "
-            f"{state.best_global_step or 0:,}, and not in the {config.early_stop_interval} evaluations since"
+            f"training ended early after step {steps:,} of {num_planned:,}: {config.best_metric} was best after step "
+            f"{state.best_global_step or 0:,} and has not improved in {config.early_stop_interval} evaluations"
         )
 
 
 def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
-    """Report the samples that ``--on-bad-media skip`` left out on any rank, and list them in a file.
+    """Report the samples that any rank skipped (``--on-bad-media skip``), and list them in a file; all ranks call this.
 
     Returns:
-        their number; a sample counts once for each epoch.
+        their number; a sample counts once per epoch.
     """
     run, path = trainer.loader.run, os.path.join(trainer.loader.run.config.output_dir, SKIPPED_NAME)
     skipped = [sample for rank in all_gather_objects(trainer.skipped, run.world.size) for _, sample in rank]
     if skipped:
         progress.note(
-            f"samples left out because their media could not be loaded: {len(skipped):,} (all in {SKIPPED_NAME})"
+            f"skipped samples, whose media could not be loaded: {len(skipped):,} (all are listed in {SKIPPED_NAME})"
         )
     for sample in skipped[:_MAX_SHOWN]:
         progress.note(f"  row {sample.row} of {sample.source}: {sample.message}")
@@ -190,15 +195,16 @@ def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
 
 
 class RunCallback(TrainerCallback):
-    """Logs, evaluates and completes checkpoints around the Trainer's steps, in one fixed order on every rank.
+    """Callback of the Trainer that logs, evaluates and completes checkpoints, in the same order on every rank.
 
     Args:
-        lock: of the output directory, on the first rank.
-        unloaded: tensors of the base model and their files, which each saved model takes over unchanged.
+        lock: of the output directory; None on all but the first rank.
+        unloaded: tensors of the base model that transformers does not load, with their files; every saved model gets
+            them unchanged.
 
     Attributes:
-        report: of the first rank, None on others.
-        ended_early: whether evaluations have stopped improving, so that the run ends with this step.
+        report: log lines; None on all but the first rank.
+        ended_early: whether training ended because evaluations no longer improved.
     """
 
     def __init__(
@@ -210,7 +216,7 @@ class RunCallback(TrainerCallback):
         self.ended_early = False
         self._progress = progress
         self._record = self.run.record()
-        self._num_recorded = 0  # skipped samples of this rank in the ledger
+        self._num_recorded = 0  # this rank's skipped samples that the ledger has
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the report, and write the run's history."""
@@ -220,7 +226,7 @@ class RunCallback(TrainerCallback):
             self._record.begin(str(args.output_dir))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start a step, perhaps the first of a stage."""
+        """Start watching a step, and announce a stage that begins with it."""
         self.watch.begin_step()
         if self.report is not None and (line := self.run.timeline.stage_line(state.global_step)) is not None:
             self._progress.note(line)
@@ -228,16 +234,16 @@ class RunCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the step's numbers: gradients are complete, weights are still the old ones."""
+        """Check losses and gradients before the update of the weights."""
         self.watch.before_update(state.global_step, kwargs["model"], args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Evaluate after a step if it is due, decide whether to log, save or stop, and check the directory's lock.
+        """Decide whether to log, save or stop after a step, evaluate if due, and check the output directory's lock.
 
         An evaluation always follows the last step.
         """
         config, timeline, step = self.run.config, self.run.timeline, state.global_step
-        state.epoch = timeline.epochs(step)  # which the Trainer does not know
+        state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
         is_end, ends_epoch = step >= timeline.num_steps, timeline.locate(step)[1] == 0  # epochs may differ in length
         control.should_log |= is_end
         if config.save_strategy == "epoch" and (is_end or ends_epoch):
@@ -245,32 +251,32 @@ class RunCallback(TrainerCallback):
         if self.steps.ended:
             control.should_log = control.should_training_stop = True
             control.should_save = args.save_strategy == SaveStrategy.STEPS
-        every = config.eval_steps if config.eval_strategy == "steps" else None
-        is_due = ends_epoch if every is None else step % every == 0
+        interval = config.eval_steps if config.eval_strategy == "steps" else None
+        is_due = ends_epoch if interval is None else step % interval == 0
         is_evaluated = self.run.validation is not None and (is_due or step >= state.max_steps)
         self.watch.end_step(state, control, is_evaluated=is_evaluated)
         if self.report is not None:
             self.report.end_step(should_log=control.should_log)
         if is_evaluated:
-            self._evaluate(args, state, control)  # the best evaluation so far may request a checkpoint
+            self._evaluate(args, state, control)  # may request a checkpoint
         if self.lock is not None:
             (self.lock.check if control.should_save else self.lock.check_last_renewal)()
         if control.should_save and state.is_world_process_zero:
-            discard_run_state(_checkpoint(args, state))  # perhaps an earlier run's, which will be overwritten
+            discard_run_state(_checkpoint(args, state))  # so that an overwritten checkpoint counts as unfinished
 
     def _evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Evaluate, save a checkpoint of the best result if requested, and stop when results no longer improve."""
         config = self.run.config
         should_log = control.should_log
         figures = self.trainer.evaluate_validation()
-        control.should_log = should_log  # which logging an evaluation resets
+        control.should_log = should_log  # logging the evaluation has reset it
         patience, metric, best = config.early_stop_interval, config.best_metric, state.best_metric
         if not config.seeks_best and patience is None:
             return
         if metric not in figures:
             raise ConfigError(
-                f"--metric-for-best-model {config.metric_for_best_model}: an evaluation has no {metric}",
-                f"It has {', '.join(sorted(figures))}.",
+                f"--metric-for-best-model {config.metric_for_best_model}: an evaluation has no figure {metric}",
+                f"Choose one of {', '.join(sorted(figures))}.",
             )
         figure = figures[metric]
         is_better = best is None or (figure > best if config.prefers_greater else figure < best)
@@ -280,7 +286,7 @@ class RunCallback(TrainerCallback):
                 state.best_model_checkpoint = _checkpoint(args, state)
                 control.should_save = True
         if patience and state.global_step < state.max_steps:
-            # Counted in the log, so that a resumed run continues the count.
+            # Evaluations are counted in the log history, so that a resumed run continues the count.
             last_best = state.best_global_step or 0
             num_since = sum(metric in line and line["step"] > last_best for line in state.log_history)
             if num_since >= patience:
@@ -293,7 +299,7 @@ class RunCallback(TrainerCallback):
             self.report.write_line(state.global_step, logs, str(args.output_dir), self.trainer.loader.media_reads)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add packtool's files to a checkpoint, and mark it finished once all ranks have written their part."""
+        """Add packtool's files to a checkpoint, and mark it as finished when all ranks have written their files."""
         checkpoint = _checkpoint(args, state)
         self.steps.save(checkpoint, state.global_step)
         if self._record is not None:
@@ -304,14 +310,14 @@ class RunCallback(TrainerCallback):
                 all_skipped = [each for rank in all_gather_objects(mine, self.run.world.size) for each in rank]
             if state.is_world_process_zero:
                 with saving(checkpoint):
-                    self._record.save(checkpoint, state.global_step, all_skipped, self.watch.left_out)
-            self.watch.left_out.clear()
+                    self._record.save(checkpoint, state.global_step, all_skipped, self.watch.skipped_steps)
+            self.watch.skipped_steps.clear()
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self._finish_checkpoint(checkpoint, str(args.output_dir), state)
 
     def _finish_checkpoint(self, checkpoint: str, output_dir: str, state: TrainerState) -> None:
-        """Complete a checkpoint that all ranks have written, and remove the oldest ones."""
+        """Complete a checkpoint that all ranks have written, link it as the last and best one, and remove old ones."""
         run, step = self.run, state.global_step
         with saving(checkpoint):
             add_unloaded(checkpoint, self.unloaded)
@@ -321,7 +327,7 @@ class RunCallback(TrainerCallback):
                 run.state, step=step, epoch=epoch, step_in_epoch=step_in_epoch, saved_at=time.time()
             )
             write_run_state(checkpoint, run_state, recorded_options(run.config))
-        # The Trainer would delete older checkpoints before this one is finished.
+        # Not by the Trainer, which would delete older checkpoints before this one is finished.
         keeps_best = run.config.load_best_model_at_end
         best = state.best_model_checkpoint if keeps_best else best_checkpoint(output_dir, state.log_history)
         with saving(os.path.join(output_dir, f".{LAST}.part")):

@@ -1,4 +1,4 @@
-"""Log lines: measurements of the steps between two lines, what the terminal shows of them, and ``metrics.jsonl``."""
+"""Log lines: measuring the steps between two lines, showing figures on the terminal, and writing ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers
 T = TypeVar("T")
 
 _ALL_CHANNELS = "all of them"
-_NUM_SUMS = 4  # per channel, from ``add_losses``
+_NUM_SUMS = 4  # per channel: losses, targets, correct predictions, deviations of loss weights (``add_losses``)
 _GIB = 2**30
 _VAL_LOSS = "val loss"
 _CHANNEL_LOSSES = "loss by channel"
@@ -42,10 +42,12 @@ _WAITS = ("data_wait", "copy_wait", "log_wait")
 
 
 class Meter:
-    """Accumulates this rank's measurements without waiting for its device; ranks exchange them for a log line only.
+    """Measurements of this rank between two log lines.
+
+    They are added without waiting for the device, and ranks exchange them only for a log line.
 
     Args:
-        by_channel: report losses and accuracies of each channel.
+        by_channel: whether losses and accuracies are reported for each channel.
 
     Attributes:
         sources: counts of each mixture source over all steps so far.
@@ -66,7 +68,7 @@ class Meter:
         self._balances: list[Tensor] = []
 
     def timed(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, and count the time spent waiting for them."""
+        """Yield the items, and measure the time spent waiting for them."""
         iterator = iter(items)
         while True:
             begin = time.perf_counter()
@@ -79,19 +81,19 @@ class Meter:
             yield item
 
     def begin_log(self) -> None:
-        """Note that a log line may follow, for which the host waits for the device."""
+        """Start measuring the time of a log line, for which the host waits for the device."""
         self._log_began = time.perf_counter()
 
     def end_log(self) -> None:
-        """Note that the line is written; the next one reports how long that took."""
+        """Stop measuring the time of a log line; the next line reports it."""
         self._log_wait += time.perf_counter() - self._since
 
     def exclude(self, seconds: float) -> None:
-        """Do not count time that was spent on something else."""
+        """Exclude time that was spent on something else, such as an evaluation, from the next line."""
         self._since += seconds
 
     def add_step(self, figures: StepFigures, balance: Tensor | None = None) -> None:
-        """Add the figures of a complete step, and this rank's part of its load-balancing loss, 0-d."""
+        """Add the figures of a complete step, and this rank's part of the step's load-balancing loss, 0-d."""
         self._figures += figures
         self.sources = added([self.sources, figures.sources])
         self._num_steps += 1
@@ -100,39 +102,41 @@ class Meter:
 
     @torch.no_grad()
     def add_losses(self, losses: TargetLosses, batch: Batch) -> None:
-        """Add the targets of a micro-batch, summed by document (of a tree: by channel) or over all of them.
+        """Add the targets of a micro-batch: sums of their losses, number, correct predictions and weight deviations.
 
-        The four sums are losses, targets, correct predictions, and the deviations of loss weights from 1.
+        A weight deviation is how much a loss weight differs from 1. With ``by_channel``, sums are kept per document, or
+        per channel for a batch with shared prefixes; otherwise there is one sum over all targets.
         """
         self._num_computed += batch.input_ids.numel()
         self._num_padding += batch.num_padding
         values = losses.losses.detach()
         num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
         deviations = torch.zeros_like(values) if losses.weights is None else losses.weights - num_samples
-        rows = torch.stack((values, torch.ones_like(values), losses.correct.to(values.dtype), deviations.abs()))
+        # One line per sum (_NUM_SUMS), one column per target.
+        figures = torch.stack((values, torch.ones_like(values), losses.correct.to(values.dtype), deviations.abs()))
         if isinstance(batch, TreeBatch):
-            # A target of a shared prefix counts for each sample that has it, in the sample's channel.
-            sums = (rows[:, None] * batch.target_counts).sum(dim=2)
+            # A target in a shared prefix counts once for each sample with this prefix, in the sample's channel.
+            sums = (figures[:, None] * batch.target_counts).sum(dim=2)
         elif self._by_channel:
-            sums = rows.new_zeros(len(rows), len(batch.channels))
-            sums.index_add_(1, batch.documents_of(losses.positions), rows)
+            sums = figures.new_zeros(len(figures), len(batch.channels))
+            sums.index_add_(1, batch.documents_of(losses.positions), figures)
         else:
-            sums = rows
+            sums = figures
         if self._by_channel:
             self._sums.append((batch.channels, sums))
         else:
             self._sums.append(((_ALL_CHANNELS,), sums.sum(dim=1, keepdim=True)))
 
     def logged(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
-        """Return the log line of all steps since the last one; every rank must call this at the same step.
+        """Return the log line of all steps since the previous line, and reset; all ranks call this at the same step.
 
         Args:
-            loss: the Trainer's mean over steps of what ``training_step`` returned.
-            copying: seconds that the device has waited for copies; None where nothing is copied.
+            loss: the Trainer's mean over steps of the values that ``training_step`` returned.
+            copying: seconds that the device waited for copies; None if nothing is copied.
 
         Returns:
             ``loss`` (mean over target tokens), ``objective`` if loss weights make the minimized loss differ from it,
-            and the other figures.
+            and the other figures by their names in ``metrics.jsonl``.
         """
         figures, now = self._figures, time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -158,36 +162,36 @@ class Meter:
             line["padding"] = self._num_padding / self._num_computed
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
         if peak is not None and figures.flops:
-            possible = seconds * peak * 1e12 * accelerator.num_processes
-            line |= {"mfu": figures.flops / possible, "hfu": figures.hardware_flops / possible}
+            peak_flops = seconds * peak * 1e12 * accelerator.num_processes
+            line |= {"mfu": figures.flops / peak_flops, "hfu": figures.hardware_flops / peak_flops}
         self._reset()
         return line
 
     def _target_means(self, num_processes: int) -> dict[str, float]:
-        """Return means over the targets of all ranks: accuracies, channel losses, and the loss if weights vary."""
-        mine: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * _NUM_SUMS)
+        """Return means over the targets of all ranks by name: accuracies, channel losses, the loss if weights vary."""
+        local_sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * _NUM_SUMS)
         for channels, sums in self._sums:
             for channel, column in zip(channels, sums.T.tolist(), strict=True):
                 name = "none" if channel is None else channel
-                mine[name] = [a + b for a, b in zip(mine[name], column, strict=True)]
-        ranks = all_gather_objects(dict(mine), num_processes)
-        by_name = {
+                local_sums[name] = [a + b for a, b in zip(local_sums[name], column, strict=True)]
+        ranks = all_gather_objects(dict(local_sums), num_processes)
+        by_channel = {
             name: list(map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True)))
             for name in sorted({name for rank in ranks for name in rank})
         }
-        loss, count, correct, deviation = map(sum, zip([0.0] * _NUM_SUMS, *by_name.values(), strict=True))
-        line = {"token_accuracy": correct / count} if count else {}
-        if count and deviation:
-            line["loss"] = loss / count
+        loss, num_targets, num_correct, deviation = map(sum, zip([0.0] * _NUM_SUMS, *by_channel.values(), strict=True))
+        line = {"token_accuracy": num_correct / num_targets} if num_targets else {}
+        if num_targets and deviation:
+            line["loss"] = loss / num_targets
         if self._by_channel:
-            for name, (loss, count, correct, _) in by_name.items():
-                if count:
-                    line |= {f"loss_{name}": loss / count, f"token_accuracy_{name}": correct / count}
+            for name, (loss, num_targets, num_correct, _) in by_channel.items():
+                if num_targets:
+                    line |= {f"loss_{name}": loss / num_targets, f"token_accuracy_{name}": num_correct / num_targets}
         return line
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return this process's peak memory so far: of its GPU, or of the machine for a CPU."""
+    """Return this process's peak memory so far, in GiB: on its GPU, or in the machine's memory for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
@@ -203,39 +207,41 @@ def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
     meanings = {} if run.config.streaming else {"epoch": "passes over the data so far"}
     meanings |= {
         "loss": "mean over target tokens, in nats",
-        "grad norm": "length of the gradient of all trained weights, before it is clipped",
+        "grad norm": "norm of the gradient of all trained weights, before clipping",
         "lr": "learning rate",
-        "targets/s": "target tokens a second, all processes together",
-        "fill": "tokens of samples, of all that are computed",
+        "targets/s": "target tokens per second, over all processes",
+        "fill": "share of the computed tokens that belong to samples",
         "waiting": f"shares of the time that steps waited for {waited_for}",
-        "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
+        "memory": f"peak memory of this process so far, {'in the machine' if gpu is None else 'on its GPU'}, in GiB",
     }
     if run.source.logs_channels:
-        meanings[_CHANNEL_LOSSES] = "the loss of each channel; in a mixture, of each source"
+        meanings[_CHANNEL_LOSSES] = "loss of each channel; in a mixture, of each source"
     if run.config.media_cache is not None:
-        meanings["kept"] = "pictures and videos that were in the media cache, of all that this process loaded"
+        meanings["kept"] = "share of the images and videos of this process that came from the media cache"
     if run.config.router_aux_loss_coef:
-        meanings["balance"] = "load-balancing loss of the experts, before --router-aux-loss-coef; even routers have k"
+        meanings["balance"] = (
+            "load-balancing loss of the experts, before --router-aux-loss-coef; with k experts per token, k is ideal"
+        )
     if run.config.torch_compile:
-        meanings["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
+        meanings["padding"] = "share of this process's computed tokens that pad micro-batches to one of a few lengths"
     if gpu is not None and (peak := peak_tflops(gpu)) is not None:
-        meanings["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
-        meanings["HFU"] = "the same with activations and logits that are computed again"
+        meanings["MFU"] = f"FLOP/s of the model, relative to the GPU's peak of {peak:,.0f} TFLOP/s in 16 bits"
+        meanings["HFU"] = "the same, including recomputed activations and logits"
     if run.validation is not None:
-        meanings[_VAL_LOSS] = "the loss of the val split, a line of its own"
-    yield "log lines, each of the steps since the one before (metrics.jsonl has more):"
+        meanings[_VAL_LOSS] = "loss of the val split, on a line of its own"
+    yield "log lines, each for the steps since the previous line (metrics.jsonl has more figures):"
     width = max(map(len, meanings))
     yield from (f"  {name:{width}}  {meaning}" for name, meaning in meanings.items())
 
 
 OBJECTIVE_LINE = (
-    "  objective  what training minimizes: losses times their weights, over the number of target tokens, or with "
-    "--loss-reduction sample the mean over samples"
+    "  objective  the minimized loss: sum of weighted losses, divided by the number of target tokens, or with "
+    "--loss-reduction sample averaged over samples"
 )
 
 
 def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, float | int | str]:
-    """Return the figures of a log line that the terminal shows, by the names of ``heading_lines``.
+    """Select and format the figures of a log line that the terminal shows, by the names of ``heading_lines``.
 
     Args:
         logs: a line of ``metrics.jsonl``, from training or an evaluation.
@@ -244,7 +250,7 @@ def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, flo
     shown: dict[str, float | int | str] = {"epoch": f"{logs['epoch']:.2f}"} if has_epochs else {}
     if "loss" not in logs:
         return shown | {_VAL_LOSS: round(logs["eval_loss"], 4)}
-    # There is no mean without targets: --on-bad-media skip may leave out all samples of a step.
+    # Without targets there is no mean: --on-bad-media skip may skip all samples of a step.
     shown["loss"] = round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"
     if "objective" in logs:
         shown["objective"] = round(float(logs["objective"]), 4)
@@ -259,9 +265,9 @@ def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, flo
     }
     losses = {name.removeprefix("loss_"): value for name, value in logs.items() if name.startswith("loss_")}
     if losses:
-        texts = [f"{name} {value:.4g}" for name, value in list(losses.items())[:_MAX_CHANNELS]]
-        num_more = len(losses) - len(texts)
-        shown[_CHANNEL_LOSSES] = ", ".join(texts) + (f", {num_more} more in metrics.jsonl" if num_more else "")
+        channels = [f"{name} {value:.4g}" for name, value in list(losses.items())[:_MAX_CHANNELS]]
+        num_more = len(losses) - len(channels)
+        shown[_CHANNEL_LOSSES] = ", ".join(channels) + (f", {num_more} more in metrics.jsonl" if num_more else "")
     if "media_cache_hits" in logs:
         shown["kept"] = f"{logs['media_cache_hits']:.0%}"
     if "router_balance" in logs:
@@ -274,46 +280,52 @@ def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, flo
 
 
 WINDOW = 200
-"""Log lines that a new one is compared with."""
+"""Number of previous log lines that a new one is compared with."""
 _MIN_LINES = 20
-_SIGMAS = 6.0
+_NUM_SIGMAS = 6.0
 _SIGMA_OF_MAD = 1.4826  # standard deviation of a normal distribution whose median absolute deviation is 1
 _MAX_SIMILAR, _SIMILAR_SHARE = 2, 0.7
 
 
-def is_far_above(value: float, before: Sequence[float], min_sigma: float) -> bool:
-    """Return whether a number is far above the previous ones, and at most two of these are nearly as large.
+def is_far_above(value: float, previous: Sequence[float], min_sigma: float) -> bool:
+    """Return whether a value is an outlier: far above the previous values, and at most two of these are similar.
 
     Far means six robust standard deviations above the median (Leys et al. 2013, "Detecting outliers: Do not use
-    standard deviation around the mean, use absolute deviation around the median", take three). With three similar
-    numbers it is no outlier: a source may be harder than the others, or the run has reached another level. Fewer than
-    20 previous numbers are too few to tell.
+    standard deviation around the mean, use absolute deviation around the median", take three). A previous value is
+    similar if it is at least 70 % as far above the median. With three similar values there is no outlier: a source may
+    be harder than the others, or the run has reached another level. With fewer than 20 previous values there is none.
 
     Args:
         value: of a log line.
-        before: values of the previous lines.
+        previous: values of the previous lines.
         min_sigma: lower bound of the standard deviation.
     """
-    if len(before) < _MIN_LINES:
+    if len(previous) < _MIN_LINES:
         return False
-    middle = median(before)
-    sigma = max(_SIGMA_OF_MAD * median(abs(other - middle) for other in before), min_sigma)
+    middle = median(previous)
+    sigma = max(_SIGMA_OF_MAD * median(abs(other - middle) for other in previous), min_sigma)
     similar = middle + _SIMILAR_SHARE * (value - middle)
-    return value - middle > _SIGMAS * sigma and sum(other >= similar for other in before) <= _MAX_SIMILAR
+    return value - middle > _NUM_SIGMAS * sigma and sum(other >= similar for other in previous) <= _MAX_SIMILAR
 
 
 class Outliers:
-    """Finds log lines whose loss or gradient norm is far above those of the previous lines."""
+    """Detector of log lines whose loss or gradient norm is far above those of the previous lines."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def of(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Return the medians of the figures that are far above them in a line, and remember the line.
+        """Compare a line with the previous ones, and keep its values for later comparisons.
 
-        Gradient norms vary by factors, so their logarithms are compared. A loss must be at least 12 % above the median,
-        and a norm nearly twice the median.
+        Gradient norms vary by factors, so their logarithms are compared. An outlier is at least 12 % above the median
+        loss, or nearly twice the median norm.
+
+        Args:
+            logs: of training or an evaluation; only ``loss`` and ``grad_norm`` are compared.
+
+        Returns:
+            the median of previous values for each figure that is an outlier, by its name in ``logs``.
         """
         medians = {}
         loss, norm = logs.get("loss"), logs.get("grad_norm")
@@ -329,20 +341,25 @@ class Outliers:
 
 
 def outlier_warning(step: int, medians: Mapping[str, float], logs: Mapping[str, Any], output_dir: str | None) -> str:
-    """Return the warning for a log line with outliers; ``output_dir`` is None for a stream."""
+    """Return the warning for a log line with outliers.
+
+    Args:
+        medians: from ``Outliers.of``.
+        output_dir: quoted for a shell; None for a stream, whose steps cannot be inspected.
+    """
     figures = " and ".join(
-        f"{name.replace('_', ' ')} {float(logs[name]):.4g} (the last lines: {middle:.4g})"
+        f"{name.replace('_', ' ')} {float(logs[name]):.4g} (median of previous lines: {middle:.4g})"
         for name, middle in medians.items()
     )
-    hint = "" if output_dir is None else f": packtool inspect {output_dir} --step {step} shows what it held"
-    return f"step {step:,} is far above those before: {figures}{hint}"
+    hint = "" if output_dir is None else f": packtool inspect {output_dir} --step {step} shows its samples"
+    return f"step {step:,} is far above previous steps: {figures}{hint}"
 
 
 class Report:
-    """Appends log lines to ``metrics.jsonl`` and shows them; exists on the first rank only.
+    """Log lines of a run, in ``metrics.jsonl`` and on the terminal; only the first rank has one.
 
     Attributes:
-        first_loss, last_loss: of the first and the last log line with targets.
+        first_loss, last_loss: loss of the first and the last log line with targets; None before.
     """
 
     def __init__(self, run: Run, progress: Progress) -> None:
@@ -352,12 +369,15 @@ class Report:
         self.last_loss: float | None = None
         self._waiting = WaitingNote(workers_of(run), cores_of_a_rank())
         self._reads = MediaReads()
-        self._num_unreported = 0  # steps since the last line
+        self._num_unreported = 0  # finished steps that the progress does not show yet
         self._explains_objective = True
         self._outliers = Outliers()
 
     def begin(self, num_steps: int) -> None:
-        """Describe the figures, start the progress, and drop lines of steps that are trained again."""
+        """Describe the figures, start the progress, and delete lines of steps that are trained again.
+
+        A resumed run continues ``metrics.jsonl`` after the step of its checkpoint.
+        """
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         for line in heading_lines(self.run, gpu):
             self.progress.note(line)
@@ -373,23 +393,27 @@ class Report:
                 self._outliers.of(load_json(line))
 
     def end_step(self, *, should_log: bool) -> None:
-        """Count a step; one without a log line has no figures to show."""
+        """Count a step; without a log line it is shown at once, else together with the figures of its line."""
         self._num_unreported += 1
         if not should_log:
             self.progress.advance(self._num_unreported)
             self._num_unreported = 0
 
     def write_line(self, step: int, logs: Mapping[str, Any], output_dir: str, reads: MediaReads) -> None:
-        """Write and show a log line of training or of an evaluation.
+        """Write and show a log line of training or of an evaluation, and warn about outliers and slow loading.
 
         Args:
-            reads: of the media cache so far, by this rank.
+            logs: figures by their names in ``metrics.jsonl``; ``loss`` is missing in those of an evaluation.
+            output_dir: named in a warning.
+            reads: this rank's reads of the media cache so far.
         """
         line = {"step": step, **logs}
         if "loss" in logs:
             before, self._reads = self._reads, reads
             if self._reads.problem is not None and before.problem is None:
-                self.progress.note(f"--media-cache: training goes on, and no more is kept: {self._reads.problem}")
+                self.progress.note(
+                    f"--media-cache: training continues without adding to the cache: {self._reads.problem}"
+                )
             new = MediaReads(self._reads.hits - before.hits, self._reads.misses - before.misses)
             if new.hits + new.misses:
                 line["media_cache_hits"] = new.share

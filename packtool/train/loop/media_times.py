@@ -1,10 +1,10 @@
-"""``packtool plan --media``: loading times of media on this machine, and the workers that training needs.
+"""``packtool plan --media``: loading times of media on this machine, and the data workers that training needs.
 
-The plan's seed selects some samples with pictures, with videos and with sounds. Their media are read, decoded, resized
-and cut into patches, as a data worker does it. The measurement is the larger of elapsed time and CPU time: decoders
-have threads, which find no free cores beside several workers.
+The plan's seed selects some samples with images, with videos and with audio. Their media are read, decoded, resized and
+cut into patches, as in a data worker. Times are the larger of elapsed and CPU time, because the threads of decoders
+find no free cores beside several workers.
 
-Files in the disk's cache load faster than in training; bytes are those of whole files, though seeking skips some.
+Files in the page cache load faster than in training. Bytes are those of whole files, although seeking skips some.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.workers import cores_of_a_rank
 
 MAX_SAMPLES = 32
-"""Measured samples of each kind of media."""
+"""Maximum number of measured samples of each kind of media."""
 _MAX_SECONDS = 20.0
 _KINDS = {"pictures": "num_images", "videos": "num_videos", "sounds": "audio_tokens"}
 _Files = list[tuple[str | None, bytes | None]]
@@ -44,11 +44,11 @@ class LoadingTimes:
     """Loading times of a step's media.
 
     Args:
-        kinds: for pictures, videos and sounds in the caches: ``kind``, number of ``measured`` media, ``seconds`` and
+        kinds: for each kind of media in the caches: its name ``kind``, number of ``measured`` media, ``seconds`` and
             ``megabytes`` of one, and how many a rank loads ``per_step``.
-        step_seconds: computation time of a step.
-        assumed: describes where that comes from.
-        cores: of this machine.
+        step_seconds: estimated computation time of a step.
+        assumed: describes the source of this estimate.
+        cores: CPU cores of this machine.
     """
 
     kinds: Sequence[Mapping[str, Any]]
@@ -58,21 +58,21 @@ class LoadingTimes:
 
     @property
     def seconds(self) -> float:
-        """Seconds to load the media of one rank's step, in one process."""
+        """Seconds that one worker needs to load the media of one rank's step."""
         return float(sum(kind["seconds"] * kind["per_step"] for kind in self.kinds))
 
     @property
     def workers(self) -> int:
-        """Data workers of a rank that load as fast as its steps compute."""
+        """Number of data workers with which a rank loads media as fast as it computes steps."""
         return math.ceil(self.seconds / self.step_seconds)
 
     @property
     def megabytes_per_second(self) -> float:
-        """Megabytes that one rank reads per second if its steps never wait."""
+        """Megabytes that one rank reads per second if its steps never wait for media."""
         return float(sum(kind["megabytes"] * kind["per_step"] for kind in self.kinds)) / self.step_seconds
 
     def waited(self, workers: int) -> float:
-        """Return the share of time that steps wait for media; without workers, media are loaded between steps."""
+        """Return the share of time that steps wait for media; with 0 workers, media are loaded between steps."""
         if not workers:
             return self.seconds / (self.seconds + self.step_seconds)
         return max(1 - self.step_seconds * workers / self.seconds, 0.0) if self.seconds else 0.0
@@ -89,8 +89,8 @@ class LoadingTimes:
         }
 
     def table(self) -> Sequence[tuple[str, ...]]:
-        """Return a heading and a row for each kind."""
-        rows = [("", "measured", "ms each", "MB each", "a rank's step")]
+        """Return a heading and a row for each kind of media."""
+        rows = [("", "measured", "ms each", "MB each", "per step and rank")]
         for kind in self.kinds:
             figures = f"{kind['seconds'] * 1000:.1f}", f"{kind['megabytes']:.3g}", f"{kind['per_step']:.3g}"
             rows.append((kind["kind"], f"{kind['measured']:,}", *figures))
@@ -100,21 +100,22 @@ class LoadingTimes:
         """Describe the workers that training needs, and how long it would wait with fewer."""
         waits = [f"{self.waited(workers):.0%} with {workers}" for workers in self._shown_workers()]
         sentences = [
-            f"A rank's step takes about {self.step_seconds:.3g} s ({self.assumed}), and its media {self.seconds:.3g} s "
-            f"of one process: --dataloader-num-workers {self.workers} keeps up, and reads "
-            f"{self.megabytes_per_second:.3g} MB/s a rank.",
-            f"Share of the time that steps would wait: {', '.join(waits)}.",
+            f"A rank's step takes about {self.step_seconds:.3g} s ({self.assumed}), and loading its media "
+            f"{self.seconds:.3g} s of one data worker: --dataloader-num-workers {self.workers} is fast enough, and "
+            f"reads {self.megabytes_per_second:.3g} MB/s per rank.",
+            f"Share of time that steps would wait, by number of data workers: {', '.join(waits)}.",
         ]
         if self.workers >= self.cores:
-            sentences.append(f"This machine has {self.cores} cores for all of its ranks and what they load with.")
+            sentences.append(f"This machine has only {self.cores} cores for all of its ranks and data workers.")
         return sentences
 
     def _shown_workers(self) -> Sequence[int]:
+        """Return the numbers of workers whose waiting times are shown."""
         return sorted({0, 1, self.workers // 2, self.workers})
 
 
 def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> LoadingTimes:
-    """Load some of a plan's media, and measure the time.
+    """Measure how long some of a plan's media take to load.
 
     Raises:
         ConfigError: if the caches have no media.
@@ -126,13 +127,13 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
     index, summary = reader.index, preview.plan.summary
     pools = {kind: np.flatnonzero(getattr(index, name) > 0) for kind, name in _KINDS.items()}
     if not any(map(len, pools.values())):
-        raise ConfigError("--media: the caches hold no media, so there is nothing to load")
+        raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
     if not summary.num_steps or not preview.num_epochs:
-        raise ConfigError("--media: the plan has no step that media are loaded for")
+        raise ConfigError("--media: the plan has no steps, so there is nothing to measure", "Leave out --media.")
     spec = InputSpec.load(model, identity.media_limits)
-    planned, trained = preview.plan.packs.samples, 1.0
-    if shared is not None:  # about; media in shared prefixes are loaded once
-        trained = shared.media_tokens.sum() / index.media_tokens.sum()
+    planned, loaded_share = preview.plan.packs.samples, 1.0
+    if shared is not None:  # media in shared prefixes are loaded once; estimated by tokens
+        loaded_share = shared.media_tokens.sum() / index.media_tokens.sum()
     ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a data worker
@@ -141,12 +142,12 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
         for kind, pool in pools.items():
             if len(pool):
                 selected = np.random.default_rng(config.seed).permutation(pool)[: MAX_SAMPLES + 1].tolist()
-                # The first is loaded but not measured, because it includes loading processors.
+                # The first is loaded but not measured, because its time includes loading processors.
                 selected = selected if len(selected) > MAX_SAMPLES else [selected[0], *selected]
                 samples = map(reader.sample, selected)
                 measured, seconds, size, num_samples = _measured(kind, samples, spec, progress)
                 num_planned = np.isin(planned, pool).sum()  # a mixture may take samples several times or never
-                per_step = num_planned * trained * measured / num_samples / summary.num_steps / ranks
+                per_step = num_planned * loaded_share * measured / num_samples / summary.num_steps / ranks
                 figures = {"seconds": seconds / measured, "megabytes": size / measured / 1e6, "per_step": per_step}
                 kinds.append({"kind": kind, "measured": measured, **figures})
     finally:
@@ -163,7 +164,11 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
 def _measured(
     kind: str, samples: Iterable[EncodedSample], spec: InputSpec, progress: Progress
 ) -> tuple[int, float, int, int]:
-    """Return the number of media, seconds, bytes and number of samples, without the first sample."""
+    """Load the media of one kind of each sample, and measure; the first sample is a warm-up and does not count.
+
+    Returns:
+        number of media, seconds, bytes, number of samples.
+    """
     media = size = num_samples = 0
     seconds = 0.0
     progress.start(f"loading {kind}", MAX_SAMPLES)

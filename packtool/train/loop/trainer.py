@@ -1,9 +1,9 @@
-"""transformers' Trainer, which here receives complete optimizer steps.
+"""Training of optimizer steps as they are planned, by a subclass of transformers' Trainer, and their dataloader.
 
 The Trainer gives every step the same number of micro-batches, except the last of an epoch, and resumes by counting
-them. Here the plan defines a step. One "batch" of the Trainer's dataloader is therefore a ``TrainingStep``, the whole
-run is one of its "epochs", and gradient accumulation happens in ``training_step``. The Trainer keeps devices, wrapping,
-optimizer, clipping, learning-rate schedule, logging and checkpoints. ``StepLoader`` is its dataloader.
+them. Here the plan defines a step. Therefore one batch of the Trainer's dataloader (``StepLoader``) is a whole
+optimizer step (``TrainingStep``), the whole run is one of its epochs, and ``training_step`` accumulates gradients. The
+Trainer still does placement, wrapping, optimizer, clipping, learning-rate schedule, logging and checkpoints.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class TrainingStep:
     """One optimizer step of one rank.
 
     Args:
-        figures: over all ranks and micro-batches.
+        figures: of the whole step, over all ranks and micro-batches.
         num_micro_batches: of this rank, the same on every rank.
-        micro_batches: loaded as they are needed, so that one at a time is in memory.
+        micro_batches: an iterator that loads them one at a time.
     """
 
     figures: StepFigures
@@ -74,22 +74,25 @@ class TrainingStep:
 
 
 def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
-    """Return the towers that run in every micro-batch because they are trained; others run only where needed."""
-    named = any(
+    """Return the towers that must run in every micro-batch: all if a tower may be trained, else none.
+
+    A trained tower needs a backward pass on every rank, because ranks exchange its gradients.
+    """
+    is_named = any(
         (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
     )
-    trains = named or config.adapters or not {"vision tower", "aligner"} <= config.frozen_parts
-    return spec.towers if trains else frozenset()
+    is_trained = is_named or config.adapters or not {"vision tower", "aligner"} <= config.frozen_parts
+    return spec.towers if is_trained else frozenset()
 
 
 class StepLoader:
-    """Loads the training steps of one rank from ``run.start`` on; serves as the Trainer's dataloader.
+    """Dataloader of the Trainer: the training steps of one rank, from ``run.start`` on.
 
-    Its length is that of the whole run, from which the Trainer computes epochs.
+    Its length is the number of steps of the whole run, from which the Trainer computes epochs.
 
     Attributes:
         steps: the planned steps of this rank.
-        media_reads: reads of the media cache so far, by this rank.
+        media_reads: this rank's reads of the media cache so far.
     """
 
     def __init__(self, run: Run, spec: InputSpec) -> None:
@@ -117,11 +120,11 @@ class StepLoader:
             min_shared=run.source.min_shared,
             multiple_of=run.length_multiple,
         )
-        # The workers that load ahead and the current step both iterate over the planned steps.
-        ahead, steps = tee(self.steps.rank_steps())
+        # Workers load ahead of the current step, so both have their own iterator over the planned steps.
+        prefetched, steps = tee(self.steps.rank_steps())
         batches = load_micro_batches(
             dataset,
-            (micro_batch for step in ahead for micro_batch in step.micro_batches),
+            (micro_batch for step in prefetched for micro_batch in step.micro_batches),
             num_workers=config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
         )
@@ -133,12 +136,17 @@ class StepLoader:
                 return
 
     def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
-        """Yield the batches of a step (0-based ``number``), and log each for ``--debug``."""
+        """Yield the batches of a step, add up their media reads, and log each for ``--debug``.
+
+        Args:
+            batches: of this and all later steps; only those of this step are taken.
+            number: of the step in the run, 0-based.
+        """
         for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
             self.media_reads += batch.media_reads
             if _LOG.isEnabledFor(logging.DEBUG):
                 tensors = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
-                facts = [self.run.source.debug_text(planned)]
+                facts = [self.run.source.debug_text(planned)]  # names of the samples
                 facts += [
                     f"{name} {tuple(value.shape)}" for name, value in tensors.items() if isinstance(value, Tensor)
                 ]
@@ -158,14 +166,14 @@ class StepLoader:
     def names(self) -> Callable[[int], list[str]]:
         """Return a function from the number of a micro-batch in the current step to its samples' names.
 
-        The function stays valid after later steps have begun.
+        The function stays valid during later steps.
         """
         current = self._current
         return lambda number: self.run.source.names(current[number])
 
 
 class RankExchange:
-    """Exchanges numbers between data-parallel ranks on the host, as ``NumberExchange`` requires."""
+    """Exchange of values between data-parallel ranks on the host; implements ``NumberExchange``."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -176,7 +184,7 @@ class RankExchange:
             return list(counts)
         sums = torch.tensor(counts, dtype=torch.int64)
         dist.all_reduce(sums, group=self._group)
-        # Ranks that share sequences have read the same.
+        # Ranks that share a sequence all count it.
         return (sums // self._world.sequence_parallel_size).tolist()
 
     def gathered(self, value: Any) -> list[Any]:
@@ -187,16 +195,16 @@ class RankExchange:
 
     @cached_property
     def _group(self) -> Any:
-        """A group for the host, created on all ranks at first use; None for the default group."""
+        """A process group on the host, created by all ranks at first use; None for the default group."""
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 class EmbeddingNoise:
-    """Adds noise to the embeddings of ``batch`` during training (NEFTune).
+    """Noise on the embeddings of ``batch`` during training (NEFTune).
 
     Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning": uniform noise of at most
     alpha / sqrt(L d), with sample length L and embedding width d. L is the length of each sample, not of its pack or
-    padded row, so a sample gets the same amount of noise as alone.
+    padded row, so packing does not change the amount of noise.
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
@@ -212,6 +220,7 @@ class EmbeddingNoise:
         base_model(model).get_input_embeddings().register_forward_hook(self._add)
 
     def _add(self, module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+        """Return the embeddings (B, T, d) of the current micro-batch with noise; others, and evaluation, unchanged."""
         if self.batch is None or not module.training or embedded.shape[:2] != self.batch.input_ids.shape:
             return embedded
         lengths = sample_lengths(self.batch).to(embedded.device)
@@ -232,11 +241,11 @@ def sample_lengths(batch: Batch) -> Tensor:
 
 
 class DeviceCopies:
-    """Copies micro-batches to a device on a separate stream.
+    """Copies of micro-batches to a device, on a separate CUDA stream.
 
-    On the computing stream, a copy would wait for all work queued before it. On its own stream it runs while the
-    previous micro-batch or the optimizer is computed, and the computation waits for the copy alone. This needs
-    page-locked memory, which the dataloader provides on CUDA. CUDA events measure how long the computation waited.
+    On the computing stream, a copy would wait for all work queued before it. On its own stream it overlaps with the
+    previous micro-batch or the optimizer, and the computation waits only for the copy. This needs page-locked memory,
+    which the dataloader provides on CUDA. CUDA events measure how long the computation waited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -280,7 +289,7 @@ class DeviceCopies:
 
 
 class PackTrainer(Trainer):
-    """Trains the steps of a ``StepLoader``.
+    """Trainer of the steps of a ``StepLoader``.
 
     Args:
         model: made trainable, on the host or the device.
@@ -291,6 +300,7 @@ class PackTrainer(Trainer):
 
     Attributes:
         skipped: (step, sample) of this rank's samples whose media could not be loaded; steps are 0-based.
+        meter: measurements for log lines.
     """
 
     def __init__(
@@ -307,20 +317,20 @@ class PackTrainer(Trainer):
         model_settings = vars(model.config)
         use_cache = model_settings.get("use_cache")
         only_model = args.save_only_model
-        # The Trainer cannot save the optimizer of a model that was sharded while it was loaded; this class can.
+        # The Trainer refuses to save the optimizer of a model that was sharded while it was loaded; this class can.
         args.save_only_model = only_model or config.shares_experts
         super().__init__(model=model, args=args)
         args.save_only_model = only_model
-        # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it too.
+        # The Trainer disables the KV cache in the config, and checkpoints would inherit it; batches disable it anyway.
         if use_cache is None:
             model_settings.pop("use_cache", None)
         else:
             model_settings["use_cache"] = use_cache
-        for printing in (PrinterCallback, ProgressCallback):
-            self.remove_callback(printing)
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
         self.loader, self.saved, self.watch, self.parallel = loader, saved, watch, parallel
         self.loss_function = LossFunction(model)
-        # Not the Trainer's own noise, which it scales by the length of the pack.
+        # EmbeddingNoise replaces the Trainer's noise, which is scaled by the length of the pack.
         alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(model, alpha) if alpha else None
         self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
@@ -329,13 +339,13 @@ class PackTrainer(Trainer):
         self._copies = DeviceCopies(args.device)
 
     def get_train_dataloader(self) -> Any:
-        """Return the steps unchanged: they are this rank's own, so accelerate must neither shard nor move them."""
+        """Return the loader as it is: its steps are this rank's own, so accelerate must not shard or move them."""
         return self.loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
     ) -> tuple[list[TrainingStep], None]:
-        """Return the next step; its number of target tokens is planned, so ranks exchange nothing."""
+        """Return the next step in a list; ranks need not exchange its number of target tokens, which is planned."""
         return list(islice(self.meter.timed(epoch_iterator), num_batches)), None
 
     def training_step(  # type: ignore[override]  # get_batch_samples returns complete steps
@@ -343,8 +353,12 @@ class PackTrainer(Trainer):
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a step.
 
+        Args:
+            model: wrapped for several processes.
+            inputs: the step; transformers calls it so.
+
         Returns:
-            this rank's part of the sum of losses, times the number of ranks; ``log`` divides it by the steps' targets.
+            this rank's sum of losses times the number of ranks, 0-d; ``Meter.logged`` divides it by the targets.
         """
         mean = StepMean(inputs.figures.units, self.args.world_size)
         total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
@@ -364,7 +378,7 @@ class PackTrainer(Trainer):
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         figures = inputs.figures
         if self.config.on_bad_media == "skip":
-            # Samples that no rank could load count for nothing; the gradients become those of the mean without them.
+            # The plan counted the skipped samples of all ranks: exclude them from the mean and from the figures.
             counts = torch.tensor([len(skipped), sum(s.num_target_tokens for s in skipped)], device=self.args.device)
             if self.args.world_size > 1:
                 dist.all_reduce(counts)
@@ -376,7 +390,7 @@ class PackTrainer(Trainer):
         return mean.sum_over_ranks(total)
 
     def _train_micro_batch(self, model: nn.Module, batch: Batch, mean: StepMean) -> Tensor:
-        """Run forward and backward of a micro-batch; return its part of the step's mean loss, 0-d."""
+        """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached."""
         model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers
@@ -387,8 +401,8 @@ class PackTrainer(Trainer):
             losses = self.loss_function(model, batch)
             self.meter.add_losses(losses, batch)
             loss = mean.contribution(losses.weighted_sum())
-        every = self.args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0:
+        interval = self.args.torch_empty_cache_steps
+        if interval is not None and self.state.global_step % interval == 0:
             clear_device_cache()
         settings: dict[str, Any] = {}
         if self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # they update weights in the backward pass
@@ -406,7 +420,7 @@ class PackTrainer(Trainer):
         return norm
 
     def evaluate_validation(self) -> dict[str, float]:
-        """Evaluate the val split, log the result and return it; every rank calls this and gets the same.
+        """Evaluate the val split, log the result and return it; all ranks call this and get the same figures.
 
         Returns:
             ``eval_loss``, ``eval_perplexity``, ``eval_token_accuracy``, ``eval_target_tokens``, ``eval_samples``, and
@@ -415,7 +429,7 @@ class PackTrainer(Trainer):
         run = self.loader.run
         assert run.validation is not None, "called only for runs with a val split"
         begin = time.perf_counter()
-        # Without progress: the bar on the terminal is the training's.
+        # Without progress: the terminal shows the progress of training.
         logs = evaluate(
             self.model_wrapped,
             run.validation.reader,
@@ -437,11 +451,11 @@ class PackTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Complete and write a log line: the exact mean loss since the previous line, and the steps' figures."""
         if "train_loss" in logs:
-            # The Trainer's last line: averages of what training_step returned, which are no means.
+            # The Trainer's last line averages the sums that training_step returned: that is no mean loss.
             return
         if "loss" in logs:
             logs.update(self.meter.logged(logs["loss"], self.accelerator, copying=self._copies.wait_seconds()))
-            # The Trainer subtracts the sum from itself, which leaves NaN where it is NaN.
+            # The Trainer resets the sum by subtracting it from itself, so it would stay NaN.
             self._tr_loss.zero_()
         super().log(logs, start_time)
         if "loss" in logs:
@@ -451,15 +465,15 @@ class PackTrainer(Trainer):
 
     @property
     def trained_shares(self) -> dict[str, dict[str, float]]:
-        """Figures of each mixture source, of the steps that this process trained."""
+        """Figures of each mixture source, over the steps that this process trained."""
         return share_figures(self.meter.sources)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0: the Trainer's estimate would need a batch of its own form."""
+        """Return 0, because the Trainer's estimate needs a batch of its own format."""
         return 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimizer, with separate parameter groups for parts with their own learning rates."""
+        """Create the optimizer, with separate parameter groups for vision tower and aligner if these have own rates."""
         is_new = self.optimizer is None
         if self.config.master_weights == "kahan":
             betas = (self.args.adam_beta1, self.args.adam_beta2)
@@ -473,7 +487,7 @@ class PackTrainer(Trainer):
         return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Save the model: an adapter as it is, full weights in the precision of the base model."""
+        """Save the model: an adapter unchanged, full weights in the precision of the base model."""
         model: Any = self.model
         if self.config.shares_experts:
             state_dict = gather_full_state_dict(model)  # all ranks call it; empty on all but the first
@@ -482,17 +496,17 @@ class PackTrainer(Trainer):
         if isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        # With every name of a tied weight, as the state dict has them.
+        # With every name of a tied weight, as in the state dict.
         named = model.named_parameters(remove_duplicate=False)
         trained = frozenset(name for name, parameter in named if parameter.requires_grad)
         state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)
         super()._save(output_dir, state)
-        # Saving writes the precision of the weights in memory into the config.
+        # super()._save has written the precision of the weights in memory into the config.
         model.config.dtype = self.saved.dtype
         model.config.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save optimizer and schedule, and the digits that the saved model lacks; FSDP and DeepSpeed save their own."""
+        """Save optimizer, schedule and master weights; FSDP and DeepSpeed save master weights with the optimizer."""
         assert self.model is not None
         if self.config.shares_experts:
             folder = os.path.join(output_dir, OPTIMIZER_FOLDER)  # every rank writes its part of the states
@@ -520,7 +534,7 @@ class PackTrainer(Trainer):
             scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights, and the digits that the saved model lacks."""
+        """Load the weights, and master weights if the checkpoint has them."""
         if self.config.shares_experts:
             return  # _load_optimizer_and_scheduler loads them
         with loading(resume_from_checkpoint, "the weights"):
@@ -531,7 +545,7 @@ class PackTrainer(Trainer):
                 load_masters(loaded, resume_from_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Do not warn: tied and converted weights have other names in a checkpoint, and ``load_masters`` checks it."""
+        """Do not warn about missing names: tied and converted weights have others, and ``load_masters`` checks them."""
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:

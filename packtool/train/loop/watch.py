@@ -1,16 +1,16 @@
-"""Checks before each optimizer update, made together by all ranks: stop signals, and NaN or infinite numbers.
+"""Checks of all ranks before each optimizer update: stop signals, and losses or gradients that are NaN or infinite.
 
-SIGTERM, SIGUSR1 and Ctrl-C let the current step finish and save a checkpoint; the exit code names the signal.
+On SIGTERM, SIGUSR1 and Ctrl-C the run finishes the current step and saves a checkpoint; the exit code is 128 + signal.
 
     scheduler ──► launcher ──► every rank     or to one rank alone
                                  │ recorded, training continues
              before each update  │ all ranks exchange the maximum of what they recorded
        at the next log line, or  │
-         before the next update  │ all ranks read it and agree on the step
+         before the next update  │ all ranks read the maximum, and so stop at the same step
                                  ▼
-              update, checkpoint, 128 + signal
+              update, checkpoint, exit with 128 + signal
 
-A second Ctrl-C ends the process at once. A second SIGTERM does not: schedulers send it to launchers and ranks alike.
+A second Ctrl-C ends the process at once. A second SIGTERM does not: schedulers send it to launchers and to ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _MAX_WARNINGS = 10
 
 
 class StopSignals:
-    """Records the signals that ask a run to end; inside ``with``, and in the main thread only.
+    """Recorder of stop signals inside ``with``, where it replaces the handlers of the main thread.
 
     Args:
-        launched: whether a launcher ends all other processes when the first one ends; these then end without an error.
+        launched: whether a launcher sends SIGTERM to all other processes when the first one ends. After a recorded
+            signal these ignore it, so that they end without an error.
 
     Attributes:
         received: number of the first signal, 0 for none.
@@ -68,9 +69,10 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN if ends else previous)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record the first one, and end the process at a second Ctrl-C."""
         if os.getpid() != self._process:
-            # A forked data worker, before it handles signals itself (packtool.batch.dataset). Signals to the whole job
-            # are for the training process; only SIGTERM ends the worker.
+            # A forked data worker inherits this handler until it installs its own (packtool.batch.dataset). Signals to
+            # the whole job are for the training process; only SIGTERM ends the worker.
             if number == signal.SIGTERM:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -86,24 +88,24 @@ class StopSignals:
 
 
 class StepWatch:
-    """Exchanges two numbers per step among all ranks: a stop signal, and whether a number is bad.
+    """Exchange of two integers per step among all ranks: a stop signal, and whether the step is bad.
 
-    A number is bad if it is NaN or infinite: the loss of a micro-batch, or the gradient norm. The host does not wait
-    for the answer. It reads it before the next update, when it has long arrived, and before anything is kept of the
-    step: a log line, an evaluation, a checkpoint, the end. By then a bad step may have changed the weights, but nothing
-    of it was kept; only ``skip`` waits at once, because it must prevent the update.
+    A step is bad if the loss of a micro-batch or the gradient norm is NaN or infinite. The host does not wait for the
+    result of the exchange. It reads it before the next update, when it has long arrived, and before anything of the
+    step is stored: a log line, an evaluation, a checkpoint. By then a bad step may have changed the weights, but
+    nothing of it was stored. Only ``skip`` waits at once, because it must prevent the update.
 
     Args:
-        signals: that this process received.
+        signals: recorder of this process.
         sample_names: returns a function from the number of a micro-batch in the current step to its samples' names,
-            which stays valid for later steps.
+            which stays valid during later steps.
         on_nan: ``stop``, ``skip`` or ``go-on``.
 
     Attributes:
         stopped_by: number of the signal that ends the run, 0 for none.
-        left_out: skipped steps, 0-based, since the last checkpoint.
-        num_bad: steps with a bad number.
-        last_good: the last step before weights took up a bad number; None as long as they have not.
+        skipped_steps: numbers of skipped steps since the last checkpoint, 0-based.
+        num_bad: number of bad steps so far.
+        last_good: number of completed steps before the first bad update; None while there was no bad update.
     """
 
     def __init__(
@@ -119,15 +121,15 @@ class StepWatch:
         self.on_nan, self.world, self.progress = on_nan, world, progress
         self.stopped_by = 0
         self.num_bad = 0
-        self.left_out: list[int] = []
+        self.skipped_steps: list[int] = []
         self.last_good: int | None = None
         self._losses: list[Tensor] = []
         self._norm: Tensor | float = 0.0
-        # The step, losses and sample names that an answer belongs to, and a function that waits for the answer.
+        # The exchange whose result is not read yet: step, losses, sample names, and a function that waits for it.
         self._pending: tuple[int, list[Tensor], Callable[[int], Sequence[str]], Callable[[], list[int]]] | None = None
 
     def begin_step(self) -> None:
-        """Discard the numbers of the previous step."""
+        """Discard the losses and the norm of the previous step."""
         self._losses, self._norm = [], 0.0
 
     def record_loss(self, loss: Tensor) -> None:
@@ -135,34 +137,37 @@ class StepWatch:
         self._losses.append(loss.detach())
 
     def record_norm(self, norm: Tensor | float, *, is_scaled: bool = False) -> None:
-        """Record the gradient norm over all ranks, 0-d; ignore that of float16's scaled loss, which may be infinite."""
+        """Record the gradient norm over all ranks, 0-d; ignore one with float16's loss scaling, which may overflow."""
         self._norm = 0.0 if is_scaled else norm
 
     def before_update(self, step: int, model: nn.Module, device: torch.device) -> None:
-        """Exchange the numbers of a 0-based step whose gradients are complete, before its update."""
+        """Start the exchange of a step (0-based) whose gradients are complete, before its update; all ranks call this.
+
+        With ``skip``, wait for the result, and delete the gradients of a bad step.
+        """
         self.settle()
         is_bad = has_bad_number(self._losses, self._norm, device)
-        numbers = torch.stack([torch.full_like(is_bad, self.signals.received), is_bad])
+        maximum = torch.stack([torch.full_like(is_bad, self.signals.received), is_bad])
         if self.world.size > 1:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        self._pending = step, self._losses, self.sample_names(), _read_later(numbers)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX)
+        self._pending = step, self._losses, self.sample_names(), _read_later(maximum)
         if self.on_nan == "skip" and self.settle():
             # Without gradients an optimizer changes nothing: neither weights nor its moments.
             model.zero_grad(set_to_none=True)
 
     def settle(self) -> bool:
-        """Read the answer of the last exchange, if not done yet, and act on it; all ranks call this at the same point.
+        """Read the result of the last exchange, if not done yet, and handle a bad step; all ranks call this together.
 
         Returns:
-            whether the step had a bad number.
+            whether the step was bad.
 
         Raises:
-            DivergedError: on every rank, naming the samples.
+            DivergedError: with ``stop``, on every rank, naming the samples.
         """
         if self._pending is None:
             return False
-        (step, losses, names, answer), self._pending = self._pending, None
-        stopped_by, is_bad = answer()
+        (step, losses, names, result), self._pending = self._pending, None
+        stopped_by, is_bad = result()
         self.stopped_by = self.stopped_by or stopped_by
         if not is_bad:
             return False
@@ -173,33 +178,40 @@ class StepWatch:
         if self.on_nan == "stop":
             raise DivergedError(
                 message,
-                f"Checkpoints are those of step {step:,} and before. Look at these rows; --learning-rate, "
-                "--warmup-ratio and --max-grad-norm help where rows are sound; --on-nan skip leaves such a step out.",
+                f"Checkpoints up to step {step:,} are unaffected. Check these rows; if they are correct, try a lower "
+                "--learning-rate, a higher --warmup-ratio or a lower --max-grad-norm; --on-nan skip skips such steps.",
             )
         if self.on_nan == "skip":
-            self.left_out.append(step)
+            self.skipped_steps.append(step)
         elif self.last_good is None:
             self.last_good = step
         if lines:
-            action = "left out" if self.on_nan == "skip" else "taken all the same"
+            action = "skipped" if self.on_nan == "skip" else "trained nevertheless"
             self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
         return True
 
     def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
-        """Settle a step before it is logged, saved or evaluated, and let a run with a stop signal save and end."""
-        is_kept = control.should_log or control.should_save or control.should_training_stop or is_evaluated
-        if self.stopped_by or is_kept:
+        """Settle a step before it is logged, saved or evaluated; after a stop signal, request a checkpoint and the end.
+
+        Args:
+            control: its flags are set to save, log and stop.
+            is_evaluated: whether an evaluation follows this step.
+        """
+        is_stored = control.should_log or control.should_save or control.should_training_stop or is_evaluated
+        if self.stopped_by or is_stored:
             self.settle()
         if self.stopped_by and state.global_step < state.max_steps:
             name = signal.Signals(self.stopped_by).name
-            self.progress.note(f"{name}: step {state.global_step:,} is done, a checkpoint is saved, and that is all")
+            self.progress.note(f"{name}: training stops after step {state.global_step:,}, saving a checkpoint")
             control.should_save = control.should_training_stop = control.should_log = True
 
     def raise_if_stopped(self, step: int, num_steps: int, checkpoint: str) -> None:
-        """End the process with the code of the signal that ended the run before its last step.
+        """Raise a StoppedError if a signal ended the run before its last step; only the first rank's has a message.
 
-        Raises:
-            StoppedError: with a message on the first rank.
+        Args:
+            step: number of trained steps.
+            num_steps: of the whole run.
+            checkpoint: path of the one that was saved last.
         """
         if not self.stopped_by or step >= num_steps:
             return
@@ -207,11 +219,16 @@ class StepWatch:
             raise StoppedError("", None, self.stopped_by)
         name = signal.Signals(self.stopped_by).name
         message = f"stopped by {name} after step {step:,} of {num_steps:,}; {checkpoint} is complete"
-        remedy = "The same command with --resume-from-checkpoint true goes on from there."
+        remedy = "Resume with the same command and --resume-from-checkpoint true."
         raise StoppedError(message, remedy, self.stopped_by)
 
     def _bad_sample_lines(self, losses: Sequence[Tensor], names: Callable[[int], Sequence[str]]) -> list[str]:
-        """Name the samples of micro-batches with a bad loss on any rank; of all micro-batches if no loss is bad."""
+        """Return a line per micro-batch with a bad loss, of all ranks; per micro-batch if only the norm is bad.
+
+        Args:
+            losses: of this rank's micro-batches, 0-d.
+            names: returns the names of a micro-batch's samples.
+        """
         bad = [number for number, loss in enumerate(losses) if not bool(torch.isfinite(loss))]
         for micro_batches in (bad, range(len(losses))):
             lines = []
@@ -228,7 +245,7 @@ class StepWatch:
 def has_bad_number(losses: Sequence[Tensor], norm: Tensor | float, device: torch.device) -> Tensor:
     """Return 1 if a loss or the norm is NaN or infinite, else 0: int64 (), computed without waiting for the device."""
     norm_value: Any = norm if isinstance(norm, Tensor) else torch.full((), norm, device=device)
-    norm_value = norm_value.full_tensor() if hasattr(norm_value, "full_tensor") else norm_value
+    norm_value = norm_value.full_tensor() if hasattr(norm_value, "full_tensor") else norm_value  # DTensor of FSDP
     values = [value.to(device, torch.float32).reshape(()) for value in (*losses, norm_value)]
     return 1 - torch.stack(values).isfinite().all().long()
 

@@ -1,14 +1,14 @@
-"""``--torch-compile`` and ``--use-liger-kernel``: faster layers, checked before any weight is read.
+"""``--torch-compile`` and ``--use-liger-kernel``: faster layers, and checks of both before any weight is read.
 
 The layers of the language model are compiled one by one. All layers of a class share one compilation for each length
 of a micro-batch, and padding makes these lengths few. Inside a layer, attention, recurrent layers and experts are not
-compiled, because their work differs in every micro-batch; norms, projections, positions, gates and MLPs are:
+compiled, because their shapes differ in every micro-batch; norms, projections, positions, gates and MLPs are compiled:
 
     compiled     norm, q k v, positions |           | output projection, norm, MLP or router |         | sum
     eager                               | attention |                                        | experts |
 
 Towers, embeddings, the head and evaluation are not compiled either. A layer becomes an instance of a subclass that
-compiles its class's forward, so that checkpointing and FSDP, which wrap the forward, stay outside of what is compiled.
+compiles its class's forward, so that checkpointing and FSDP, which wrap the forward, are not compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packtool.errors import ConfigError, UnsupportedModelError, did_you_mean
 from packtool.train.model.trainable import base_model
 
 _MAX_COMPILATIONS = 128
-"""Compilations of one function: layer classes, times lengths, times two for inputs with and without a gradient."""
+"""Maximum compilations of one function: layer classes x lengths x 2 (inputs with and without a gradient)."""
 
 _DEBUG_BACKENDS = ("aot_eager", "eager")
 """Backends that generate no kernels."""
@@ -51,38 +51,38 @@ def compile_layers(model: nn.Module, backend: str) -> int:
     layers = getattr(inner.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not layers:
         raise UnsupportedModelError(
-            f"--torch-compile true: a {type(inner).__name__} does not say which modules are its layers", _COMPILE_REMEDY
+            f"--torch-compile true: cannot find the layers of a {type(inner).__name__}", _COMPILE_REMEDY
         )
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MAX_COMPILATIONS)
-    # It splits graphs at DDP's buckets; here they end with every layer anyway.
+    # This option splits graphs at DDP's buckets, but graphs end with every layer anyway.
     dynamo_config.optimize_ddp = False
-    compiled = {kind: _compiled_class(kind, backend) for kind in {type(layer) for layer in layers}}
+    compiled_classes = {cls: _compiled_class(cls, backend) for cls in {type(layer) for layer in layers}}
     disable: Any = torch.compiler.disable
     for layer in layers:
         for module in layer.modules():
             if type(module).__name__.endswith("Experts"):
                 # A bound method, which a deep copy binds to the copy.
                 module.forward = types.MethodType(disable(type(module).forward), module)
-        layer.__class__ = compiled[type(layer)]
+        layer.__class__ = compiled_classes[type(layer)]
     return len(layers)
 
 
-def _compiled_class(kind: type[nn.Module], backend: str) -> type[nn.Module]:
-    """Return a subclass that compiles a layer class's forward; it keeps the name, by which FSDP finds layers."""
-    own: Any = kind.forward
-    # Static: a graph for any length would be slower, and compiled during the run, when the second length appears.
-    compiled: Any = torch.compile(own, backend=backend, dynamic=False)
+def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
+    """Return a subclass of a layer class with a compiled forward; it keeps the name, by which FSDP finds layers."""
+    original: Any = cls.forward
+    # Static shapes: a graph for any length would be slower, and compiled only when the second length appears.
+    compiled: Any = torch.compile(original, backend=backend, dynamic=False)
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not layer.training:
-            return own(layer, *args, **kwargs)
+            return original(layer, *args, **kwargs)
         return compiled(layer, *args, **hide_boundaries(kwargs))
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Try a backend on a function of two operations, forward and backward.
+    """Check that a backend compiles: try it on a function of two operations, forward and backward.
 
     Raises:
         ConfigError: if torch has no such backend, or the compiler or Triton that it needs is missing.
@@ -92,7 +92,7 @@ def check_backend(backend: str, device: torch.device) -> None:
         known = [*list_backends(), *_DEBUG_BACKENDS]
         raise ConfigError(
             f"--torch-compile-backend {backend}: torch has no such backend{did_you_mean(backend, known)}",
-            f"It has {', '.join(known)}; by default inductor is taken.",
+            f"Choose from {', '.join(known)}; the default is inductor.",
         )
     try:
         function = torch.compile(lambda numbers: (numbers * 2).sin(), backend=backend, dynamic=False)
@@ -107,11 +107,11 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 _LIGER_REMEDY = "Leave --use-liger-kernel out; the losses are the same."
 # Also used by the Trainer. Liger's losses are off, because packtool computes the loss itself.
-SETTINGS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+LIGER_SETTINGS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
 
 def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> None:
-    """Raise without a GPU or the package, or for a model that this version of Liger does not know or fails to patch.
+    """Raise if Liger's kernels cannot be used: no GPU, no package, or a model that Liger does not know or cannot patch.
 
     Args:
         model: on the meta device; it is patched as the trained model will be.
@@ -121,21 +121,21 @@ def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> 
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as MODEL_TYPES
     except ImportError as error:
         raise ConfigError(
-            f"--use-liger-kernel true: Liger's kernels are not installed, or do not import: {error}",
+            f"--use-liger-kernel true: the package liger-kernel cannot be imported: {error}",
             f"pip install liger-kernel. {_LIGER_REMEDY}",
         ) from error
     if not on_gpu:
-        raise ConfigError("--use-liger-kernel: Liger's kernels need a GPU, and this machine has none", _LIGER_REMEDY)
+        raise ConfigError("--use-liger-kernel: Liger's kernels need a GPU; this machine has none", _LIGER_REMEDY)
     if model_type not in MODEL_TYPES:
         raise UnsupportedModelError(
-            f"--use-liger-kernel: Liger has no kernels for a {model_type} model, and would leave it as it is",
+            f"--use-liger-kernel: Liger has no kernels for {model_type} models, so it would have no effect",
             _LIGER_REMEDY,
         )
     try:
-        liger._apply_liger_kernel_to_instance(model=base_model(model), **SETTINGS)
+        liger._apply_liger_kernel_to_instance(model=base_model(model), **LIGER_SETTINGS)
     except Exception as error:  # any error of a package that patches another one's internals
         raise UnsupportedModelError(
             f"--use-liger-kernel: this version of Liger fails for a {model_type} model in this version of "
             f"transformers: {type(error).__name__}: {error}",
-            f"{_LIGER_REMEDY} Another version of liger-kernel may do.",
+            f"{_LIGER_REMEDY} Another version of liger-kernel may work.",
         ) from error

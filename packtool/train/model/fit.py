@@ -1,7 +1,7 @@
-"""``packtool plan --fit``: the fastest settings that fit into a GPU's memory, confirmed by tracing each.
+"""``packtool plan --fit``: search for the fastest settings that fit into a GPU's memory.
 
-The search covers what the user has not set: the packing length, recomputation of activations, sharding of weights,
-gradients and optimizer, and the number of ranks that share a pack.
+The search covers the settings that the user has not set: packing length, recomputation of activations, sharding of
+weights, gradients and optimizer, and the number of ranks that share a pack. Memory is confirmed by tracing.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from packtool.train.prepare.shared_prefixes import find_shared
 MAX_PROPOSALS = 12
 _LENGTH_MULTIPLE = 128
 _MAX_PACKING_LENGTH = 1 << 20
-"""Tokens of the longest pack that is tried, unless a sample is longer."""
+"""Largest packing length that is tried, in tokens, unless a sample is longer."""
 _TIME_PRECISION = 0.01
-"""Times that differ by less than this share count as equal: the estimate is not more accurate."""
+"""Times that differ by less than this share count as equal, because the estimate is not more accurate."""
 _GIB = 2**30
 
 
@@ -53,9 +53,9 @@ class Proposal:
     """Settings of a run with their expected time and memory.
 
     Args:
-        micro_batches: of a rank, those that may need most memory.
+        micro_batches: those of a rank that may need most memory.
         axes: how ranks share sequences.
-        fill: of the packs.
+        fill: share of the packs' capacity that samples fill.
         num_steps, tokens, seconds: of an epoch.
         memory: of a rank; None before it is traced.
     """
@@ -108,7 +108,10 @@ class Proposal:
 
 
 def find_fit(config: PlanConfig, progress: Progress) -> Fit:
-    """Search settings that fit into ``--fit``, given those that the user has set.
+    """Search for settings that fit into the memory of ``--fit``, keeping those that the user has set.
+
+    Times of all settings are estimated first. Memory takes seconds to trace, so it is traced from the fastest settings
+    on, until there are enough proposals.
 
     Raises:
         ConfigError: if none fits, naming the nearest.
@@ -116,18 +119,18 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     fit = Fit(config)
     runs = fit.settings()
     fit.num_settings = len(runs)
-    progress.start("expecting steps", len(runs))
+    progress.start("estimating times", len(runs))
     candidates = []
     for run in runs:
         candidates.append(fit.expected(run))
         progress.advance(1)
     progress.finish()
-    progress.start("tracing memory, of the cheapest first", None)
-    for each in cheapest_first(candidates):
+    progress.start("tracing memory, fastest settings first", None)
+    for candidate in fastest_first(candidates):
         fit.num_tried += 1
         progress.advance(1)
-        if fit.min_bytes(each) <= fit.budget and (memory := fit.memory(each)).total * _GIB <= fit.budget:
-            fit.proposals.append(dataclasses.replace(each, memory=memory))
+        if fit.min_bytes(candidate) <= fit.budget and (memory := fit.memory(candidate)).total * _GIB <= fit.budget:
+            fit.proposals.append(dataclasses.replace(candidate, memory=memory))
         if len(fit.proposals) == MAX_PROPOSALS:
             break
     progress.finish()
@@ -137,12 +140,12 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
 
 
 class Fit:
-    """A search for settings of a model on caches; plans and traces nothing twice.
+    """Search for settings of a model on caches; caches plans and traces.
 
     Attributes:
-        proposals: settings that fit, the cheapest first.
-        num_settings: of all settings.
-        num_tried: settings that were tried, from the cheapest on, until there were enough proposals.
+        proposals: settings that fit, the fastest first.
+        num_settings: number of all settings.
+        num_tried: number of settings whose memory was compared with the budget.
         budget: bytes of a GPU that a run may use.
     """
 
@@ -170,7 +173,7 @@ class Fit:
     def figures(self) -> dict[str, Any]:
         """Return the result by its names in JSON.
 
-        ``shareable`` is the share of tokens that shared prefixes would save, which the search does not consider.
+        ``shareable`` is the share of tokens that shared prefixes would save; the search does not use them.
         """
         capacity = self.proposals[0].run.packing_length or self.max_length
         shared, _ = find_shared(
@@ -188,13 +191,13 @@ class Fit:
         }
 
     def settings(self) -> list[TrainConfig]:
-        """Return all settings that training accepts, in groups of increasing packing lengths.
+        """Return all settings that training accepts, in groups with increasing packing length.
 
         Raises:
-            ConfigError: if training accepts none of them.
+            ConfigError: with all reasons, if training accepts none.
         """
         recomputing = self.config.gradient_checkpointing
-        # The simplest sharding first, then those that need less memory; DeepSpeed only if it is installed.
+        # The simplest sharding first, then those that need less memory.
         shardings: list[dict[str, Any]] = [{}]
         if self.config.world_size > 1 and not self.config.fsdp and self.config.deepspeed is None:
             shardings += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
@@ -219,14 +222,14 @@ class Fit:
         return accepted
 
     def expected(self, run: TrainConfig) -> Proposal:
-        """Return the settings with their expected time."""
+        """Return the settings with their expected time and peak-memory micro-batches, without their memory."""
         index, size = self.reader.index, run.sequence_parallel_ranks
         assert run.packing_length is not None
         plan, shares = self._plan(run.packing_length, size)
         sizes = parameter_sizes(self._model(run.deepspeed is not None))
         dtype = resolve_dtype(self._model_config, run, on_gpu=True)
         trained = [(count, size) for count, size, is_trained in sizes if is_trained]
-        # FSDP reduces gradients in float32, DeepSpeed in the computation's precision, torch's DDP as they are kept.
+        # Bytes of a gradient in communication: FSDP uses float32, DeepSpeed the computation's precision, DDP its own.
         reduced = 4 if run.fsdp else dtype.itemsize if run.deepspeed else None
         time = ExpectedTime(
             model=self.files.config,
@@ -258,16 +261,17 @@ class Fit:
         estimate = self._memory[key]
         if estimate.activations is None:
             raise UnsupportedModelError(
-                f"--fit: what a {self._model_config.model_type} keeps of a token cannot be traced",
-                "Leave --fit out; packtool train --dry-run tells what is known of its memory.",
+                f"--fit: the memory of a {self._model_config.model_type} model cannot be estimated",
+                "Leave out --fit; packtool train --dry-run shows the memory of its weights and optimizer.",
             )
         return estimate
 
     def min_bytes(self, proposal: Proposal) -> float:
-        """Return a lower bound of a rank's bytes from the traces so far: a pass of more tokens holds no less."""
+        """Return a lower bound of a rank's bytes without tracing: that of a traced pass with no more tokens."""
         return self._estimate(proposal, self._tracer.at_least).total * _GIB
 
     def _estimate(self, proposal: Proposal, tracer: PassTracer) -> MemoryEstimate:
+        """Estimate the memory of a rank, with the bytes of passes from a tracer."""
         run = proposal.run
         return estimate_memory(
             run,
@@ -281,9 +285,9 @@ class Fit:
         )
 
     def _make_plan(self, packing_length: int, size: int) -> tuple[EpochPlan, MediaShares]:
-        """Return the first epoch as training plans it with ``size`` ranks per pack, and its media on each of them.
+        """Plan the first epoch as training does, and assign its media to the ``size`` ranks that share a pack.
 
-        Packs are the same for all numbers of ranks.
+        Packs do not depend on the number of ranks, so they are made once per packing length.
         """
         options = dataclasses.replace(self.inputs.options, packing_length=packing_length)
         inputs, num_ranks = dataclasses.replace(self.inputs, options=options), self.config.world_size // size
@@ -296,17 +300,18 @@ class Fit:
         return plan, assign_media(self._media, self.files.config, plan, size)
 
     def _make_model(self, has_deepspeed: bool) -> nn.Module:
-        """Return the model with its weights as a run keeps them, which depends on whether DeepSpeed keeps its own."""
+        """Return the model without weights, in the precisions of a run; DeepSpeed keeps float32 copies of its own."""
         run = dataclasses.replace(self.base, deepspeed="zero2" if has_deepspeed else None)
         return model_without_weights(run, self._model_config, resolve_dtype(self._model_config, run, on_gpu=True))
 
     def _make_axes(self, size: int) -> Axes:
+        """Decide how ``size`` ranks share a sequence; raise if the model does not support it."""
         run = dataclasses.replace(self.base, sequence_parallel_size=size)
         world, lengths = World(0, self.config.world_size, size), self.reader.index.length
         return axes_of(run, world, self.files, lengths, trained=True)
 
     def _sequence_parallel_sizes(self) -> list[int | None]:
-        """Return the user's size, or None and all powers of two that the model and a machine allow."""
+        """Return the user's size, or None (no sharing) and all powers of two that the model and a machine allow."""
         config = self.config
         if config.sequence_parallel_size or config.ulysses_size or config.ring_size:
             self._axes(config.sequence_parallel_ranks)
@@ -323,14 +328,14 @@ class Fit:
         return sizes
 
     def _packing_lengths(self, sequence_parallel_size: int) -> list[int]:
-        """Return the longest sample's length, and powers of two above it as long as an epoch fills a step."""
+        """Return the longest sample's length, and larger powers of two with which an epoch still fills a step."""
         config, lengths = self.config, self.reader.index.length
         if config.packing_length is not None:
             return [config.packing_length]
         kept = lengths[lengths <= self.max_length]
         if not len(kept):
             raise DataError(
-                f"No sample is left to train on: none of {len(lengths):,} has at most {self.max_length:,} tokens.",
+                f"No samples to train on: none of {len(lengths):,} has at most {self.max_length:,} tokens.",
                 "Raise --max-length.",
             )
         first = -(-int(kept.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
@@ -340,8 +345,8 @@ class Fit:
         return [first, *(length for power in range(8, 21) if first < (length := 1 << power) <= max_length)]
 
 
-def cheapest_first(proposals: list[Proposal]) -> list[Proposal]:
-    """Sort by time per token; where that is about equal, by tokens of a step, ranks per sequence, and sharding."""
+def fastest_first(proposals: list[Proposal]) -> list[Proposal]:
+    """Sort by time per token; if that is about equal, by tokens per step, ranks per sequence, and sharding."""
     fastest = min((each.seconds_per_token for each in proposals), default=0.0)
 
     def key(each: Proposal) -> tuple[float, ...]:
@@ -353,6 +358,7 @@ def cheapest_first(proposals: list[Proposal]) -> list[Proposal]:
 
 
 def _nothing_fits(fit: Fit, candidates: list[Proposal]) -> ConfigError:
+    """Return the error that names the candidate with the least memory, and remedies."""
     config, nearest = fit.config, min(candidates, key=fit.min_bytes)
     for other in sorted(candidates, key=fit.min_bytes):
         # A lower bound above the best estimate needs no trace.
@@ -367,8 +373,8 @@ def _nothing_fits(fit: Fit, candidates: list[Proposal]) -> ConfigError:
     remedies += ["shorter samples (--max-length)"]
     remedies += ["--fsdp full_shard offload, which keeps weights in the machine's memory"] if not config.fsdp else []
     return ConfigError(
-        f"--fit: nothing fits into {fit.budget / _GIB:.1f} GiB, which is {Constants().usable_memory:.0%} of it: "
-        f"the rest is for libraries and the allocator. Nearest is {settings}: {total / _GIB:.1f} GiB, "
+        f"--fit: no settings fit into {fit.budget / _GIB:.1f} GiB ({Constants().usable_memory:.0%} of a GPU; libraries "
+        f"and the allocator need the rest). The nearest settings, {settings}, need {total / _GIB:.1f} GiB, "
         f"{(total - fit.budget) / _GIB:.1f} too many ({fit.memory(nearest).sentence()}).",
         f"Try {'; or '.join(remedies)}.",
     )

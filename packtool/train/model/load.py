@@ -1,8 +1,8 @@
-"""Models read from checkpoints, with their attention routed; and tensors that transformers does not read.
+"""Loading of models with packed attention, and copying of tensors that transformers does not load.
 
 ``config.json`` may declare layers, such as those for multi-token prediction (MTP), that inference servers read but the
 transformers class skips (``_keys_to_ignore_on_load_unexpected``), so ``save_pretrained`` would write a model without
-them. Every saved model gets these tensors from the base model, unchanged.
+them. Every saved model gets these unloaded tensors from the base model, unchanged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MAX_SHOWN_TENSORS = 3
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide transformers' progress bars; also warnings that only peft or torch themselves could resolve."""
+    """Hide transformers' progress bars inside ``with``, and warnings that users can do nothing about."""
     bars: Any = logging
     # torch's advice on how to gather divided experts faster.
     getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
@@ -97,13 +97,13 @@ def resolve_dtype(
         return torch.float32 if is_declined else dtype
     if name == "float16" and not on_gpu:
         raise ConfigError(
-            "--torch-dtype float16 needs a GPU, and so does --fp16 true", "Use float32 or bfloat16 on the CPU."
+            "--torch-dtype float16 needs a GPU, and so does --fp16 true", "Use float32 or bfloat16 on a CPU."
         )
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def has_gpu(run: TrainConfig) -> bool:
-    """Return whether a run computes on a GPU: of this machine, or one that a dry run plans for."""
+    """Return whether a run computes on a GPU: one of this machine, or one that a dry run plans for."""
     return (run.dry_run and run.hardware is not None) or torch.cuda.is_available()
 
 
@@ -118,14 +118,17 @@ def load_model(
     quantization: QuantizationOptions | None = None,
     experts: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """Read a model's weights.
+    """Load a model with its weights.
 
     Args:
-        packing: route the text tower through packed attention instead of transformers' own.
+        model: directory or hub name of the checkpoint.
+        config: of the model; not changed.
+        dtype: precision of the weights in memory.
+        packing: replace the attention of the language model by packed attention.
         attn_impl: kernel of the packed attention.
         parallel: ranks that share each sequence.
-        quantization: bits of the language model's layers; None for those of ``dtype``.
-        experts: how processes divide a mixture's experts; None if each process has all experts.
+        quantization: of the language model's layers; None for none.
+        experts: division of a mixture's experts among processes; None if each process has all experts.
 
     Raises:
         UnsupportedModelError: before any weight is read, if the model cannot be packed.
@@ -141,7 +144,7 @@ def load_model(
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
         loaded: Any = _read_weights(model, config, settings)
     if experts is not None:
-        # Checkpoints must be like any other: without the processes that loaded this one.
+        # Checkpoints must not store the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
     if settings["quantization_config"] is not None:
         keep_backward_pass(loaded)
@@ -153,10 +156,11 @@ def load_model(
 
 
 def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
+    """Call transformers' ``from_pretrained``, and check that the checkpoint has all weights."""
     try:
         loaded, info = auto_class(config).from_pretrained(
             model,
-            # A copy: loading writes the attention into the config, and collation's meta model must not inherit it.
+            # A copy, because loading writes the attention into the config, which collation uses for another model.
             config=copy.deepcopy(config),
             attn_implementation="sdpa",
             output_loading_info=True,
@@ -165,7 +169,7 @@ def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]
     except (OSError, SafetensorError) as error:
         raise MismatchError(
             f"the weights of {model} cannot be read: {error}",
-            "Download its files again, whole: a clone without git lfs has pointers in their place.",
+            "Download the complete files again: a clone without git lfs contains only pointers to them.",
         ) from error
     if missing := sorted(info["missing_keys"]):
         names = ", ".join(missing[:_MAX_SHOWN_NAMES]) + (", ..." if len(missing) > _MAX_SHOWN_NAMES else "")
@@ -177,7 +181,7 @@ def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]
 
 
 def load_trained(trained: TrainedModel, spec: InputSpec, dtype: torch.dtype, **settings: Any) -> nn.Module:
-    """Read a model as training left it, with its adapter if it has one; ``settings`` are those of ``load_model``."""
+    """Load a trained model, with its adapter if it has one; ``settings`` are those of ``load_model``."""
     model = load_model(trained.base, spec.config, dtype=dtype, **{"packing": True, **settings})
     return attach_adapter(model, trained.adapter) if trained.adapter is not None else model
 
@@ -185,7 +189,7 @@ def load_trained(trained: TrainedModel, spec: InputSpec, dtype: torch.dtype, **s
 def route_attention(
     model: PreTrainedModel, *, packing: bool, attn_impl: str = "auto", parallel: SequenceParallel | None = None
 ) -> None:
-    """Let a model's towers run once a micro-batch, and with ``packing`` route its text through packed attention."""
+    """Run a model's media towers once per micro-batch, and with ``packing`` use packed attention for its text."""
     run_towers_once(model)
     route_towers(model)
     if packing:
@@ -194,7 +198,7 @@ def route_attention(
 
 @quiet_transformers()
 def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """Return the model made trainable, on the meta device: takes a second instead of minutes, and no memory."""
+    """Return the model made trainable, on the meta device: this takes about a second, and no memory."""
     with weights_in_one_piece(), torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, dtype=loaded_dtype(dtype, model_config, config))
         return make_trainable(model, config)
@@ -210,10 +214,12 @@ def input_spec(run: Run) -> InputSpec:
 def build_model(
     run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None, progress: Progress
 ) -> tuple[PreTrainedModel | PeftModel, SavedPrecision, dict[str, str]]:
-    """Load the model that a run trains, add its adapter, and compile its layers if requested.
+    """Load the model that a run trains, make it trainable, and compile its layers if requested.
 
     Args:
+        spec: the model's properties that collation needs.
         dtype: of the computation.
+        parallel: ranks that share sequences; None without sequence parallelism.
 
     Returns:
         the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and tensors of the base
@@ -229,7 +235,7 @@ def build_model(
         empty = model_without_weights(run.config, spec.config, weight_dtype)
         experts = expert_sharding(empty, run.config, run.world, dtype)
     model = load_model(
-        # An adapter stores the name of the model that was loaded as its base.
+        # With LoRA always the base model, because an adapter stores the name of the loaded model.
         weights if weights is not None and not is_adapter else absolute_model(run.config.model),
         spec.config,
         dtype=weight_dtype,
@@ -247,7 +253,7 @@ def build_model(
             load_adapter_weights(trained, weights)
         else:
             load_masters(trained, weights)
-        progress.note(f"weights are those of {weights}; optimizer, schedule and data begin anew")
+        progress.note(f"weights are loaded from {weights}; optimizer, schedule and data start from the beginning")
     lines = [*precision_lines(trained, dtype, run.config, saved.dtype), *unloaded_line(unloaded, run.config.model)]
     for line in (*lines, *quantization_line(trained, spec.config.model_type, run.config)):
         progress.note(line)
@@ -280,10 +286,10 @@ def restore_long_tensors(model: PreTrainedModel, directory: str) -> None:
 
 
 def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = True) -> dict[str, str | None]:
-    """Return the weight that each tensor of a checkpoint becomes, or a part of; None for tensors that are not loaded.
+    """Map each tensor of a checkpoint to the name of the weight it is loaded into; None if it is not loaded.
 
     Args:
-        converts: include weights that are converted from tensors, and not only renamed.
+        converts: also map tensors that are converted, for example merged into one weight, and not only renamed.
     """
     weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
@@ -291,7 +297,7 @@ def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = 
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter) and converts]
 
     def name_in_model(name: str) -> str | None:
-        # In the order of from_pretrained: by the class's rules, then by the prefix alone.
+        # As from_pretrained tries them: first the rules of the class, then only its prefix.
         rules: tuple[tuple[list[WeightRenaming], list[WeightConverter]], ...] = ((renamings, converters), ([], []))
         renamed = (rename_source_key(name, *each, model.base_model_prefix, weights)[0] for each in rules)
         return next((each for each in renamed if each in weights), None)
@@ -300,16 +306,15 @@ def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = 
 
 
 def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
-    """Name the tensors that saved models keep from their base model, if there are any."""
+    """Yield a line with the tensors that saved models keep from their base model, if there are any."""
     if unloaded:
-        names = ", ".join(sorted(unloaded)[:_MAX_SHOWN_TENSORS]) + (
-            ", ..." if len(unloaded) > _MAX_SHOWN_TENSORS else ""
-        )
+        names = ", ".join(sorted(unloaded)[:_MAX_SHOWN_TENSORS])
+        names += ", ..." if len(unloaded) > _MAX_SHOWN_TENSORS else ""
         yield f"saved models keep {len(unloaded):,} tensors of {base} that transformers does not load: {names}"
 
 
 def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
-    """Add tensors to a saved model as further shards, and rewrite its index.
+    """Add tensors to a saved model in additional shards, and rewrite its index.
 
     Tensors that the model already has stay unchanged. Reads at most one shard of the base model at a time.
 
@@ -350,7 +355,7 @@ def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
 
 
 def tensor_files(directory: str) -> dict[str, str]:
-    """Return the file of each tensor of a model by the tensor's name; empty if transformers would find none."""
+    """Return the file of each tensor of a model, by the tensor's name; empty without files that transformers reads."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         path = os.path.join(directory, single)
         if os.path.isfile(path):

@@ -1,18 +1,18 @@
-"""The loss of a training step, independent of how its samples are grouped into micro-batches.
+"""Losses of a training step, independent of how its samples are grouped into micro-batches.
 
 For a step with N target tokens over all micro-batches and ranks, every micro-batch contributes
 
     loss = world_size / N * sum over its targets of -w log p(target)
 
 Gradients add up over micro-batches and are *averaged* over ranks, so the gradient is that of the mean over all N
-targets. The plan knows N, so no rank asks another. w is 1, or the target's loss scale, which does not change N (as in
-ms-swift). With ``--loss-reduction sample``, N is the number of samples, and w divides each sample's losses by its
-number of targets.
+targets. The plan contains N, so ranks need no communication. w is 1, or the target's loss scale, which does not change
+N (as in ms-swift). With ``--loss-reduction sample``, N is the number of samples, and w divides each sample's losses by
+its number of targets.
 
 Logits are the largest tensor of a step (T x vocabulary, float32 for the loss). Where a model allows it, ``HeadLoss``
-therefore computes the losses in place of the model's head: a few hundred targets at a time, with the logits computed
-again in the backward pass, so that memory grows with target tokens times hidden size. Because this happens inside the
-model's own forward, wrappers (DDP, FSDP, peft) see a head like any other.
+therefore computes the losses in the model's head, a few hundred targets at a time, and recomputes the logits in the
+backward pass, so that memory grows with target tokens times hidden size. Because this happens inside the model's own
+forward, wrappers (DDP, FSDP, peft) see an ordinary head.
 
     hidden (B, T, D) -> targets (N, D) -> chunks of about 2**26 logits -> losses (N,)
 """
@@ -36,12 +36,12 @@ from packtool.constants import CHUNK_LOGITS, IGNORE_INDEX
 from packtool.errors import ConfigError
 from packtool.train.model.trainable import base_model
 
-# Settings of models that change logits after the head; losses computed in the head would miss the change.
+# Settings with which models change the logits after the head; losses in the head would miss the change.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_soft_cap")
 _RECORDED = "router_logits"  # transformers' name of recorded router outputs
 
 _ROWS_AT_ONCE = 1024
-"""Positions whose logits become float32 together where no gradients are needed."""
+"""Positions whose logits are converted to float32 at a time, if no gradients are needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +49,11 @@ class TargetLosses:
     """Losses of the N targets of a micro-batch, in the order of its tokens.
 
     Args:
-        losses: float32 (N,), cross-entropies in nats, with a graph.
+        losses: float32 (N,), cross-entropies in nats, differentiable.
         correct: bool (N,), whether the most likely token is the label.
-        positions: int64 (N,), where in the flattened (B, T) micro-batch the targets are predicted.
-        weights: float32 (N,), or None when all weigh 1.
-        zero: float32 scalar, 0, with a graph through the whole model: for a micro-batch without targets.
+        positions: int64 (N,), of the targets in the flattened (B, T) micro-batch.
+        weights: float32 (N,), or None if all are 1.
+        zero: float32 scalar 0; without targets it depends on the whole model, so that all ranks run a backward pass.
     """
 
     losses: Tensor
@@ -63,13 +63,13 @@ class TargetLosses:
     zero: Tensor
 
     def weighted_sum(self) -> Tensor:
-        """Return the weighted sum of the losses, a scalar with a graph."""
+        """Return the weighted sum of the losses, a differentiable scalar."""
         losses = self.losses if self.weights is None else self.losses * self.weights
         return losses.sum() + self.zero
 
 
 class LossFunction:
-    """Computes the target losses of micro-batches: in the model's head where possible, else from its logits.
+    """Function that computes the target losses of micro-batches: in the model's head if possible, else from its logits.
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
@@ -84,7 +84,7 @@ class LossFunction:
         self._label_logits_only = takes_logits_to_keep(model)
 
     def __call__(self, model: nn.Module, batch: Batch) -> TargetLosses:
-        """Run the model, perhaps wrapped by now, on a micro-batch."""
+        """Run the model, which may be wrapped by now, on a micro-batch, and return its target losses."""
         if self.head_loss is not None:
             return self.head_loss.losses(model, batch)
         return target_losses(model, batch, label_logits_only=self._label_logits_only)
@@ -92,7 +92,7 @@ class LossFunction:
     @classmethod
     @contextmanager
     def temporary(cls, model: nn.Module) -> Iterator[LossFunction]:
-        """Yield the loss function of a model, and leave the model's head as it was."""
+        """Yield the loss function of a model; restore the model's head afterwards."""
         loss = cls(model)
         try:
             yield loss
@@ -102,11 +102,13 @@ class LossFunction:
 
 
 class HeadLoss:
-    """Replaces the forward of a model's head while ``losses`` runs; otherwise the head works as usual.
+    """Computation of losses in the forward of a model's head.
+
+    It replaces that forward, but outside of ``losses`` the head returns logits as usual.
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
-        chunk_logits: logits computed at a time; by default ``CHUNK_LOGITS``.
+        chunk_logits: maximum number of logits computed at a time; by default ``CHUNK_LOGITS``.
     """
 
     def __init__(self, model: nn.Module, chunk_logits: int | None = None) -> None:
@@ -121,7 +123,7 @@ class HeadLoss:
         head.forward = self._forward
 
     def remove(self) -> None:
-        """Give the head back its own forward."""
+        """Restore the head's own forward."""
         if self._previous_forward is None:
             del self._head.forward
         else:
@@ -129,17 +131,17 @@ class HeadLoss:
 
     @staticmethod
     def applies_to(model: nn.Module) -> bool:
-        """Return whether a model's logits are what its head returns, as far as its configuration tells."""
+        """Return whether the model has a head, and by its configuration does not change what the head returns."""
         config: Any = getattr(model, "config", None)
         texts = [config, getattr(config, "text_config", None)]
         changes = any(getattr(text, name, None) not in (None, 1, 1.0) for text in texts for name in _LOGIT_CHANGES)
         return head_of(model) is not None and not changes
 
     def losses(self, model: nn.Module, batch: Batch) -> TargetLosses:
-        """Run the model, perhaps wrapped by now, on a micro-batch.
+        """Run the model, which may be wrapped by now, on a micro-batch, and return its target losses.
 
         Raises:
-            RuntimeError: if the model changes what its head returns.
+            RuntimeError: if the model does not return the output of its head.
         """
         positions, weights = batch.target_positions, batch.loss_weights
         self._targets, self._correct = (positions, batch.labels.flatten()[positions]), None
@@ -149,7 +151,7 @@ class HeadLoss:
             self._targets = None
         correct, self._correct = self._correct, None
         if correct is None or returned.shape[::2] != (1, 1):
-            raise RuntimeError(f"the head of {type(model).__name__} is not what makes its logits")
+            raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
         # Keep the returned tensor in the graph: FSDP waits for gradients at what a module returns.
         losses = returned.flatten()
         weights = None if weights is None else weights.flatten()[positions]
@@ -158,13 +160,17 @@ class HeadLoss:
         return TargetLosses(losses[:0], correct, positions, weights, losses.sum())
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """Return losses (1, N, 1) in place of logits while ``losses`` runs."""
+        """Return losses (1, N, 1) while ``losses`` runs, else logits.
+
+        Args:
+            hidden: (B, T, D), the head's input.
+        """
         if self._targets is None:
             return self._head_forward(hidden)
         positions, labels = self._targets
         rows = hidden.flatten(0, 1)
         if not len(positions):
-            # Every parameter must take part in every backward pass, or ranks would wait for each other.
+            # Zero times a logit: every parameter must take part in the backward pass, or other ranks would wait.
             self._correct = labels.new_zeros(0, dtype=torch.bool)
             return (self._head_forward(rows[:1]).float().sum(-1) * 0.0)[None, :, None].clone()
         head: Any = getattr(self._head_forward, "__self__", None)
@@ -174,7 +180,7 @@ class HeadLoss:
 
         def chunk_losses(rows: Tensor, targets: Tensor, number: int) -> Tensor:
             logits = self._head_forward(rows).float()
-            if number not in correct:  # skipped when the backward pass computes the logits again
+            if number not in correct:  # only once, not when the backward pass recomputes the logits
                 correct[number] = logits.detach().argmax(-1) == targets
             return F.cross_entropy(logits, targets, reduction="none")
 
@@ -189,7 +195,7 @@ class HeadLoss:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """Return the module that computes logits, None if the model does not name it."""
+    """Return the module that computes logits; None if the model does not name it."""
     inner = base_model(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     return head if isinstance(head, nn.Module) else None
@@ -197,11 +203,11 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class StepMean:
-    """The mean over an optimizer step, computed from the sums of its micro-batches.
+    """Conversion between sums of losses over micro-batches and the mean loss of their optimizer step.
 
     Args:
-        num_units: N, target tokens (or samples) of the step over all ranks; 0 counts as 1.
-        world_size: ranks, over which gradients are averaged.
+        num_units: N, number of target tokens (or samples) of the step over all ranks; 0 counts as 1.
+        world_size: number of ranks, over which gradients are averaged.
     """
 
     num_units: int
@@ -212,15 +218,15 @@ class StepMean:
         return self.world_size / max(self.num_units, 1)
 
     def contribution(self, loss_sum: Tensor) -> Tensor:
-        """Return what a micro-batch differentiates, 0-d: its sum of losses, times world_size / N."""
+        """Return a micro-batch's part of the mean, to differentiate: its sum of losses times world_size / N, 0-d."""
         return loss_sum * self._factor
 
     def sum_over_ranks(self, contributions: Tensor) -> Tensor:
-        """Return a rank's sum of losses times the number of ranks, 0-d: its mean over ranks is the step's sum."""
+        """Return a rank's sum of losses times world_size, 0-d: averaged over ranks, it is the step's sum."""
         return contributions / self._factor * self.world_size
 
     def remove_units(self, num_missing: int, parameters: Iterable[nn.Parameter]) -> int:
-        """Rescale gradients of this mean to the mean without some units; return the number of units left."""
+        """Rescale gradients of this mean to those of the mean without ``num_missing`` units; return the remaining N."""
         num_left = self.num_units - num_missing
         if num_missing and num_left:
             for parameter in parameters:
@@ -230,7 +236,7 @@ class StepMean:
 
 
 def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the weighted sum of a micro-batch's target losses, 0-d with a graph, computed as in training."""
+    """Return the weighted sum of a micro-batch's target losses, 0-d and differentiable, computed as in training."""
     with LossFunction.temporary(model) as loss_function:
         return loss_function(model, batch).weighted_sum()
 
@@ -240,10 +246,10 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
 
     Args:
         model: takes ``batch.model_inputs()``; may be wrapped.
-        label_logits_only: compute logits only where a row has a label; the model must take ``logits_to_keep``.
+        label_logits_only: compute logits only at positions with a label; the model must accept ``logits_to_keep``.
 
     Returns:
-        the losses; their sum is exactly 0 for a micro-batch without targets, but has a graph through the whole model.
+        the losses; without targets, their sum is exactly 0 but still depends on the whole model.
     """
     inputs, labels = batch.model_inputs(), batch.labels
     if label_logits_only:
@@ -270,7 +276,7 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
 
 
 def label_positions(batch: Batch) -> Tensor:
-    """Return int64 (P,), the positions with a label in some row; the first position if there is no label at all."""
+    """Return the positions with a label in at least one row, int64 (P,); the first position if there is no label."""
     if len(batch.labels) == 1:
         positions = batch.target_positions  # known without waiting for the device
     else:
@@ -279,12 +285,12 @@ def label_positions(batch: Batch) -> Tensor:
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
-    """Return whether a model (bare, or inside an adapter) can compute logits at chosen positions only."""
+    """Return whether a model, bare or inside an adapter, can compute logits at selected positions only."""
     return "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
 
 
 class RouterBalance:
-    """Adds the load-balancing loss of a mixture of experts to the outputs of its routers, inside ``of``.
+    """Load-balancing loss of a mixture of experts, added to the gradients of its routers inside ``of``.
 
     For a layer with E experts, k of which are chosen for each token, the loss is E * sum over experts e of f_e * P_e:
     f_e is how often e is chosen per token, and P_e the mean probability that the router gives to e (Fedus et al. 2021,
@@ -296,12 +302,12 @@ class RouterBalance:
     transformers may count padding, weights all micro-batches equally, and multiplies means over all layers, so that the
     experts of one layer can hide the imbalance of another.
 
-    The loss is computed at the router, and its gradient is added to that of the router's own output, as in Megatron-LM:
-    nothing leaves a layer, so layers may be recomputed, sharded (FSDP) and wrapped (DDP).
+    As in Megatron-LM, the loss is computed at the router, and its gradient is added to that of the router's own output.
+    Nothing leaves a layer, so layers may be recomputed, sharded (FSDP) and wrapped (DDP).
 
     Args:
         model: bare or inside an adapter, not yet wrapped.
-        coefficient: of the loss.
+        coefficient: factor of the loss in the total loss.
 
     Raises:
         ConfigError: for a model without routers.
@@ -313,28 +319,28 @@ class RouterBalance:
         self._world_size = 1
         self._share = torch.zeros(())
         self._balances: list[Tensor] = []
-        # As transformers records them: routers by class, and the index of the logits in their output.
+        # Classes of routers, with the index of the logits in their output, from transformers' recording of outputs.
         indexes: dict[type[nn.Module], int] = {}
         for module in model.modules():
             recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get(_RECORDED)
             for each in recorded if isinstance(recorded, list) else [recorded]:
                 if hasattr(each, "target_class"):
                     indexes[each.target_class] = each.index
-        # The class of a sharded module is derived from its own by torch.
+        # FSDP changes the class of a module to a subclass.
         routers = [(each, indexes[kind]) for each in model.modules() for kind in {*indexes} & {*type(each).__mro__}]
         if not routers:
             raise ConfigError(
                 f"--router-aux-loss-coef {coefficient:g}: {type(base_model(model)).__name__} has no routers of experts",
-                "Leave it out: it balances mixtures of experts.",
+                "Leave it out: it is only for mixtures of experts.",
             )
         self._num_layers = len(routers)
         for router, logits_index in routers:
-            # Not a closure: a copy of the model would share it.
+            # Not a closure, which copies of the model would share.
             router.register_forward_hook(partial(self._after_router, logits_index))
 
     @contextmanager
     def of(self, batch: Batch, step_tokens: int, world_size: int) -> Iterator[None]:
-        """Balance a micro-batch, from its forward to the end of its backward pass.
+        """Add the loss of a micro-batch inside ``with``, which must enclose its forward and backward pass.
 
         Args:
             step_tokens: tokens of all samples of the step, on all ranks.
@@ -348,12 +354,12 @@ class RouterBalance:
             self._tokens = None
 
     def take(self) -> Tensor:
-        """Return this rank's part of the step's balance, float32, 0-d, and start the next step from 0."""
+        """Return this rank's part of the step's load-balancing loss, float32, 0-d, and reset it for the next step."""
         balances, self._balances = self._balances, []
         return torch.stack(balances).sum() if balances else torch.zeros(())
 
     def _after_router(self, logits_index: int, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Return a router's output, with the balance's gradient attached to the weights of the chosen experts."""
+        """Attach the gradient of the load-balancing loss to the weights of the chosen experts in a router's output."""
         others = [index for index in range(len(output)) if index != logits_index]
         weights = next(index for index in others if output[index].is_floating_point())
         if self._tokens is None or not torch.is_grad_enabled() or not output[weights].requires_grad:
@@ -363,7 +369,7 @@ class RouterBalance:
         return (*output[:weights], _WithBalance.apply(output[weights], balance, self), *output[weights + 1 :])
 
     def backward_of(self, balance: Tensor) -> Tensor:
-        """Record a layer's balance, once however often the layer is recomputed, and return its gradient, 0-d."""
+        """Record a layer's loss, and return its gradient, 0-d; runs once per layer, even if layers are recomputed."""
         self._balances.append(balance.detach() * self._share)
         return self._coefficient * self._world_size * self._share
 
@@ -385,6 +391,8 @@ def load_balance(logits: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
 
 
 class _WithBalance(torch.autograd.Function):
+    """Identity function of a router's output, which gives the load-balancing loss its gradient."""
+
     @staticmethod
     def forward(ctx: Any, output: Tensor, balance: Tensor, owner: RouterBalance) -> Tensor:
         ctx.save_for_backward(balance)

@@ -1,7 +1,8 @@
 """Estimates of a rank's memory before any weight is loaded.
 
-For a run, for ``packtool plan --model``, and for ``--bucket-size auto``, the number of tokens that fit: memory is
-linear in tokens, so two passes are traced (``train.model.trace``), and a third one confirms the number.
+They are made for a run, for ``packtool plan --model`` and ``--fit``, and for ``--bucket-size auto``: the largest number
+of tokens that fits. Memory is linear in tokens, so two traced passes (``train.model.trace``) give that number, and
+further ones confirm it.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 
 MAX_CHECKED_SAMPLES = 4
-"""Samples that the check before the first step compares, at most."""
+"""Maximum number of samples that the check before the first step compares."""
 
 CHECKED_POSITIONS = 32
-"""Positions of a sample whose logits it compares; those of all positions would need gigabytes."""
+"""Positions per sample whose logits that check compares; those of all positions would need gigabytes."""
 
 PassTracer = Callable[[TrainConfig, PreTrainedConfig, torch.dtype, RankTokens, Axes], int]
-"""Returns the bytes of a pass from the run's settings, the model's, the precision, the tokens and the axes."""
+"""Function that returns the peak bytes of a pass, from options, model, precision, tokens and sequence parallelism."""
 
 _LOG = logging.getLogger("packtool.train.memory")
 _GIB = 2**30
-_LONG = 1 << 17
-_FEW_TOKENS, _MORE_TOKENS = 2048, 4096
+_LONG = 1 << 17  # tokens; passes of more than twice as many are extrapolated
+_FEW_TOKENS, _MORE_TOKENS = 2048, 4096  # traced for the bytes of each token
 _BUCKET_MULTIPLE = 128
 
 
@@ -61,9 +62,9 @@ class MemoryEstimate:
 
     Args:
         weights, gradients, optimizer: after sharding.
-        activations: peak of a forward and backward pass of one micro-batch, traced; None if the model cannot be traced.
-        gathered: weights that FSDP or ZeRO-3 gather at a time, and gradients that are not sharded yet.
-        buckets: copies of gradients that data-parallel ranks without sharding exchange.
+        activations: traced peak of a forward and backward pass of one micro-batch; None if the model cannot be traced.
+        gathered: unsharded weights and gradients that exist at a time with FSDP or ZeRO-3.
+        buckets: copies of gradients that data-parallel ranks exchange without sharding.
         num_tokens: of the micro-batch.
         num_parameters, num_trainable: of the model, before sharding.
     """
@@ -80,24 +81,24 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """GiB of a rank in total; without activations if these are unknown."""
+        """GiB of a rank in total; excludes activations if these are unknown."""
         return self.weights + self.gradients + self.optimizer + (self.activations or 0.0) + self.gathered + self.buckets
 
     def sentence(self) -> str:
         """Return the estimate as one sentence."""
         parts = f"weights {self.weights:.2f}, gradients {self.gradients:.2f}, optimizer {self.optimizer:.2f}"
         parts += f", gathered layers {self.gathered:.2f}" if self.gathered else ""
-        parts += f", buckets of gradients {self.buckets:.2f}" if self.buckets else ""
+        parts += f", gradient buckets {self.buckets:.2f}" if self.buckets else ""
         prefix = f"estimated memory of a rank: {self.total:.2f} GiB ({parts}"
         if self.activations is None:
-            return f"{prefix}) and activations, which cannot be traced"
+            return f"{prefix}) plus activations, which cannot be estimated for this model"
         return f"{prefix}, activations {self.activations:.2f} for {self.num_tokens:,} tokens)"
 
     def sentence_on(self, hardware: Hardware) -> str:
-        """Compare the estimate with the memory of the machine that is planned for, in one sentence."""
+        """Compare the estimate with the memory of the hardware that is planned for, in one sentence."""
         memory = hardware.memory_gb * 1e9 / _GIB
         verdict = f"has {memory:.1f} GiB" if self.total <= memory else f"has only {memory:.1f} GiB: this will not fit"
-        return f"planned for {hardware.name}, which {verdict}; what is installed there was not looked at"
+        return f"planned for {hardware.name}, which {verdict}; its installed software was not checked"
 
 
 def estimate_memory(
@@ -111,47 +112,49 @@ def estimate_memory(
     axes: Axes | None = None,
     trace: PassTracer | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains a full micro-batch.
+    """Estimate the peak memory of a rank.
 
     Args:
-        model: made trainable, on any device.
+        model: made trainable, on any device; for its weights.
+        model_config: for tracing a copy of the model.
         dtype: of the computation.
-        micro_batches: those that may need most memory; by default the longest, text only.
-        axes: how ranks share its sequence; None without sequence parallelism.
-        trace: returns the bytes of a pass; by default each is traced.
+        micro_batches: those that may need most memory; by default the longest one, text only.
+        axes: how ranks share a sequence; None without sequence parallelism.
+        trace: returns the bytes of a pass; by default ``traced_pass_bytes``.
     """
     sizes = parameter_sizes(model)
     num_trainable = sum(count for count, _, is_trained in sizes if is_trained)
     trained_bytes = sum(count * size for count, size, is_trained in sizes if is_trained)
     quantized = quantized_layers(model, model_config.model_type, config)
-    # Layers that are quantized already have their own size.
-    kept = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
-    unquantized = sum(full_size(layer.weight) * (kept - layer.weight.element_size()) for layer in quantized)
-    weights = sum(count * size for count, size, _ in sizes) + unquantized - saved_bytes(quantized, config, kept)
+    # First the bytes without quantization, also if the model is already quantized; then minus the saved bytes.
+    weight_bytes = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
+    added = sum(full_size(layer.weight) * (weight_bytes - layer.weight.element_size()) for layer in quantized)
+    weights = sum(count * size for count, size, _ in sizes) + added - saved_bytes(quantized, config, weight_bytes)
     # A quantized layer is dequantized while it computes.
     dequantized = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
-    # What is sharded: 1 optimizer states, 2 also gradients, 3 also weights.
+    # Sharded are: 1 optimizer states, 2 also gradients, 3 also weights.
     stage = 3 if config.fsdp or config.shares_experts else zero_stage(config)
     micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
     passes = [traced_bytes(config, model_config, dtype, each, axes, trace) for each in micro_batches]
     traced = [num_bytes for num_bytes in passes if num_bytes is not None]
     tokens = micro_batches[0].computed
-    checked = 0  # bytes of the logits in the check before the first step
+    logit_bytes = 0  # in the check before the first step: three float32 tensors
     if config.removes_padding and config.verify_packing:
         num_logits = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, tokens)
-        checked = 3 * 4 * num_logits * int(model_config.get_text_config().vocab_size)
+        logit_bytes = 3 * 4 * num_logits * int(model_config.get_text_config().vocab_size)
+    state_ratio = 2  # bytes of optimizer states per byte of trained weights: two moments
     if config.deepspeed is not None and dtype.itemsize == 2:
-        moments = 6  # float32: two moments and a copy of the weights
-    else:
-        moments = 4 if config.master_weights == "kahan" and config.train_type == "full" else 2
+        state_ratio = 6  # two moments and a copy of the weights, all in float32
+    elif config.master_weights == "kahan" and config.train_type == "full":
+        state_ratio = 4  # two moments and two tensors of lost digits
     gathered = _gathered_bytes(model, dtype, config) if stage >= 3 else 0
     # torch's buckets are copies of the gradients, not views.
     buckets = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
     return MemoryEstimate(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained_bytes / _GIB / (world_size if stage >= 2 else 1),
-        optimizer=moments * trained_bytes / _GIB / (world_size if stage >= 1 else 1),
-        activations=(max(*traced, checked) + dequantized) / _GIB if len(traced) == len(passes) else None,
+        optimizer=state_ratio * trained_bytes / _GIB / (world_size if stage >= 1 else 1),
+        activations=(max(*traced, logit_bytes) + dequantized) / _GIB if len(traced) == len(passes) else None,
         gathered=gathered / _GIB,
         buckets=buckets / _GIB,
         num_tokens=tokens,
@@ -166,27 +169,27 @@ def parameter_sizes(model: nn.Module) -> list[tuple[int, int, bool]]:
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig) -> int:
-    """Return the unsharded bytes at a time: weights outside of layers, two layers, and the gradients of one.
+    """Return the unsharded bytes that exist at a time: weights outside of layers, two layers, gradients of one layer.
 
-    With ``shard_grad_op`` all layers stay gathered from the forward pass to the backward pass. Of divided experts, a
-    rank gathers its own.
+    With ``shard_grad_op``, all layers stay unsharded from the forward pass to the backward pass. With expert
+    parallelism, a rank gathers only its own experts.
     """
     divided = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
 
     def size(parameter: nn.Parameter) -> int:
         return full_size(parameter) // (config.expert_parallel_size if id(parameter) in divided else 1)
 
-    listed = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in listed]
+    layer_classes = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    outside = sum(size(parameter) for parameter in model.parameters() if id(parameter) not in inside)
-    sizes = [
+    num_outside = sum(size(parameter) for parameter in model.parameters() if id(parameter) not in inside)
+    sizes = [  # elements of each layer, and those that are trained
         (sum(map(size, layer.parameters())), sum(size(p) for p in layer.parameters() if p.requires_grad))
         for layer in layers
     ]
-    largest, trained = max(sizes, default=(0, 0))
-    layers_at_a_time = sum(each for each, _ in sizes) if "shard_grad_op" in config.fsdp else 2 * largest
-    return (outside + layers_at_a_time + trained) * dtype.itemsize
+    largest, largest_trained = max(sizes, default=(0, 0))
+    num_gathered = sum(each for each, _ in sizes) if "shard_grad_op" in config.fsdp else 2 * largest
+    return (num_outside + num_gathered + largest_trained) * dtype.itemsize
 
 
 def traced_bytes(
@@ -199,40 +202,43 @@ def traced_bytes(
 ) -> int | None:
     """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable.
 
+    Long micro-batches are extrapolated from two shorter ones: memory is linear in tokens, and positions of a billion
+    tokens would need this machine's memory.
+
     Args:
         axes: how ranks share the micro-batch; None without sequence parallelism.
-        trace: returns the bytes of a pass of at most a quarter million tokens.
+        trace: returns the bytes of a pass; called for at most 2 * _LONG tokens.
     """
     trace, axes = trace or traced_pass_bytes, axes or Axes()
     try:
-        # Pictures from a model's own processor are in memory while they are traced.
+        # Images from a model's own processor are real data while they are traced.
         long = _LONG >> 4 if family_of(model_config.to_dict()).processor_inputs else _LONG
         if tokens.computed <= 2 * long:
             return trace(config, model_config, dtype, tokens, axes)
-        # Memory is linear in tokens, and the positions of a billion tokens would be in this machine's memory.
         few, more = (trace(config, model_config, dtype, tokens.scaled(number), axes) for number in (long, 2 * long))
         return few + int((more - few) / long * (tokens.computed - long))
     except (ConfigError, RuntimeError, TypeError, ValueError) as error:
+        # The model reads values during its forward, or does not take the batch's inputs.
         _LOG.debug("the memory of a pass cannot be traced: %r", error)
-        return None  # a model that reads values during its forward, or does not take the batch's inputs
+        return None
 
 
 @quiet_transformers()
 def traced_pass_bytes(
     config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
 ) -> int:
-    """Trace the peak bytes of a pass of one rank; takes seconds."""
+    """Trace a forward and backward pass of one rank; return its peak bytes. Takes seconds."""
     model = model_without_weights(config, copy.deepcopy(model_config), dtype)
-    shards = bool(config.fsdp or config.deepspeed or config.shares_experts)
-    if shards:
-        model.to(dtype)  # sharding computes in this precision, whatever it keeps
-    autocast = dtype if dtype.itemsize == 2 and not shards else None
+    is_sharded = bool(config.fsdp or config.deepspeed or config.shares_experts)
+    if is_sharded:
+        model.to(dtype)  # gathered weights have the precision of the computation
+    autocast = dtype if dtype.itemsize == 2 and not is_sharded else None
     spec = InputSpec(config.model, model_config, MediaLimits())
     return trace_pass(model, spec, tokens, axes, autocast=autocast).peak
 
 
 class CachedTracer:
-    """``traced_pass_bytes`` for many settings of one model, with a cache."""
+    """``traced_pass_bytes`` with a cache, for many settings of one model."""
 
     def __init__(self) -> None:
         self._traces: dict[tuple[str, torch.dtype], dict[tuple[RankTokens, Axes], int]] = {}
@@ -249,9 +255,10 @@ class CachedTracer:
     def at_least(
         self, config: TrainConfig, _: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
-        """Return the bytes of the largest traced pass with no more tokens of any kind; 0 if there is none.
+        """Return a lower bound of the peak bytes, from the passes traced so far; 0 if none is comparable.
 
-        A pass of a shared sequence holds no less than one of as many tokens of an unshared sequence.
+        Comparable passes have no more tokens of any kind, and the same sequence parallelism or none: a pass of a shared
+        sequence needs no less memory than one with as many tokens of an unshared sequence.
         """
         tokens = tokens.scaled(2 * _LONG) if tokens.computed > 2 * _LONG else tokens
         comparable = (Axes(), dataclasses.replace(axes, reason=""))
@@ -263,7 +270,7 @@ class CachedTracer:
         return max(smaller, default=0)
 
     def _of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], int]:
-        """Return the traces of settings that differ only in what does not affect a pass."""
+        """Return the traces so far of all settings with the same passes."""
         fsdp = ("full_shard",) if config.fsdp or config.deepspeed else ()
         relevant = dataclasses.replace(
             config, packing_length=None, sequence_parallel_size=None, fsdp=fsdp, deepspeed=None
@@ -272,7 +279,7 @@ class CachedTracer:
 
 
 def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
-    """Return the estimate of ``packtool train --dry-run`` for a rank on a GPU, with the config's model; takes seconds.
+    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run``; takes seconds.
 
     Raises:
         UnsupportedModelError: if transformers does not know the model.
@@ -287,7 +294,7 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
     try:
         model = model_config(files.directory)
     except ValueError as error:
-        raise UnsupportedModelError(str(error).splitlines()[0], "Name a model that transformers has.") from error
+        raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
     estimates = []
     for (packing_length, size), plan in plans.items():
         run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
@@ -305,10 +312,10 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
-    """Return the run with a number in place of ``--bucket-size auto``.
+    """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens that fits into a rank's memory.
 
     Raises:
-        ConfigError: if the memory is used up before the first token, or pictures would determine the number.
+        ConfigError: if not even 128 tokens fit, or the vision tower is trained, whose memory depends on images.
     """
     if config.bucket_size != "auto":
         return config
@@ -316,7 +323,7 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     model = model_config(config.model)
     if is_multimodal(model.to_dict()) and not config.freeze_vit:
         raise ConfigError(
-            "--bucket-size auto measures tokens of text, and with --freeze-vit false the pictures' tower needs memory",
+            "--bucket-size auto measures text only, but with --freeze-vit false the vision tower needs memory too",
             "Give a number of tokens, as in --bucket-size 8192.",
         )
     dtype = resolve_dtype(model, config, on_gpu=on_gpu)
@@ -326,7 +333,7 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
         memory = device_bytes(on_gpu=on_gpu) * Constants().usable_memory
     empty = model_without_weights(config, model, dtype)
     few = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
-    # Processes share the long samples.
+    # The longest sample decides how ranks share sequences.
     lengths = np.array([config.max_length or _LONG])
     axes = axes_of(config, world, ModelFiles.load(config.model), lengths, trained=True)
     estimate = estimate_memory(few, empty, model, dtype=dtype, world_size=world.size, axes=axes)
@@ -344,14 +351,14 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
             "Shard them with --fsdp full_shard, train adapters with --train-type lora, or give a number of tokens.",
         )
     progress.note(
-        f"bucket size: {size:,} tokens a process; {fixed / _GIB:.2f} of {memory / _GIB:.2f} GiB are taken, and a token "
-        f"needs {per_token / 1024:,.1f} KiB"
+        f"bucket size: {size:,} tokens per process; weights, gradients and optimizer need {fixed / _GIB:.2f} of "
+        f"{memory / _GIB:.2f} GiB, and each token {per_token / 1024:,.1f} KiB"
     )
     return dataclasses.replace(config, bucket_size=str(size))
 
 
 def device_bytes(*, on_gpu: bool) -> int:
-    """Return the memory of this process's GPU, or its share of the machine's."""
+    """Return the bytes of this process's GPU, or its share of the machine's memory."""
     if on_gpu:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -361,10 +368,11 @@ def device_bytes(*, on_gpu: bool) -> int:
 def _traced(
     config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, axes: Axes | None
 ) -> int:
+    """Return ``traced_bytes`` of text tokens; raise a ConfigError if the model cannot be traced."""
     num_bytes = traced_bytes(config, model, dtype, RankTokens(computed=num_tokens), axes)
     if num_bytes is None:
         raise ConfigError(
-            f"--bucket-size auto: what a {model.model_type} keeps of a token cannot be traced",
+            f"--bucket-size auto: the memory of a {model.model_type} model per token cannot be estimated",
             "Give a number of tokens, as in --bucket-size 8192.",
         )
     return num_bytes
@@ -373,6 +381,6 @@ def _traced(
 def bytes_per_token(
     config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, axes: Axes | None = None
 ) -> float:
-    """Return what each token adds to the peak memory of a pass."""
+    """Return the bytes that each text token adds to the peak memory of a pass."""
     few, more = (_traced(config, model, dtype, number, axes) for number in (_FEW_TOKENS, _MORE_TOKENS))
     return (more - few) / (_MORE_TOKENS - _FEW_TOKENS)

@@ -31,12 +31,12 @@ from packtool.train.prepare.trained import TrainedModel, describe_non_adapter
 
 @dataclass(frozen=True)
 class MergeResult:
-    """A merged model.
+    """Result of merging an adapter.
 
     Args:
-        output: its directory.
-        base_model, adapter: the directories it was made from.
-        num_merged: modules whose weights have changed.
+        output: directory of the merged model.
+        base_model, adapter: directories of its sources.
+        num_merged: number of modules whose weights have changed.
         dtype: precision of the weights.
     """
 
@@ -48,28 +48,28 @@ class MergeResult:
 
 
 def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
-    """Write the merged model with tokenizer, processor, template and generation settings.
+    """Merge an adapter into its base model, and write it with tokenizer, processor, template and generation settings.
 
-    Each weight is summed in float32 and rounded once. Needs the base model's memory on the host, and no GPU.
+    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU.
 
     Raises:
-        ConfigError: if ``--adapter`` is no adapter, or the output directory is not empty.
-        StorageError: if the model cannot be written; nothing of it is left then.
+        ConfigError: if ``--adapter`` is not an adapter, or the output directory is not empty.
+        StorageError: if the model cannot be written; incomplete files are deleted.
     """
     output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)
     if trained.adapter is None:
-        raise ConfigError(f"{config.adapter} is no adapter: {describe_non_adapter(config.adapter)}")
+        raise ConfigError(f"--adapter {config.adapter} is not an adapter: {describe_non_adapter(config.adapter)}")
     if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
-        raise ConfigError(f"--output {output} is there already, and not empty", "Give a new directory.")
+        raise ConfigError(f"--output {output} already exists and is not empty", "Give a new directory.")
     directory = ModelFiles.load(trained.base).directory
     settings = model_config(directory)
-    kept = checkpoint_dtype(settings)
-    dtype = kept if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
+    base_dtype = checkpoint_dtype(settings)
+    dtype = base_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
-        # In the checkpoint's precision: rounding follows the sum.
-        model: Any = load_model(directory, settings, dtype=kept, packing=False)
+        # In the checkpoint's precision; only the sum is rounded to the output's.
+        model: Any = load_model(directory, settings, dtype=base_dtype, packing=False)
         restore_long_tensors(model, directory)
         saved, unloaded = SavedPrecision.of(settings, model), unloaded_tensors(model, directory)
         adapted: Any = attach_adapter(model, trained.adapter)
@@ -87,11 +87,11 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
                 parameter.data = parameter.data.to(dtype)
         part = f"{output}.part"
         shutil.rmtree(part, ignore_errors=True)
-        with saving(part, "Make room, or give another --output; the adapter is as it was."):
+        with saving(part, "Free some space, or give another --output; the adapter is unchanged."):
             merged.save_pretrained(part)
             add_unloaded(part, unloaded)
             copy_processor(directory, part)
-            copy_processor(trained.adapter, part)  # for the template that was used in training
+            copy_processor(trained.adapter, part)  # with the template of the training
             os.replace(part, output)
         for line in unloaded_line(unloaded, trained.base):
             progress.note(line)

@@ -1,18 +1,18 @@
-"""The precision in which weights are kept, computed with and saved, which may be three different ones; quantization.
+"""Precision of weights in memory, in computation and in checkpoints, which may differ; and quantization.
 
-An update of AdamW is about as large as the learning rate. In bfloat16, which keeps 8 binary digits, 1e-5 is less than
+An update of AdamW is about as large as the learning rate. In bfloat16, which has 8 binary digits, 1e-5 is less than
 half of the last digit of every weight above 0.005, and rounding discards it. Trained weights are therefore kept in
 float32 and rounded for the computation only (autocast), or kept in bfloat16 together with the digits that rounding
 discards (``kahan``). Frozen weights never change and keep the precision of their checkpoint.
 
-    --master-weights    bytes for each trained weight: weight, gradient, optimizer's states (AdamW)
+    --master-weights    bytes for each trained weight: weight, gradient, optimizer states (AdamW)
     float32             16 = 4 + 4 + 8
-    kahan               12 = 2 + 2 + 8 (two moments, one of them with its lost digits; the weight's lost digits)
-    none                 8 = 2 + 2 + 4 and most of a small update is lost
+    kahan               12 = 2 + 2 + 8 (first moment; second moment and its lost digits; lost digits of the weight)
+    none                 8 = 2 + 2 + 4; most of a small update is lost
 
-``--quant-bits`` keeps the linear layers of a language model in 4 or 8 bits, with adapters trained in float32: QLoRA
-(Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes while transformers reads weights. Media towers, the head and
-the experts of mixtures, which are no linear layers in transformers, keep the precision of the other weights.
+``--quant-bits`` stores the linear layers of a language model in 4 or 8 bits, with adapters trained in float32 (QLoRA,
+Dettmers et al. 2023, arXiv 2305.14314); bitsandbytes quantizes while transformers reads weights. Media towers, the head
+and the experts of mixtures, which are no linear layers in transformers, keep the precision of the other weights.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from packtool.train.model.sharding import copy_weight
 from packtool.train.prepare.checkpoint import ONLY_MODEL
 
 MASTER_NAME = "master_weights.safetensors"
-"""A checkpoint's trained weights in full precision, if its model is saved with fewer digits or other names."""
+"""File of a checkpoint's trained weights in full precision, if its model is saved with fewer digits or other names."""
 
-_SHORT = (torch.bfloat16, torch.float16)
+_SHORT = (torch.bfloat16, torch.float16)  # 16 bits
 _HEAD = "lm_head"
 _ADAPTER_PARTS = ("base_model.model.", ".base_layer")
 # bitsandbytes: a float32 scale for 64 weights of 4 bits; doubly quantized, an 8-bit scale and a float32 for 256 scales.
@@ -51,32 +51,35 @@ _BLOCK, _SCALE_BLOCK = 64, 256
 
 
 def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Return the precision of a checkpoint; float32 if its configuration does not name it."""
+    """Return the precision of a checkpoint, from its configuration; float32 if that does not name it."""
     dtype = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def keeps_masters(run: TrainConfig) -> bool:
-    """Return whether a full model's trained weights are kept in float32 here; DeepSpeed keeps its own copies."""
+    """Return whether trained weights of a full model are kept in float32; not with DeepSpeed, which keeps copies."""
     return run.train_type == "full" and run.master_weights == "float32" and run.deepspeed is None
 
 
 def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig) -> torch.dtype:
     """Return the precision to read weights in: the computation's, or float32 if master weights would lose digits.
 
-    With ``--torch-dtype float32`` all weights stay in float32, even with ``--bf16`` or ``--fp16``.
+    With ``--torch-dtype float32`` all weights are read in float32, even with ``--bf16`` or ``--fp16``.
+
+    Args:
+        dtype: of the computation.
     """
     if run.torch_dtype == "float32":
         return torch.float32
-    loses = dtype in _SHORT and dtype != checkpoint_dtype(config)
-    # Weights that are sharded while they are read keep that precision.
-    return torch.float32 if (loses or run.shares_experts) and keeps_masters(run) else dtype
+    loses_digits = dtype in _SHORT and dtype != checkpoint_dtype(config)
+    # Expert parallelism shards weights while they are read, so raise_to_masters comes too late.
+    return torch.float32 if (loses_digits or run.shares_experts) and keeps_masters(run) else dtype
 
 
 def raise_to_masters(model: nn.Module) -> None:
     """Convert trained weights to float32, in place; frozen ones keep their precision.
 
-    If only the bias of a norm is trained, its scale is converted too: a norm needs both in one precision.
+    If only the bias of a norm is trained, its scale is converted too, because a norm needs both in one precision.
     """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
@@ -87,23 +90,23 @@ def raise_to_masters(model: nn.Module) -> None:
 
 
 def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
-    """Describe the precision in which a run's weights are kept, computed with and saved.
+    """Describe the precision of a run's weights in memory, in the computation and in checkpoints, in one line.
 
     Args:
         model: made trainable, not yet wrapped.
         dtype: of the computation.
         saved: of the original checkpoint.
     """
-    kept = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
+    trained_dtypes = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
     frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
     frozen -= {"int8", "uint8"}  # quantized weights have a line of their own
-    trained = ", ".join(sorted(kept))
+    trained = ", ".join(sorted(trained_dtypes))
     if run.train_type == "full" and run.master_weights == "kahan":
-        trained += " with what rounding takes kept beside them (kahan)"
+        trained += " plus the digits that rounding discards (kahan)"
     elif run.deepspeed is not None and dtype in _SHORT:
         trained += " with DeepSpeed's float32 copies"
-    elif run.train_type == "full" and kept & {"bfloat16"}:
-        trained += ": small updates are lost, and --master-weights float32 keeps them"
+    elif run.train_type == "full" and trained_dtypes & {"bfloat16"}:
+        trained += " (small updates are lost; --master-weights float32 keeps them)"
     parts = [f"trained weights: {trained}"]
     if frozen:
         parts.append(f"frozen weights: {', '.join(sorted(frozen))}")
@@ -115,11 +118,11 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
 
 @dataclass(frozen=True)
 class SavedPrecision:
-    """The precision in which a full model is saved: that of its original checkpoint.
+    """Precision in which a full model is saved: that of its original checkpoint.
 
     Args:
         dtype: of the original checkpoint.
-        long: names of weights that stay float32 in any case, as the model's class demands.
+        long: names of weights that the model's class always keeps in float32.
     """
 
     dtype: torch.dtype
@@ -127,24 +130,24 @@ class SavedPrecision:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, model: nn.Module) -> SavedPrecision:
-        """Return the precision of a model as it was loaded, before it is made trainable."""
+        """Return the precision for saving a model that was just loaded, before it is made trainable."""
         weights = [(name, parameter.dtype) for name, parameter in model.named_parameters()]
         is_short = any(dtype in _SHORT for _, dtype in weights)
         long = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
         return cls(checkpoint_dtype(config), frozenset(long))
 
     def rounds(self, name: str, weight: Tensor) -> bool:
-        """Return whether a weight, of any shape, may lose digits when it is saved."""
+        """Return whether saving rounds a weight, of any shape."""
         return weight.dtype == torch.float32 and self.dtype in _SHORT and name not in self.long
 
     def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
-        """Return a model's state as it is saved.
+        """Return a model's state dict with weights in the precision for saving.
 
         Args:
-            state: names and weights, of any shape.
-            trained: names of trained weights, which are rounded; others are rounded only if that loses nothing.
+            state: weights by name, of any shape.
+            trained: names of trained weights, which are rounded; others are rounded only if that loses no digits.
         """
-        # By memory address, so that tied weights stay one.
+        # Rounded weights by memory address, so that tied weights stay tied.
         rounded: dict[tuple[int, torch.Size], Tensor] = {}
         saved = dict(state)
         for name, weight in state.items():
@@ -160,13 +163,14 @@ class SavedPrecision:
 def save_masters(
     model: nn.Module, saved: SavedPrecision, checkpoint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the trained weights that the saved model lacks, if there are any.
+    """Write the trained weights that the saved model has rounded, or under other names, in full precision.
 
-    The saved model has fewer digits of them, or other names: transformers saves the experts of a mixture one by one,
-    and a resumed Trainer, which looks for their names in memory, would keep the initial ones.
+    Other names: transformers saves the experts of a mixture one by one. A resumed Trainer, which looks for their names
+    in memory, would not find them and keep the initial weights.
 
     Args:
-        weights: full weights of a sharded model, of any shape, all of which are written.
+        checkpoint: directory that has the saved model.
+        weights: full weights of a sharded model, of any shape; its trained ones are all written.
     """
     names = set(_saved_weights(checkpoint)) if weights is None else set()
     masters = {
@@ -179,6 +183,7 @@ def save_masters(
 
 
 def _saved_weights(checkpoint: str) -> Iterator[str]:
+    """Yield the names of the weights in a checkpoint's model files."""
     for path in glob.glob(os.path.join(glob.escape(checkpoint), "model*.safetensors")):
         with safe_open(path, "pt") as file:
             yield from file.keys()
@@ -186,14 +191,14 @@ def _saved_weights(checkpoint: str) -> Iterator[str]:
 
 @torch.no_grad()
 def load_masters(model: nn.Module, checkpoint: str) -> None:
-    """Read the weights that ``save_masters`` wrote.
+    """Copy the weights that ``save_masters`` wrote into the model.
 
     Raises:
         MismatchError: if a trained weight is neither among them nor in the saved model.
     """
     path = os.path.join(checkpoint, MASTER_NAME)
     missing = []
-    names = defaultdict[int, set[str]](set)  # tied weights have several
+    names = defaultdict[int, set[str]](set)  # of each parameter; a tied weight has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].add(name)
     opened: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
@@ -208,22 +213,22 @@ def load_masters(model: nn.Module, checkpoint: str) -> None:
     if missing:
         raise MismatchError(
             f"{checkpoint} lacks {len(missing)} weights that this run trains: {', '.join(missing[:3])}",
-            f"Freeze what was frozen there; or {ONLY_MODEL}",
+            f"Freeze the same parts as in the run that saved it; or {ONLY_MODEL}",
         )
 
 
 class KahanAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) for bfloat16 weights, without losing updates to rounding.
 
-    Kahan's compensated summation (Communications of the ACM, 1965), one step at a time: a number x is kept as two
-    bfloat16 numbers, x rounded and the rounded rest. Together they have at least 16 binary digits. Weights and second
-    moments need this (beta2 of 0.999 changes a moment by less than bfloat16 can represent); first moments change fast
-    enough without. 12 bytes for each weight with its gradient instead of float32's 16.
+    As in Kahan's compensated summation (Communications of the ACM, 1965), a number x is stored as two bfloat16 numbers:
+    x rounded, and the rounding error. Together they have at least 16 binary digits. Weights and second moments need
+    this (with beta2 of 0.999, a moment changes by less than bfloat16 can represent); first moments change faster. A
+    weight with its gradient takes 12 bytes, instead of 16 with float32.
 
     Args:
-        params: tensors, or groups of them as torch's optimizers take them.
+        params: tensors, or groups of them as for torch's optimizers.
         lr: learning rate.
-        betas: of the two moments.
+        betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: share of a weight, times the learning rate, that each step subtracts.
     """
@@ -240,8 +245,8 @@ class KahanAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients; one weight at a time is in float32."""
-        assert closure is None, "the Trainer gives none"
+        """Update the weights; only one at a time is in float32."""
+        assert closure is None, "the Trainer passes none"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -256,33 +261,35 @@ class KahanAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step, (beta1, beta2), gradient = float(state["step"]), group["betas"], parameter.grad.float()  # type: ignore[union-attr]
         mean = state["mean"].float().lerp_(gradient, 1 - beta1)
-        square = _joined(state["square"], state["square_lost"])
+        square = _with_lost_digits(state["square"], state["square_lost"])
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weight = _joined(parameter, state["lost"]).mul_(1 - group["lr"] * group["weight_decay"])
+        weight = _with_lost_digits(parameter, state["lost"]).mul_(1 - group["lr"] * group["weight_decay"])
         root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
         weight.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
         state["mean"].copy_(mean)
-        _split(square, state["square"], state["square_lost"])
-        _split(weight, parameter, state["lost"])
+        _store(square, state["square"], state["square_lost"])
+        _store(weight, parameter, state["lost"])
 
 
-def _joined(rounded: Tensor, lost: Tensor) -> Tensor:
+def _with_lost_digits(rounded: Tensor, lost: Tensor) -> Tensor:
+    """Return a float32 value from its rounded value and its rounding error."""
     return rounded.float().add_(lost.float())
 
 
-def _split(value: Tensor, rounded: Tensor, lost: Tensor) -> None:
+def _store(value: Tensor, rounded: Tensor, lost: Tensor) -> None:
+    """Store a float32 value as its rounded value and its rounding error, in place."""
     rounded.copy_(value)
     lost.copy_(value - rounded.float())
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the number of trainable parameters, and of all."""
+    """Return the number of trainable parameters and of all parameters."""
     sizes = [(full_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
 
 
 def full_size(parameter: Tensor) -> int:
-    """Return the elements of a parameter of any shape, even if ZeRO-3 shards it or 4 bits pack two in a byte."""
+    """Return the number of elements of a parameter of any shape, even sharded by ZeRO-3 or packed in 4 bits."""
     if (packed := getattr(parameter, "quant_state", None)) is not None:
         return int(packed.shape.numel())
     return int(getattr(parameter, "ds_numel", parameter.numel()))
@@ -294,7 +301,7 @@ def quantization_config(
     """Return the quantization for ``from_pretrained``; None without ``--quant-bits``.
 
     Raises:
-        ConfigError: without bitsandbytes, or for a checkpoint that is quantized itself.
+        ConfigError: without bitsandbytes, or for a checkpoint that is already quantized.
     """
     if options.quant_bits is None:
         return None
@@ -302,11 +309,11 @@ def quantization_config(
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
     if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{option}: the weights of --model are quantized already", "Give the model in 16 bits.")
-    is_four = options.quant_bits == 4
+        raise ConfigError(f"{option}: the weights of --model are already quantized", "Give the model in 16 bits.")
+    uses_4_bits = options.quant_bits == 4
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=is_four,
-        load_in_8bit=not is_four,
+        load_in_4bit=uses_4_bits,
+        load_in_8bit=not uses_4_bits,
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_type=options.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=options.bnb_4bit_use_double_quant,
@@ -315,10 +322,10 @@ def quantization_config(
 
 
 def keep_backward_pass(model: nn.Module) -> None:
-    """Keep bitsandbytes, on a CPU with AVX512-BF16, from a layout of 4-bit weights that has no backward pass.
+    """Disable bitsandbytes' layout of 4-bit weights for CPUs with AVX512-BF16, because it has no backward pass.
 
-    It would switch to that layout in the first evaluation, or the check before the first step, and never switch back:
-    the gradients of all layers below would be missing, without an error.
+    bitsandbytes would switch to that layout in the first evaluation, or the check before the first step, and never
+    switch back: the gradients of all layers below would be missing, without an error.
     """
     modules: Any = model.modules()
     for module in modules:
@@ -327,12 +334,13 @@ def keep_backward_pass(model: nn.Module) -> None:
 
 
 def _unquantized(model_type: str) -> tuple[str, ...]:
+    """Return the names of the modules whose layers are not quantized."""
     towers = family_of({"model_type": model_type}).towers
     return (*towers.vision, *towers.aligner, _HEAD)
 
 
 def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[nn.Linear]:
-    """Return the layers that are or would be quantized, of a model with or without adapters."""
+    """Return the layers that are or would be quantized, in a model with or without adapters."""
     if options.quant_bits is None:
         return []
     unquantized = _unquantized(model_type)
@@ -346,22 +354,24 @@ def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOpt
     return layers
 
 
-def saved_bytes(layers: list[nn.Linear], options: QuantizationOptions, kept: int) -> int:
-    """Return the bytes that quantization of these layers saves; an unquantized weight has ``kept`` bytes."""
-    numbers = sum(full_size(layer.weight) for layer in layers)
+def saved_bytes(layers: list[nn.Linear], options: QuantizationOptions, weight_bytes: int) -> int:
+    """Return the bytes that quantization of these layers saves.
+
+    Args:
+        weight_bytes: of one unquantized weight.
+    """
+    num_weights = sum(full_size(layer.weight) for layer in layers)
     if options.quant_bits == 8:  # a float32 scale for each row
-        return numbers * (kept - 1) - sum(4 * layer.out_features for layer in layers)
-    scales = 1 / _BLOCK + 4 / _BLOCK / _SCALE_BLOCK if options.bnb_4bit_use_double_quant else 4 / _BLOCK
-    return int(numbers * (kept - 0.5 - scales))
+        return num_weights * (weight_bytes - 1) - sum(4 * layer.out_features for layer in layers)
+    scale_bytes = 1 / _BLOCK + 4 / _BLOCK / _SCALE_BLOCK if options.bnb_4bit_use_double_quant else 4 / _BLOCK
+    return int(num_weights * (weight_bytes - 0.5 - scale_bytes))
 
 
 def quantization_line(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[str]:
-    """Return one line with the number of quantized weights; nothing without ``--quant-bits``."""
+    """Return a line about the number of quantized weights; none without ``--quant-bits``."""
     if options.quant_bits is None:
         return []
     num_quantized = sum(full_size(layer.weight) for layer in quantized_layers(model, model_type, options))
     num_weights = sum(map(full_size, model.parameters()))
     kind = f"4 bits, {options.bnb_4bit_quant_type}" if options.quant_bits == 4 else "8 bits"
-    return [
-        f"quantized: {num_quantized:,} of {num_weights:,} weights ({kind}); towers of media, head and experts are not"
-    ]
+    return [f"quantized: {num_quantized:,} of {num_weights:,} weights ({kind}); media towers, head and experts are not"]

@@ -1,17 +1,17 @@
-"""Weights, gradients and optimizer states sharded over processes: expert parallelism, DeepSpeed and FSDP2.
+"""Sharding of weights, gradients and optimizer states over processes: expert parallelism, DeepSpeed and FSDP2.
 
-Expert parallelism is transformers' own. Every process trains its own packs. N neighbouring processes together hold each
-expert once; in every layer they exchange the tokens for each other's experts and the results. All other weights are
-sharded over all processes (FSDP2), and so are experts where there are more than N processes:
+Expert parallelism is implemented by transformers. Every process trains its own packs. N neighbouring processes together
+hold each expert once; in every layer they exchange the tokens for each other's experts and the results. All other
+weights are sharded over all processes (FSDP2), and so are experts if there are more than N processes:
 
     --expert-parallel-size 2, eight experts
-    process      0         1         2         3
-    packs        its own   its own   its own   its own
-    experts      0 to 3    4 to 7    0 to 3    4 to 7      processes 0 and 2 have half of each, and so have 1 and 3
-    the rest     a quarter each
+    process         0         1         2         3
+    packs           its own   its own   its own   its own
+    experts         0 to 3    4 to 7    0 to 3    4 to 7      half of each weight on processes 0 and 2, and on 1 and 3
+    other weights   a quarter each
 
 transformers scales the gradients of experts, which see the tokens of N processes, to the mean over all processes.
-DeepSpeed and FSDP2 are driven by accelerate.
+accelerate runs DeepSpeed and FSDP2.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from packtool.train.prepare.checkpoint import ONLY_MODEL
 
 OPTIMIZER_FOLDER = "optimizer_shards"
 _PATTERNS = ("source_patterns", "target_patterns")
-_LEAVE_OUT = "Leave out --expert-parallel-size; --fsdp full_shard shards all weights."
+_EXPERTS_REMEDY = "Leave out --expert-parallel-size; --fsdp full_shard shards all weights."
 
 
 def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: torch.dtype) -> DistributedConfig:
     """Return transformers' settings for sharding a model while its weights are read.
 
     Args:
-        model: of the same class, on any device. Its layers are listed because transformers' own plans have only text.
+        model: of the same class, on any device. Its layers are listed here: transformers' plans have text layers only.
         dtype: of the computation.
     """
     listed = set(getattr(model, "_no_split_modules", None) or ())
@@ -64,10 +64,10 @@ def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: 
 
 @contextmanager
 def experts_transposed_correctly() -> Iterator[None]:
-    """Inside, experts are transposed while they are read only if their checkpoint stores them transposed.
+    """Fix transformers inside ``with``: transpose experts while reading only if the checkpoint stores them transposed.
 
-    transformers 5.23 compares the experts of one rank with the shape of all experts, which always differ, so it would
-    always transpose.
+    transformers 5.23 compares the shape of one rank's experts with that of all experts. These always differ, so it
+    would always transpose.
     """
     operation: Any = Transpose
     original: Any = operation.convert
@@ -89,40 +89,40 @@ def experts_transposed_correctly() -> Iterator[None]:
 
 
 def check_experts(model: nn.Module, config: TrainConfig) -> None:
-    """Raise if a model's experts cannot be divided by ``--expert-parallel-size``, or if transformers cannot."""
+    """Raise if transformers has no expert parallelism for a model, or ``--expert-parallel-size`` does not divide it."""
     if not config.shares_experts:
         return
     option = f"--expert-parallel-size {config.expert_parallel_size}"
     weights = expert_weights(model)
     if not weights:
         raise UnsupportedModelError(
-            f"{option}: transformers {transformers.__version__} has no plan for experts of a {type(model).__name__}",
-            _LEAVE_OUT,
+            f"{option}: transformers {transformers.__version__} has no expert parallelism for a {type(model).__name__}",
+            _EXPERTS_REMEDY,
         )
     for name, weight in weights.items():
         if weight.shape[0] % config.expert_parallel_size:
             raise ConfigError(
                 f"{option}: {weight.shape[0]} experts ({name}) cannot be divided by {config.expert_parallel_size}",
-                "Give a number that divides them.",
+                "Choose a size that divides the number of experts.",
             )
 
 
 def expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the expert weights that transformers would divide, (experts, ...), by name."""
+    """Return the expert weights that transformers would divide among ranks, each (experts, ...), by name."""
     plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
     if "ep_dispatch_experts" not in plan.values():
         return {}
-    divided = {name for name, style in plan.items() if style == "grouped_gemm"}
-    return {name: weight for name, weight in model.named_parameters() if _layer_pattern(name) in divided}
+    patterns = {name for name, style in plan.items() if style == "grouped_gemm"}
+    return {name: weight for name, weight in model.named_parameters() if _layer_pattern(name) in patterns}
 
 
 def _layer_pattern(name: str) -> str:
-    """Replace the number of a layer by a star: ``layers.*.mlp``."""
+    """Replace layer numbers in a name by a star, as in ``layers.*.mlp``."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def copy_weight(parameter: Tensor, weight: Tensor) -> None:
-    """Copy a full weight, of any shape, into a parameter, which may be sharded."""
+    """Copy a full weight, of any shape, into a parameter, which may be a shard."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         replicated = distribute_tensor(weight.to(parameter.device), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
@@ -131,15 +131,17 @@ def copy_weight(parameter: Tensor, weight: Tensor) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str) -> None:
-    """Read this rank's part of the optimizer's states, which any number of ranks with expert parallelism wrote."""
+    """Read this rank's shard of optimizer states, written by a run with expert parallelism on any number of ranks."""
     folder = os.path.join(checkpoint, OPTIMIZER_FOLDER)
     if not os.path.isdir(folder):
-        raise MismatchError(f"{checkpoint} has no {OPTIMIZER_FOLDER}, as a run with spread experts has", ONLY_MODEL)
+        raise MismatchError(
+            f"{checkpoint} has no {OPTIMIZER_FOLDER}: it was saved by a run without expert parallelism", ONLY_MODEL
+        )
     load_optimizer_distributed(model, optimizer, folder)
 
 
 def sharding_arguments(config: TrainConfig) -> dict[str, Any]:
-    """Return the Trainer's arguments for DeepSpeed or FSDP2."""
+    """Return the Trainer's arguments for DeepSpeed or FSDP2; none without sharding."""
     if config.deepspeed is not None:
         return {"deepspeed": deepspeed_settings(config.deepspeed)}
     if not config.fsdp:
@@ -155,8 +157,9 @@ def sharding_arguments(config: TrainConfig) -> dict[str, Any]:
 def deepspeed_settings(name: str) -> dict[str, Any]:
     """Return DeepSpeed's settings from a JSON file or a name.
 
-    ``zeroN`` shards optimizer states (1), gradients too (2), weights too (3); ``_offload`` keeps optimizer states (and
-    with 3 weights) in the machine's memory.
+    Args:
+        name: path, or ``zeroN``, which shards optimizer states (1), also gradients (2), also weights (3).
+            ``zeroN_offload`` keeps optimizer states, and for 3 weights, in the machine's memory.
 
     Raises:
         ConfigError: for an unknown name or an unreadable file.
@@ -192,14 +195,14 @@ def deepspeed_settings(name: str) -> dict[str, Any]:
 
 
 def zero_stage(config: TrainConfig) -> int:
-    """Return DeepSpeed's ZeRO stage; 0 without DeepSpeed. Stage 3 shards weights as soon as they are read."""
+    """Return DeepSpeed's ZeRO stage, 0 to 3; 0 without DeepSpeed."""
     if config.deepspeed is None:
         return 0
     return int((deepspeed_settings(config.deepspeed).get("zero_optimization") or {}).get("stage") or 0)
 
 
 def connect_deepspeed_on_cpus(config: TrainConfig) -> None:
-    """Start DeepSpeed's communication without GPUs, which accelerate leaves to the caller.
+    """Start DeepSpeed's communication on machines without GPUs, where accelerate does not.
 
     Call it after the Trainer's arguments are created and before the model is.
     """
@@ -210,10 +213,10 @@ def connect_deepspeed_on_cpus(config: TrainConfig) -> None:
 
 
 def shard_on_cpus(config: TrainConfig) -> None:
-    """Let accelerate shard over processes without GPUs: it applies FSDP only to accelerators.
+    """Let accelerate use FSDP on processes without GPUs, which it allows only with accelerators.
 
-    Call it after the Trainer's arguments are created and before the Trainer is. The processes are declared to have
-    accelerators until the Trainer declares FSDP; their devices do not change.
+    Call it after the Trainer's arguments are created and before the Trainer is. It pretends that processes have
+    accelerators until the Trainer sets its own type; devices do not change.
     """
     if config.fsdp and PartialState().distributed_type == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
@@ -222,10 +225,9 @@ def shard_on_cpus(config: TrainConfig) -> None:
 def configure_fsdp(accelerator: Accelerator, model: nn.Module, config: TrainConfig) -> None:
     """Correct accelerate's FSDP settings; call it after the Trainer is created and before its first step.
 
-    Only weights and inputs are rounded for the computation: accelerate would also round what the model returns, which
-    are float32 losses here (11.906 instead of 11.914). And only layers that the model has are sharded one by one: a
-    class may list layers of parts that are trained without it, as Qwen3-Omni's thinker lists its talker's, and
-    accelerate would fail to find these.
+    Outputs are not rounded: accelerate would also round the model's outputs, which are float32 losses here (11.906
+    instead of 11.914). And only layer classes that the model contains are wrapped: accelerate fails on others, and
+    Qwen3-Omni's thinker, for example, also lists layers of the talker.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not config.fsdp or plugin is None:

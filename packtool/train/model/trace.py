@@ -1,11 +1,11 @@
-"""The memory of a forward and backward pass, traced through the real model on tensors without data.
+"""Tracing of the memory of a forward and backward pass, through the real model on tensors without data.
 
-Under torch's ``FakeTensorMode`` a model of any size runs in seconds and holds nothing, but creates and frees every
-tensor at its time; a dispatch mode adds up the bytes of those that exist. Towers, adapters, gradient checkpointing,
-autocast's copies of weights and the chunks of the head thus count as they are, and not by a formula. So do the
+Under torch's ``FakeTensorMode`` a model of any size runs in seconds without data, but creates and frees all tensors as
+usual; a dispatch mode adds up the bytes of those that exist. Towers, adapters, gradient checkpointing, autocast's
+copies of weights and the chunks of the head are therefore measured and not calculated by a formula. So are the
 exchanges of a sequence that ranks share (``attention.parallel``), of which one rank is traced as if the others existed,
-and the keys and values that shared prefixes are gathered into. Kernels keep what flash attention does: q, k, v, the
-output and the lse.
+and the gathered keys and values of shared prefixes. Attention stores the same tensors as flash attention: q, k, v, the
+output and the log-sum-exp (lse).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from packtool.train.model.loss import LossFunction
 from packtool.train.model.trainable import base_model
 from packtool.train.prepare.figures import RankTokens
 
-_TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"
+_TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"  # names of the registered attention
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """The memory of a forward and backward pass without weights and gradients, in bytes.
+    """Memory of a forward and backward pass without weights and gradients, in bytes.
 
     Args:
-        kept: by autograd, after the forward pass.
-        peak: the maximum.
+        kept: stored by autograd after the forward pass.
+        peak: maximum during both passes.
     """
 
     kept: int
@@ -68,10 +68,10 @@ def trace_pass(
 
     Args:
         model: made trainable, on the meta device; unusable afterwards.
-        spec: the model's properties; its directory is read if its own processor creates pictures.
+        spec: the model's properties; its directory is read if the inputs of images come from its own processor.
         tokens: of the micro-batch; half of them are targets.
         axes: how ranks share its sequence; None without sequence parallelism.
-        autocast: precision of the computation, if weights are kept in another.
+        autocast: precision of the computation, if weights have another.
     """
     axes = axes or Axes()
     batch = traced_batch(spec, tokens, axes)
@@ -80,10 +80,10 @@ def trace_pass(
         ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
         parallel = SequenceParallel(batch.shard.split, axes.way, ring, ulysses, AbsentRanks(batch.shard.split.size))
     route_through_traced(model, parallel)
-    # Autograd creates its threads once, for the devices at its first backward pass. Under the mode it would miss those
-    # of real GPUs, so this pass comes first.
+    # Autograd creates its threads at its first backward pass, for the devices that it finds. Under the mode it would
+    # not find real GPUs, so this pass comes first.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-    # Tensors that the model creates from numpy (positions of chunks) are no fake tensors.
+    # Models also create real tensors, for example positions from numpy.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _create_weights(model)
         model.train()
@@ -93,7 +93,7 @@ def trace_pass(
 
 
 def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
-    """Route a model, bare or adapted, through kernels that keep what flash attention keeps, and compute nothing."""
+    """Give a model, bare or adapted, attention that stores the tensors of flash attention but computes nothing."""
     inner = base_model(model)
     kernels = {"kernel": _TracedKernel(), "blocks": _TracedBlocks(), "parallel": parallel}
     AttentionInterface.register(_TEXT, partial(packed_attention, **kernels))
@@ -107,7 +107,7 @@ def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = N
 
 
 def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None) -> PassBytes:
-    """Compute losses and gradients of a micro-batch on the CPU, on real or fake tensors, and return the memory."""
+    """Compute losses and gradients of a micro-batch on the CPU, with real or fake tensors, and return the memory."""
     with _LiveBytes() as live:
         with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
             loss = LossFunction(model)(model, batch).weighted_sum()
@@ -117,9 +117,9 @@ def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None
 
 
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
-    """Return a micro-batch of one document with one wide picture and one sound, which cost as much as several.
+    """Return a micro-batch of one document with one wide image and one sound, which need as much memory as several.
 
-    Pixels and mel frames are on the meta device. Of a sequence that ranks share, it is the part of the rank that needs
+    Pixels and mel frames are on the meta device. If ranks share a sequence, the batch is that of the rank that needs
     most memory.
     """
     count = tokens.computed + tokens.computed % 2 * (axes.ring_size > 1)
@@ -137,7 +137,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         "channels": (None,),
         "num_samples": 1,
     }
-    # With gathered keys the first rank copies most: its last chunk sees nearly all of the others.
+    # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
     last = axes.ring_size * axes.ulysses_size - 1
     split = SequenceSplit(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
     if split.size > 1:
@@ -145,7 +145,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
         others, routes = (0,) * (split.size - 1), {}
         for kind, (num_computed, num_own) in counts.items():
-            if num_computed or num_own:  # all that it computes is sent to one other rank, and all received from it
+            if num_computed or num_own:  # the rank sends all its features to one other rank, and receives all from it
                 sent, own = torch.arange(max(num_computed, 1)), torch.arange(num_own)
                 routes[kind] = FeatureRoute(sent, (len(sent), *others), (num_own, *others), own)
         shard = SequenceShard(split, (), lengths, routes)
@@ -166,7 +166,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
 
 
 def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
-    """Return the towers' inputs for these tokens, and write their placeholders into ``input_ids`` (T,)."""
+    """Return the towers' inputs for ``tokens``, and write their placeholder tokens into ``input_ids`` (T,)."""
     media: dict[str, Tensor] = {}
     if spec.family.processor_inputs:
         if tokens.vision:
@@ -176,7 +176,7 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
     if spec.sees and max(tokens.vision, tokens.local_vision):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs
-        num_tokens = max(tokens.local_vision, 1)  # a rank without a picture of its own processes a blank one
+        num_tokens = max(tokens.local_vision, 1)  # a rank without an image processes a blank one
         media[pixels] = torch.empty(num_tokens * side**2, spec.patch_dim, device="meta")
         media[grids] = torch.tensor([[1, side, side * num_tokens]])
         input_ids[: tokens.vision] = spec.pad_ids["image"]
@@ -194,7 +194,7 @@ def _create_weights(model: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             weight = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
             if weight.requires_grad:
-                # Gradients exist from the second micro-batch on, and are counted separately.
+                # Gradients exist from the second micro-batch on; the estimate counts them separately.
                 weight.grad = torch.empty_like(weight)
             setattr(module, name, weight)
         for name, buffer in module.named_buffers(recurse=False):
@@ -202,7 +202,7 @@ def _create_weights(model: nn.Module) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes of the tensors that were created under this mode and still exist: ``now``, and the ``peak``."""
+    """Bytes of the tensors that were created under this mode and still exist: ``now``, and the ``peak`` so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,7 +214,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self._count((args, kwargs), is_new=False)
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        # Operations on real tensors only are computed: models read the sizes of pictures.
+        # Operations on real tensors are computed as usual, because models read the sizes of images.
         is_real = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         with _disable_current_modes() if is_real else contextlib.nullcontext():
             out = func(*args, **(kwargs or {}))
@@ -223,7 +223,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count(self, tensors: Any, *, is_new: bool) -> None:
-        """Count the memory of tensors once; tensors from before, such as weights, and their views count nothing."""
+        """Add the memory of new tensors, once per storage; existing ones, such as weights, and views count as 0."""
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -237,7 +237,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps what flash attention keeps, and computes nothing."""
+    """Attention that stores the tensors of flash attention for the backward pass, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -257,13 +257,13 @@ def _unwritten(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _TracedKernel(Kernel):
-    """Keeps what flash attention keeps, without the attention."""
+    """Kernel that stores the tensors of flash attention, and computes nothing."""
 
     name = "traced"
     has_dropout = True
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Always None: it runs anywhere."""
+        """Return None, because it runs anywhere."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         out: Tensor = _Keep.apply(q, k, v)
@@ -271,7 +271,7 @@ class _TracedKernel(Kernel):
 
 
 class _TracedBlocks(BlockKernel):
-    """Allocates what blocks of flash attention allocate."""
+    """Kernel for blocks that allocates the tensors of flash attention, and computes nothing."""
 
     name = "traced"
 

@@ -37,17 +37,16 @@ _NEEDS_WEIGHTS = ("pissa", "olora")
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MAX_SHOWN_NAMES = 4
 _MAX_ERROR_LENGTH = 300
-_LORA_PART = ".lora_"
+_LORA_INFIX = ".lora_"
 # Options, and the names of the same settings in an adapter's configuration.
-_OPTIONS = {
+_ADAPTER_SETTINGS = {
     "lora_rank": "r",
     "lora_alpha": "lora_alpha",
     "lora_bias": "bias",
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }
-# What peft puts before the names of a model's own parameters.
-_ADAPTED = "base_model.model."
+_PEFT_PREFIX = "base_model.model."  # of the names of a model's own parameters
 
 
 def base_model(model: Any) -> Any:
@@ -57,7 +56,7 @@ def base_model(model: Any) -> Any:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation mode; restore each module's mode afterwards."""
+    """Switch a model to evaluation mode inside ``with``; restore each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -68,19 +67,17 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def towers_of(model: nn.Module, model_type: str) -> Towers:
-    """Return the names of a model's parts, and of modules that its settings leave out of its forward.
-
-    A text model is all language model.
+    """Return the prefixes of parameter names by part of a model, and the modules that its configuration does not use.
 
     Raises:
-        UnsupportedModelError: if a part is not where this version of transformers is expected to have it.
+        UnsupportedModelError: if the model has no module of an expected name.
     """
     towers = family_of({"model_type": model_type}).towers
     names = {name for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
     for prefix in (*towers.vision, *towers.aligner):
         if prefix not in names:
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no module {prefix}: --freeze-vit and --freeze-aligner would miss it",
+                f"{type(model).__name__} has no module {prefix}, which --freeze-vit or --freeze-aligner should freeze",
                 "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
             )
     unused = list(towers.unused)
@@ -102,20 +99,27 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Freeze parameters, add adapters with ``--train-type lora``, and keep trained weights in float32 if requested."""
+    """Prepare a model for training, as the run's options request, in place.
+
+    Sets gradient checkpointing of language model and towers, freezes parameters or adds LoRA adapters, and converts
+    trained weights to float32.
+
+    Returns:
+        the model, inside a PeftModel with ``--train-type lora``.
+    """
     towers = towers_of(model, model.config.model_type)
-    recomputes = bool(run.gradient_checkpointing)
-    in_vision = recomputes if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
-    if recomputes or in_vision:
+    in_language_model = bool(run.gradient_checkpointing)
+    in_vision = in_language_model if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
+    if in_language_model or in_vision:
         enable_checkpointing(model)
-    if recomputes != in_vision:
+    if in_language_model != in_vision:  # switch one of them off again
         for name, module in model.named_modules():
             is_vision = towers.part_of(name) != "language model"
             if is_vision != in_vision and hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
     if run.train_type == "lora":
         adapted = add_adapters(model, towers, run)
-        # peft does this for adapters only, not for biases and modules that are trained in full.
+        # peft converts adapters only, not biases and modules that are trained in full.
         if run.deepspeed is None:
             raise_to_masters(adapted)
         return adapted
@@ -126,12 +130,19 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Recompute activations; the reentrant form would need gradients on inputs, which frozen embeddings lack."""
+    """Enable recomputation of activations; the reentrant form fails with frozen embeddings."""
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
-    """Set ``requires_grad`` of every parameter: by part and name, unless ``--trainable-parameters`` names it."""
+    """Set ``requires_grad`` of every parameter, by the ``--freeze-...`` and ``--trainable-parameters`` options.
+
+    ``--freeze-parameters-ratio`` freezes parameters from the first one on, as long as they are at most this share of
+    all elements. Parameters in unused modules are always frozen.
+
+    Raises:
+        ConfigError: if an option matches no parameter, or all parameters are frozen.
+    """
     named, frozen = list(model.named_parameters()), run.frozen_parts
     names, problems = [name for name, _ in named], []
     for option, prefixes, regex in (
@@ -139,33 +150,34 @@ def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
         ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
     ):
         problems += [
-            f"--{option} {prefix}: no parameter's name begins so"
+            f"--{option} {prefix}: no parameter's name starts with this"
             for prefix in prefixes
             if not any(name.startswith(prefix) for name in names)
         ]
         if regex is not None and not any(re.search(regex, name) for name in names):
-            problems.append(f"--{option}-regex {regex}: it is found in no parameter's name")
+            problems.append(f"--{option}-regex {regex}: no parameter's name matches")
     if problems:
         raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
-    budget = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
+    num_left = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
     for name, parameter in named:
-        budget -= full_size(parameter)
-        in_ratio = run.freeze_parameters_ratio > 0 and budget >= 0
+        num_left -= full_size(parameter)
+        in_ratio = run.freeze_parameters_ratio > 0 and num_left >= 0
         is_frozen = towers.part_of(name) in frozen or in_ratio or run.is_frozen(name)
         parameter.requires_grad_((run.is_unfrozen(name) or not is_frozen) and not towers.is_unused(name))
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
-            f"nothing is left to train: {', '.join(sorted(frozen)) or 'all parameters'} are frozen, and the model has "
-            "no other part",
+            f"all parameters are frozen ({', '.join(sorted(frozen)) or 'by name'}), so there is nothing to train",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false, or name --trainable-parameters.",
         )
 
 
 def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> PeftModel:
-    """Return a model in which only adapters are trained: new ones, or those of ``--adapters``.
+    """Return a model in which only LoRA adapters are trained: new ones, or those of ``--adapters``.
+
+    On the meta device (for estimates), adapters keep their default initialization.
 
     Raises:
-        ConfigError: if a name matches nothing, or the adapter of ``--adapters`` does not fit.
+        ConfigError: if a module name matches nothing, or the adapter of ``--adapters`` does not fit.
     """
     has_weights = not next(model.parameters()).is_meta
     if run.adapters:
@@ -180,7 +192,7 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
         if not any(has_name(name, module) for name in names)
     ]
     if problems:
-        raise ConfigError("\n".join(problems), "Usual are embed_tokens and lm_head.")
+        raise ConfigError("\n".join(problems), "Typical names are embed_tokens and lm_head.")
     untyped: Any = model
     head = untyped.get_output_embeddings()
     is_tied = head is not None and head.weight is untyped.get_input_embeddings().weight
@@ -192,7 +204,7 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
         use_rslora=run.use_rslora,
         use_dora=run.use_dora,
         init_lora_weights=initialization,
-        # peft shortens these to a list of endings that matches these modules and no others.
+        # Full names; peft shortens them to suffixes that match exactly these modules.
         target_modules=adapted_modules(model, towers, run),
         modules_to_save=list(run.modules_to_save) or None,
         ensure_weight_tying=bool(run.modules_to_save) and is_tied,
@@ -207,14 +219,14 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
     These match ``--target-regex``, or ``--target-modules`` among the linear modules of unfrozen parts without the head.
 
     Raises:
-        ConfigError: naming a target that matches nothing.
+        ConfigError: if a target matches no module, or peft cannot adapt a module.
     """
     if run.target_regex is not None:
         names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
         matching = [name for name in names if re.fullmatch(run.target_regex, name)]
         if not matching:
             raise ConfigError(
-                f"--target-regex {run.target_regex}: no module has a name that it matches as a whole",
+                f"--target-regex {run.target_regex}: no module's full name matches",
                 f"Modules have names such as {', '.join(names[-_MAX_SHOWN_NAMES:])}.",
             )
         return _checked_with_peft(model, matching)
@@ -235,53 +247,58 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
         ]
         if problems:
             known = sorted({name.rpartition(".")[2] for name in linear})
-            raise ConfigError("\n".join(problems), f"There are {', '.join(known)}; all-linear takes all of them.")
+            raise ConfigError("\n".join(problems), f"Choose from {', '.join(known)}; all-linear selects all of them.")
         targets = [name for name in linear if run.is_target(name)]
     if not targets:
         raise ConfigError(
-            f"no module is left to adapt: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
+            f"all parts of the model are frozen ({', '.join(sorted(frozen))}), so there is no module to adapt",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
     return _checked_with_peft(model, targets)
 
 
 def _checked_with_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Return the names if peft adapts these modules and no others.
+    """Return the names unchanged; raise a ConfigError if peft would adapt other modules instead of one of them.
 
-    In some mixtures of experts, peft takes modules named like an expert's, such as ``gate_proj`` of a shared expert,
-    for the routed experts of older checkpoints, and adapts these instead; also when it loads an adapter.
+    In some mixtures of experts, peft confuses modules named like an expert's, such as ``gate_proj`` of a shared expert,
+    with the routed experts of older checkpoints, and adapts these instead; also when it loads an adapter.
     """
     settings = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(settings, model, None)
-    kept = set(settings.target_modules or ())
-    if lost := {name.rpartition(".")[2] for name in names if name not in kept}:
-        others = sorted({name.rpartition(".")[2] for name in names if name in kept} - lost)
+    adapted = set(settings.target_modules or ())
+    if replaced := {name.rpartition(".")[2] for name in names if name not in adapted}:
+        others = sorted({name.rpartition(".")[2] for name in names if name in adapted} - replaced)
         raise ConfigError(
-            f"LoRA on {', '.join(sorted(lost))}: peft would adapt the routed experts of this model in their place",
+            f"LoRA on {', '.join(sorted(replaced))}: peft would adapt the model's routed experts instead",
             f"Leave them out: --target-modules {' '.join(others)}",
         )
     return names
 
 
 def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
+    """Return the model with the adapter of ``--adapters``, which is trained further.
+
+    Args:
+        has_weights: False for a model on the meta device, whose adapter is not read.
+    """
     (directory,) = run.adapters
     if os.path.isdir(directory) and not is_adapter(directory):  # peft would ask the hub for it
         raise ConfigError(
-            f"--adapters {directory}: there is no adapter: {describe_non_adapter(directory)}",
+            f"--adapters {directory}: this is not an adapter: {describe_non_adapter(directory)}",
             f"Give the directory of {ADAPTER_FILE}.",
         )
     try:
         settings: Any = PeftConfig.from_pretrained(directory)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"--adapters {directory}: there is no adapter: {error}", "Give the directory of adapter_config.json."
+            f"--adapters {directory}: this is not an adapter: {error}", "Give the directory of adapter_config.json."
         ) from error
     if not isinstance(settings, LoraConfig):
-        raise ConfigError(f"--adapters {directory}: a {settings.peft_type} adapter; only LoRA's can be gone on from")
+        raise ConfigError(f"--adapters {directory}: a {settings.peft_type} adapter; only LoRA adapters are supported")
     defaults = type(run).__dataclass_fields__
     differing = [
         f"--{option.replace('_', '-')} {getattr(run, option)}: the adapter of --adapters has {getattr(settings, name)}"
-        for option, name in _OPTIONS.items()
+        for option, name in _ADAPTER_SETTINGS.items()
         if getattr(run, option) not in (defaults[option].default, getattr(settings, name))
     ]
     if differing:
@@ -301,55 +318,55 @@ def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: boo
 
 
 def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:
-    """Return a model with a saved adapter, or raise if not all of it fits.
+    """Return a model with a saved adapter, all of whose weights must fit.
 
-    peft would silently drop weights that the model does not have, and initialize missing ones.
+    Without this check, peft would silently drop weights that the model does not have, and initialize missing ones.
 
     Args:
         model: the one that the adapter was trained on.
         settings: of ``PeftModel.from_pretrained``.
 
     Raises:
-        MismatchError: for an adapter of another model, or one that cannot be read.
+        MismatchError: if the adapter does not fit or cannot be read.
     """
-    remedy = "Give the model that it was trained on, and another checkpoint if its files are damaged."
+    remedy = "Give the model that it was trained on; if its files are damaged, use another checkpoint."
     try:
         adapted = PeftModel.from_pretrained(model, directory, **settings)
-        # Without embeddings, which peft may have saved, too.
+        # Without embeddings, which peft may have saved in addition.
         weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        lora = {name: weight for name, weight in weights.items() if _LORA_PART in name}
-        difference = _difference(lora, directory, _LORA_PART)
+        lora = {name: weight for name, weight in weights.items() if _LORA_INFIX in name}
+        difference = _difference(lora, directory, _LORA_INFIX)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        message = f"the adapter in {directory} cannot be put onto this model: {str(error)[:_MAX_ERROR_LENGTH]}"
+        message = f"the adapter in {directory} cannot be attached to this model: {str(error)[:_MAX_ERROR_LENGTH]}"
         raise MismatchError(message, remedy) from error
     if difference:
-        raise MismatchError(f"the adapter in {directory} is that of another model: {difference}", remedy)
+        raise MismatchError(f"the adapter in {directory} belongs to another model: {difference}", remedy)
     return adapted
 
 
 def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
-    """Load the weights of a saved adapter into a new one.
+    """Load the weights of a checkpoint's adapter into a model's adapter.
 
     Raises:
-        MismatchError: if the saved one has other modules or another rank, or cannot be read.
+        MismatchError: if the adapters have different modules or ranks, or the checkpoint cannot be read.
     """
-    remedy = "Give the --lora-rank, --target-modules and --freeze-... that it was trained with."
+    remedy = "Use the same --lora-rank, --target-modules and --freeze-... options as for its training."
     try:
         difference = _difference(get_peft_model_state_dict(model), checkpoint)
         state = load_file(os.path.join(checkpoint, SAFETENSORS_WEIGHTS_NAME))
     except (OSError, SafetensorError) as error:
         raise MismatchError(f"the adapter in {checkpoint} cannot be read: {error}") from error
     if difference:
-        raise MismatchError(f"the adapter in {checkpoint} is not that of these settings: {difference}", remedy)
+        raise MismatchError(f"the adapter in {checkpoint} does not match the options: {difference}", remedy)
     set_peft_model_state_dict(model, state)
 
 
 def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
-    """Describe weights that a saved adapter lacks, has in addition or has in another shape; None if all fit.
+    """Describe weights that a saved adapter lacks, or has in addition or in another shape; None if all fit.
 
     Args:
-        weights: the model's, by name.
-        infix: compare only saved weights with this in their names.
+        weights: of the model's adapter, by name.
+        infix: part of the names of the saved weights to compare.
     """
     path = os.path.join(directory, SAFETENSORS_WEIGHTS_NAME)
     if not os.path.exists(path):  # saved by an older version of peft
@@ -362,18 +379,20 @@ def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") 
 
 
 def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
-    """Split an optimizer's parameter groups by ``--vit-lr`` and ``--aligner-lr``, where these are set.
+    """Give parameters of vision tower and aligner groups with their own rates in an optimizer, in place.
+
+    Does nothing without ``--vit-lr`` and ``--aligner-lr``.
 
     Args:
-        trained: whose parameters the optimizer has; perhaps sharded.
-        model: bare or adapted.
+        trained: the module whose parameters the optimizer has; perhaps wrapped for several processes.
+        model: bare or inside an adapter.
     """
     rates = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
     if set(rates.values()) == {None}:
         return
     base = base_model(model)
     towers = towers_of(base, base.config.model_type)
-    names = {id(parameter): name.removeprefix(_ADAPTED) for name, parameter in trained.named_parameters()}
+    names = {id(parameter): name.removeprefix(_PEFT_PREFIX) for name, parameter in trained.named_parameters()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         by_rate: dict[float | None, list[Any]] = {}

@@ -95,7 +95,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> DeviceCopies:
     return DeviceCopies(torch.device("cuda"))
 
 
-def test_the_computation_waits_for_the_copy_alone(copies: DeviceCopies) -> None:
+def test_computation_waits_only_for_the_copy(copies: DeviceCopies) -> None:
     Event.times += [0.0, 0.0]
     copies.to_device(FakeBatch(EVENTS))  # type: ignore[type-var]
     assert EVENTS == [
@@ -109,7 +109,7 @@ def test_the_computation_waits_for_the_copy_alone(copies: DeviceCopies) -> None:
     ]
 
 
-def test_waits_are_read_once_and_never_before_the_device_is_there(
+def test_waits_are_counted_once_and_only_after_the_device_reached_them(
     copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert copies.wait_seconds() == 0.0
@@ -125,7 +125,7 @@ def test_waits_are_read_once_and_never_before_the_device_is_there(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_on_a_gpu_copies_arrive_and_their_waits_are_told() -> None:
+def test_copies_to_a_gpu_are_complete_and_report_waits() -> None:
     copies, expected = DeviceCopies(torch.device("cuda")), torch.arange(1 << 22)
     batch = BatchOfOne(expected.pin_memory())
     for _ in range(3):

@@ -28,13 +28,13 @@ def packed(*lengths: int) -> PackedBatch:
     return batch(PackedBatch, ids, cu_seqlens=ends, lengths=lengths)
 
 
-def test_lengths_are_those_of_the_samples() -> None:
+def test_lengths_of_samples_not_of_packs() -> None:
     assert sample_lengths(packed(2, 3)).tolist() == [[2, 2, 3, 3, 3]]
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     assert sample_lengths(batch(PaddedBatch, mask, attention_mask=mask)).tolist() == [[2, 2, 2], [3, 3, 3]]
 
 
-def test_noise_is_bounded_by_the_length_of_the_sample() -> None:
+def test_noise_is_bounded_by_sample_length() -> None:
     model = reduced_model("qwen3").train()
     embeddings: Any = model.get_input_embeddings()
     plain = embeddings(torch.ones(1, 404, dtype=torch.int64))
@@ -54,7 +54,7 @@ def test_noise_is_bounded_by_the_length_of_the_sample() -> None:
     assert torch.equal(embeddings(torch.ones(1, 404, dtype=torch.int64)), plain)
 
 
-def test_training_with_noise_is_another_and_the_same_again(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_noise_changes_training_reproducibly(tiny: TinyWorld, tmp_path: Path) -> None:
     def loss(name: str, **settings: Any) -> float:
         result = train(tiny.config(tmp_path / name, max_steps=1, save_strategy="no", **settings), SilentProgress())
         assert result.last_loss is not None

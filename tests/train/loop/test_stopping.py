@@ -41,7 +41,7 @@ GIVEN: dict[str, Any] = {"gradient_accumulation_steps": 2, "verify_packing": Fal
 FOUR_STEPS = 4
 
 
-def kill_from_elsewhere(number: signal.Signals, pids: list[int]) -> None:
+def kill_from_another_process(number: signal.Signals, pids: list[int]) -> None:
     """Send a signal by a process that is not the receivers' parent, without the system's ``kill``."""
     code = "import os, sys; [os.kill(int(pid), int(sys.argv[1])) for pid in sys.argv[2:]]"
     subprocess.run([sys.executable, "-I", "-c", code, str(int(number)), *map(str, pids)], check=True)
@@ -66,7 +66,7 @@ class Sending(SilentProgress):
             for number in self.signals:
                 os.kill(os.getpid(), number)
                 if workers:
-                    kill_from_elsewhere(number, workers)
+                    kill_from_another_process(number, workers)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def whole(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("number", "code", "workers"), [(signal.SIGTERM, 143, 1), (signal.SIGUSR1, 138, 0), (signal.SIGINT, 130, 0)]
 )
-def test_a_signal_ends_a_run_with_a_checkpoint(
+def test_signal_stops_a_run_after_saving_a_checkpoint(
     number: signal.Signals, code: int, workers: int, whole: Path, tiny: TinyWorld, tmp_path: Path
 ) -> None:
     before = signal.getsignal(number)
@@ -93,18 +93,18 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     check_same_rest(whole, tmp_path, 0)
 
 
-def test_a_signal_is_agreed_on_a_step_later_where_no_line_is_logged(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_without_a_log_line_a_signal_stops_one_step_later(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(StoppedError, match=r"stopped by SIGTERM after step 3 of 4; .*checkpoint-3 is complete"):
         train(tiny.config(tmp_path, **GIVEN | {"logging_steps": 10}), Sending(1, signal.SIGTERM))
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
 
 
-def test_a_signal_in_the_last_step_changes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_signal_in_the_last_step_changes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
     result = train(tiny.config(tmp_path, **GIVEN), Sending(3, signal.SIGTERM))
     assert result.steps == FOUR_STEPS
 
 
-def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_ctrl_c_ends_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with StopSignals() as signals:
@@ -117,7 +117,7 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_processes_that_load_pictures_leave_signals_to_the_one_that_trains() -> None:
+def test_data_workers_ignore_stop_signals() -> None:
     begun = multiprocessing.get_context("fork").Event()
 
     def load() -> None:
@@ -131,7 +131,7 @@ def test_processes_that_load_pictures_leave_signals_to_the_one_that_trains() -> 
         assert begun.wait(PATIENCE_S)
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
             assert worker.pid is not None
-            kill_from_elsewhere(number, [worker.pid])
+            kill_from_another_process(number, [worker.pid])
         worker.join(0.3)
         assert worker.is_alive()
         worker.terminate()  # torch clearing away
@@ -139,7 +139,7 @@ def test_processes_that_load_pictures_leave_signals_to_the_one_that_trains() -> 
         assert worker.exitcode == 0
 
 
-def test_a_launcher_without_ranks_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_without_ranks_ends_on_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "_ranks", lambda: iter(()))
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -154,7 +154,7 @@ def test_a_launcher_without_ranks_ends_when_it_is_told_to(monkeypatch: pytest.Mo
             signal.signal(number, handler)
 
 
-def test_a_launcher_passes_signals_on_and_waits(tmp_path: Path) -> None:
+def test_launcher_forwards_signals_and_waits(tmp_path: Path) -> None:
     """The "ranks" are shells that take a moment to end, with the code that a stopped run ends with."""
     script = f"trap 'sleep 1; echo $RANK >> {tmp_path}/done; exit 143' TERM; touch {tmp_path}/up$RANK; "
     script += "while :; do sleep 0.1; done"
@@ -167,7 +167,9 @@ def test_a_launcher_passes_signals_on_and_waits(tmp_path: Path) -> None:
     assert sorted((tmp_path / "done").read_text().split()) == ["0", "1"]
 
 
-def test_all_ranks_stop_when_one_is_told_to(tiny: TinyWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_stop_if_one_receives_a_signal(
+    tiny: TinyWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ["train", "--model", tiny.model, "--cached-dataset", tiny.cache, "--output-dir", str(tmp_path / "out")]
     words += ["--packing", "true", "--packing-length", "256", "--num-train-epochs", "1000", "--logging-steps", "1"]
     metrics = tmp_path / "out" / "metrics.jsonl"
@@ -184,7 +186,7 @@ def test_all_ranks_stop_when_one_is_told_to(tiny: TinyWorld, tmp_path: Path, cap
     assert len(list(Path(checkpoint).glob("rng_state_*.pth"))) == 2
 
 
-def test_checkpoints_of_transformers_own_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_jit_checkpoints_of_transformers_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"enable_jit_checkpoint.*\n?.*SIGTERM"):
         train(tiny.config(tmp_path, **GIVEN, training={"enable_jit_checkpoint": True}), SilentProgress())
 
@@ -206,7 +208,7 @@ def bad_rows(config: TrainConfig) -> list[int]:
     return [int(position) for position in pack]
 
 
-def told_rows(error: DivergedError) -> list[int]:
+def reported_rows(error: DivergedError) -> list[int]:
     """Numbers in the cache of the samples that an error names, of which there are at most six."""
     assert "rank 0, micro-batch 1:" in str(error)
     return [int(number) for number in re.findall(r"row \d+ of \S*train.json \(sample (\d+)\)", str(error))]
@@ -220,31 +222,31 @@ def strict(text: str) -> Any:
 
 
 @pytest.mark.usefixtures("bad_third_step")
-def test_a_loss_that_is_no_number_stops_a_run(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_nan_loss_stops_a_run(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, **GIVEN, save_steps=1, save_total_limit=1)
     rows = bad_rows(config)
     with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as caught:
         train(config, SilentProgress())
     assert caught.value.exit_code == 1
-    assert told_rows(caught.value) == rows[:6]
+    assert reported_rows(caught.value) == rows[:6]
     (checkpoint,) = finished_checkpoints(str(tmp_path))
     assert checkpoint.endswith("checkpoint-2")
     assert all(torch.isfinite(weight).all() for weight in load_file(Path(checkpoint) / "model.safetensors").values())
 
 
 @pytest.mark.usefixtures("bad_third_step")
-def test_the_answer_is_read_a_step_later_where_nothing_comes_of_the_step(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_bad_step_is_detected_one_step_later_if_nothing_is_stored(tiny: TinyWorld, tmp_path: Path) -> None:
     """The third step changes the weights; the fourth, which would be saved, finds out."""
     config = tiny.config(tmp_path, **GIVEN | {"logging_steps": 10}, save_steps=2)
     rows, progress = bad_rows(config), Sending(0)
     with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as caught:
         train(config, progress)
-    assert told_rows(caught.value) == rows[:6]
+    assert reported_rows(caught.value) == rows[:6]
     assert progress.left == -3
     assert [Path(checkpoint).name for checkpoint in finished_checkpoints(str(tmp_path))] == ["checkpoint-2"]
 
 
-def test_the_answer_is_read_before_an_evaluation() -> None:
+def test_bad_step_is_detected_before_an_evaluation() -> None:
     watch = StepWatch(StopSignals(), lambda: lambda _: [], on_nan="stop", world=World(), progress=SilentProgress())
     watch.record_loss(torch.tensor(float("nan")))
     watch.before_update(0, torch.nn.Linear(1, 1), torch.device("cpu"))
@@ -254,14 +256,14 @@ def test_the_answer_is_read_before_an_evaluation() -> None:
 
 
 @pytest.mark.usefixtures("bad_third_step")
-def test_such_a_step_is_left_out_where_that_is_asked_for(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_on_nan_skip_skips_a_bad_step(tiny: TinyWorld, tmp_path: Path) -> None:
     progress = Sending(0)
     train(tiny.config(tmp_path, **GIVEN, on_nan="skip", save_steps=1), progress)
     weights = [load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 4)]
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     assert not all(torch.equal(weight, weights[2][name]) for name, weight in weights[0].items())
     assert all(torch.isfinite(weight).all() for weight in weights[2].values())
-    assert any("left out (--on-nan skip)" in line for line in progress.lines)
+    assert any("skipped (--on-nan skip)" in line for line in progress.lines)
     lines = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] is None for line in lines] == [False, False, True, False]
     strict((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
@@ -269,7 +271,7 @@ def test_such_a_step_is_left_out_where_that_is_asked_for(tiny: TinyWorld, tmp_pa
 
 
 @pytest.mark.usefixtures("bad_third_step")
-def test_the_last_good_checkpoint_stays_where_a_run_goes_on(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_on_nan_go_on_keeps_the_last_good_checkpoint(tiny: TinyWorld, tmp_path: Path) -> None:
     train(tiny.config(tmp_path, **GIVEN, on_nan="go-on", save_steps=1, save_total_limit=1), SilentProgress())
     names = [Path(checkpoint).name for checkpoint in finished_checkpoints(str(tmp_path))]
     assert names == ["checkpoint-2", "checkpoint-4"]
@@ -279,7 +281,7 @@ def test_the_last_good_checkpoint_stays_where_a_run_goes_on(tiny: TinyWorld, tmp
 
 
 @pytest.mark.usefixtures("bad_third_step")
-def test_a_stream_names_its_rows_too(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_bad_step_of_a_stream_names_its_rows(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="gradient of step 3 is") as caught:
         train(tiny.config(tmp_path, **GIVEN | tiny.streamed()), SilentProgress())
     (told,) = re.findall(r"rank 0, micro-batch 1: (.*)", str(caught.value))

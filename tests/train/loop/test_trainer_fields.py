@@ -60,7 +60,7 @@ MADE_ONLY: dict[str, Any] = {"full_determinism": False, "tf32": None, "optim_tar
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_field_works_or_is_refused_with_what_does_it(name: str, tiny: TinyWorld) -> None:
+def test_every_field_works_or_names_the_option_to_use(name: str, tiny: TinyWorld) -> None:
     reason = training_argument_problem(name)
     if reason is None:
         value = {**WORKING, **MADE_ONLY}[name]
@@ -79,7 +79,7 @@ def test_every_field_works_or_is_refused_with_what_does_it(name: str, tiny: Tiny
         checked_fields({name: None})
 
 
-def test_all_that_work_train_together(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_working_fields_can_be_combined(tiny: TinyWorld, tmp_path: Path) -> None:
     train(tiny.config(tmp_path, max_steps=3, training=WORKING), SilentProgress())
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [2, 3]
@@ -98,11 +98,11 @@ def test_all_that_work_train_together(tiny: TinyWorld, tmp_path: Path) -> None:
         ({"save_strategy": "best"}, "--save-s"),
     ],
 )
-def test_values_of_another_type_and_unknown_names_are_told(given: dict[str, Any], message: str) -> None:
+def test_unknown_names_and_wrong_types_are_reported(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked_fields(given)
 
 
-def test_words_that_look_like_something_else_are_taken_as_meant() -> None:
+def test_parsed_values_are_converted_to_the_declared_type() -> None:
     given = {"run_name": 2024, "optim": "sgd", "save_only_model": "yes", "learning_rate": 1, "ddp_timeout": 60.0}
     assert checked_fields(given) == given | {"run_name": "2024", "save_only_model": True}

@@ -91,7 +91,7 @@ def test_every_family(name: str, request: pytest.FixtureRequest, tmp_path: Path)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_with_autograd_compiled_too(adapters: bool) -> None:
+def test_with_compiled_autograd(adapters: bool) -> None:
     """Forward and backward as graphs, recomputed; with adapters, too, whose first layer's input has no gradient."""
     spec = InputSpec("", reduced_config("qwen3"), MediaLimits())
     model = model_of(spec)
@@ -101,7 +101,7 @@ def test_with_autograd_compiled_too(adapters: bool) -> None:
     check_compiled(model, spec, "aot_eager", TWO_LENGTHS if adapters else PACKS)
 
 
-def test_recomputing_stays_outside() -> None:
+def test_checkpointing_is_not_compiled() -> None:
     """Once forward and once backward in each layer: neither left out, nor done twice."""
     spec = InputSpec("", reduced_config("qwen3"), MediaLimits())
     model = model_of(spec)
@@ -137,7 +137,7 @@ def test_evaluation_is_not_compiled() -> None:
     assert not counters["stats"]
 
 
-def test_copies_and_names_are_as_before() -> None:
+def test_compiled_models_keep_copies_and_names() -> None:
     spec = InputSpec("", reduced_config("qwen3"), MediaLimits())
     model = model_of(spec)
     names, kind = list(model.state_dict()), type(model.get_decoder().layers[0])
@@ -166,5 +166,5 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "and more" not in str(told.value)
     model: Any = Qwen3ForCausalLM(Qwen3Config(**reduced_config("qwen3").to_dict()))
     del model.model.layers
-    with pytest.raises(UnsupportedModelError, match="does not say which modules are its layers"):
+    with pytest.raises(UnsupportedModelError, match="cannot find the layers of a"):
         compile_layers(model, "eager")

@@ -42,7 +42,7 @@ def runs(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_learns_what_ddp_learns(stage: str, runs: Path) -> None:
+def test_every_zero_stage_trains_like_ddp(stage: str, runs: Path) -> None:
     check_learns_the_same(runs / stage, runs / "ddp")
 
 
@@ -59,7 +59,7 @@ def check_learns_the_same(stage: Path, ddp: Path) -> None:
         torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
 
 
-def test_trees_learn_what_ddp_learns(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_shared_prefixes_train_like_ddp(tiny: TinyWorld, tmp_path: Path) -> None:
     """Samples that begin alike, with what they begin with once; with DDP, it is what whole samples learn."""
     alike = make_alike_world(tiny, tmp_path)
     given = STEPS | {"share_prefix": "true", "num_train_epochs": 3.0}
@@ -73,11 +73,11 @@ def test_trees_learn_what_ddp_learns(tiny: TinyWorld, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_parameters_are_counted_whole(stage: str, runs: Path) -> None:
+def test_sharded_parameters_are_counted_completely(stage: str, runs: Path) -> None:
     found, expected = (json.loads((runs / name / "packtool_train.json").read_text()) for name in (stage, "ddp"))
     assert found["num_parameters"] == expected["num_parameters"] > 0
     assert found["num_trainable_parameters"] == expected["num_trainable_parameters"]
 
 
-def test_zero3_goes_on_to_the_last_bit(runs: Path) -> None:
+def test_zero3_resumes_exactly(runs: Path) -> None:
     check_same_rest(runs / "zero3", runs / "resumed", 2)

@@ -85,7 +85,7 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @spreads
-def test_a_step_is_that_of_one_process(mixture: TinyWorld, two_ranks: Path, tmp_path: Path) -> None:
+def test_step_equals_that_of_one_process(mixture: TinyWorld, two_ranks: Path, tmp_path: Path) -> None:
     train(mixture.config(tmp_path, **DESCENT, **ROUTED, gradient_accumulation_steps=8), SilentProgress())
     (line,), (expected,) = read_metrics(two_ranks / "spread"), read_metrics(tmp_path)
     assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -100,7 +100,7 @@ def test_a_step_is_that_of_one_process(mixture: TinyWorld, two_ranks: Path, tmp_
 
 
 @spreads
-def test_it_resumes_exactly(two_ranks: Path) -> None:
+def test_expert_parallel_run_resumes_exactly(two_ranks: Path) -> None:
     check_same_rest(two_ranks / "whole", two_ranks / "resumed", 1)
 
 
@@ -110,7 +110,9 @@ def config(**settings: Any) -> TrainConfig:
 
 
 @spreads
-def test_a_run_with_all_experts_does_not_go_on_with_some(mixture: TinyWorld, two_ranks: Path, tmp_path: Path) -> None:
+def test_run_without_expert_parallelism_cannot_resume_with_it(
+    mixture: TinyWorld, two_ranks: Path, tmp_path: Path
+) -> None:
     checkpoint = f"{two_ranks}/whole/checkpoint-1"
     settings = ROUTED | FEW | {"resume_from_checkpoint": checkpoint, "gradient_accumulation_steps": 2}
     with pytest.raises(MismatchError, match="shares_experts: True in the checkpoint, False now"):
@@ -122,7 +124,7 @@ def test_a_run_with_all_experts_does_not_go_on_with_some(mixture: TinyWorld, two
     train(mixture.config(tmp_path, **only, gradient_accumulation_steps=2), SilentProgress())
 
 
-def test_options_that_do_not_go_with_it() -> None:
+def test_conflicting_options_are_refused() -> None:
     assert config().problems() == []
     assert config(expert_parallel_size=1, fsdp=("full_shard",)).problems() == []
     others: list[dict[str, Any]] = [
@@ -143,25 +145,25 @@ def test_options_that_do_not_go_with_it() -> None:
 
 
 @spreads
-def test_models_whose_experts_cannot_be_spread() -> None:
+def test_models_without_divisible_experts_are_refused() -> None:
     experts = text_mixture()
     check_experts(experts, config())
     assert len(expert_weights(experts)) == 2 * experts.config.num_hidden_layers
     with pytest.raises(ConfigError, match=r"4 experts \(model.layers.0.*\) cannot be divided by 3"):
         check_experts(experts, config(expert_parallel_size=3))
-    with pytest.raises(UnsupportedModelError, match="has no plan for experts of a Qwen3ForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="has no expert parallelism for a Qwen3ForCausalLM"):
         check_experts(reduced_model("qwen3"), config())
 
 
 @spreads
-def test_layers_are_sharded_one_by_one() -> None:
+def test_layers_are_sharded_individually() -> None:
     found = expert_sharding(text_mixture(), config(), World(0, 4), torch.bfloat16)
     assert (found.fsdp_size, found.ep_size, found.efsdp_size) == (4, 2, 2)
     assert found.fsdp_mixed_precision
     assert found.fsdp_plan == {"model.layers.*": "free_full_weight"}
 
 
-def test_experts_are_turned_if_their_checkpoint_has_them_otherwise() -> None:
+def test_experts_are_transposed_only_if_stored_transposed() -> None:
     """The first half of four experts of 3 x 5; transformers itself turns what is right, a reason for the context."""
     owner: Any = SimpleNamespace(get_parameter=lambda name: torch.empty(4, 3, 5))
     right, other = torch.rand(2, 3, 5), torch.rand(2, 5, 3)

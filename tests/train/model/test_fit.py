@@ -34,7 +34,7 @@ def plan_config(tiny: TinyWorld, fit: int, **given: Any) -> PlanConfig:
     return PlanConfig(fit=fit, hardware="h100", **settings | given)
 
 
-def told_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: Axes) -> int:
+def reported_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: Axes) -> int:
     """A stand-in for the trace, which rises with the tokens as it does."""
     each = (1000 if config.gradient_checkpointing else 4000) + 10 * axes.ring_size * axes.ulysses_size
     return each * tokens.computed + 100 * tokens.local_vision + 50_000
@@ -42,7 +42,7 @@ def told_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: 
 
 @pytest.fixture
 def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "traced_pass_bytes", told_bytes)
+    monkeypatch.setattr(memory, "traced_pass_bytes", reported_bytes)
 
 
 def check(found: Fit, budget: float) -> None:
@@ -55,7 +55,7 @@ def check(found: Fit, budget: float) -> None:
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.floats(min_value=1.5e6, max_value=2e7), st.floats(min_value=1.0, max_value=4.0), st.data())
-def test_what_is_proposed_fits_and_more_memory_costs_no_more(
+def test_proposals_fit_and_more_memory_is_never_slower(
     tiny: TinyWorld, without_traces: None, fit: float, more: float, data: st.DataObject
 ) -> None:
     given: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_what_is_proposed_fits_and_more_memory_costs_no_more(
     assert least == sorted(least, reverse=True) or least[1] <= 1.01 * least[0]
 
 
-def test_a_proposal_is_what_a_dry_run_of_its_command_tells(
+def test_proposal_equals_the_dry_run_of_its_command(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced through the model, and told to the last bit."""
@@ -103,7 +103,7 @@ def test_a_proposal_is_what_a_dry_run_of_its_command_tells(
         assert told.pop() == each.memory
 
 
-def test_what_is_given_is_kept(tiny: TinyWorld, without_traces: None) -> None:
+def test_settings_of_the_user_are_kept(tiny: TinyWorld, without_traces: None) -> None:
     fixed: dict[str, Any] = {
         "packing_length": 200,
         "gradient_checkpointing": True,
@@ -130,7 +130,7 @@ def test_what_is_given_is_kept(tiny: TinyWorld, without_traces: None) -> None:
         )
 
 
-def test_one_process_shards_nothing(tiny: TinyWorld, without_traces: None) -> None:
+def test_no_sharding_with_one_process(tiny: TinyWorld, without_traces: None) -> None:
     found = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress())
     assert {each.sharding for each in found.proposals} == {"none"}
     assert found.proposals[0].command(1, 8).startswith("packtool train ")
@@ -142,11 +142,16 @@ def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> 
     assert command.startswith("NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ")
 
 
-def test_the_nearest_is_told_where_nothing_fits(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_nearest_settings_if_none_fits(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", tiny.cache, "--fit", "1MB", "--world-size", "2", "--train-type", "full"]
     assert run(words) == 2
     told = capsys.readouterr().err
-    for part in ("nothing fits into 0.0 GiB", "Nearest is --packing-length 128", "sharding fsdp full_shard", "Try "):
+    for part in (
+        "no settings fit into 0.0 GiB",
+        "The nearest settings, --packing-length 128",
+        "sharding fsdp full_shard",
+        "Try ",
+    ):
         assert part in told
 
 
@@ -175,34 +180,34 @@ def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: p
         (["--fit", "little"], "write it as in 200GB"),
     ],
 )
-def test_what_does_not_go_together(
+def test_conflicting_options_of_fit_are_refused(
     tiny: TinyWorld, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", tiny.cache, *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_be_traced_is_refused(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_cannot_be_traced_is_refused(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     def asks_for_numbers(*_: Any) -> int:
         raise RuntimeError("a number is needed on the host")
 
     monkeypatch.setattr(memory, "traced_pass_bytes", asks_for_numbers)
-    with pytest.raises(UnsupportedModelError, match="cannot be traced"):
+    with pytest.raises(UnsupportedModelError, match="cannot be estimated"):
         find_fit(plan_config(tiny, GIB), SilentProgress())
 
 
-def test_a_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[RankTokens, Axes]] = []
 
     def counted(config: Any, model: Any, dtype: Any, tokens: RankTokens, axes: Axes) -> int:
         calls.append((tokens, axes))
-        return told_bytes(config, model, dtype, tokens, axes)
+        return reported_bytes(config, model, dtype, tokens, axes)
 
     monkeypatch.setattr(memory, "traced_pass_bytes", counted)
     trace, config = CachedTracer(), tiny.config("out")
     none: Any = None
     tokens, alone = RankTokens(computed=100, vision=10), Axes()
-    known = told_bytes(config, none, none, tokens, alone)
+    known = reported_bytes(config, none, none, tokens, alone)
     for way in ((), ("full_shard",), ("shard_grad_op",)):
         sharded = dataclasses.replace(config, fsdp=way, packing_length=300)
         assert trace(sharded, none, none, tokens, Axes(reason="so it is")) == known

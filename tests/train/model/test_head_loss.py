@@ -29,7 +29,7 @@ def setting(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[Any, Any, li
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("chunk_logits", [1, 1000, 2**26])
-def test_losses_and_gradients_are_those_of_the_logits(setting: Any, chunk_logits: int) -> None:
+def test_head_losses_and_gradients_equal_those_from_logits(setting: Any, chunk_logits: int) -> None:
     model, spec, samples = setting
     batch = collate_packs(samples, spec)
     expected = gradients(model, [target_losses(model, batch, label_logits_only=False).weighted_sum()])
@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_those_of_the_logits(setting: Any, chunk_logits
     assert torch.equal(found.correct, logits.flatten(0, 1).argmax(-1)[found.positions] == labels[found.positions])
 
 
-def test_logits_that_are_made_again_are_the_work_of_the_hardware() -> None:
+def test_recomputed_logits_count_as_hardware_flops() -> None:
     """As HFU counts them, if not those of a single chunk."""
     spec, counted = reduced_spec("qwen3"), []
     batch = collate_packs(mixed_samples("qwen3"), spec)
@@ -80,7 +80,7 @@ def test_documents_of_targets(setting: Any) -> None:
         assert len(batch.channels) == (len(batch.lengths) if hasattr(batch, "lengths") else len(batch.labels))
 
 
-def test_without_targets_every_parameter_gets_zeros(setting: Any) -> None:
+def test_without_targets_every_gradient_is_zero(setting: Any) -> None:
     model, spec, _ = setting
     found = HeadLoss(model).losses(model, collate_packs([], spec))
     loss = found.weighted_sum()
@@ -107,7 +107,7 @@ def saved_logits(model: Any, batch: Batch, chunk_logits: int) -> int:
     return saved
 
 
-def test_logits_are_not_kept_for_the_backward_pass() -> None:
+def test_logits_are_not_stored_for_the_backward_pass() -> None:
     samples = [weighted(seed, 60) for seed in range(8)]
     batch = collate_packs(samples, reduced_spec("qwen3"))
     vocabulary = reduced_spec("qwen3").config.vocab_size
@@ -115,7 +115,7 @@ def test_logits_are_not_kept_for_the_backward_pass() -> None:
     assert saved_logits(reduced_model("qwen3"), batch, 10 * vocabulary) == 0
 
 
-def test_models_that_treat_their_logits_are_left_alone() -> None:
+def test_models_that_change_their_logits_keep_their_head() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = Gemma2ForCausalLM(Gemma2Config(vocab_size=32, num_key_value_heads=1, head_dim=8, **sizes))
     assert model.config.final_logit_softcapping
@@ -124,7 +124,7 @@ def test_models_that_treat_their_logits_are_left_alone() -> None:
     assert not HeadLoss.applies_to(nn.Linear(1, 1))
 
 
-def test_hits_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_predictions_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass makes logits again, and does not look for the largest again."""
     batch = collate_packs([weighted(seed, 60) for seed in range(4)], reduced_spec("qwen3"))
     model = reduced_model("qwen3")

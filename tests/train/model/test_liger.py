@@ -35,32 +35,32 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
-def test_a_family_that_it_patches_passes(patched: list[Any]) -> None:
+def test_family_that_liger_patches_passes(patched: list[Any]) -> None:
     model = nn.Linear(1, 1)
     refuse_without_liger(model, "qwen3", on_gpu=True)
     assert patched == [model]
 
 
-def test_a_family_that_it_fails_for_is_refused_by_name(patched: list[Any]) -> None:
+def test_family_that_liger_cannot_patch_is_refused(patched: list[Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"fails for a qwen3_vl model .*ImportError: .*LigerOutput"):
         refuse_without_liger(nn.Identity(), "qwen3_vl", on_gpu=True)
     assert not patched
 
 
-def test_a_family_that_it_does_not_know_is_refused_by_name(patched: list[Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match="no kernels for a qwen2_5_omni_thinker model"):
+def test_family_that_liger_does_not_know_is_refused(patched: list[Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="no kernels for qwen2_5_omni_thinker models"):
         refuse_without_liger(nn.Linear(1, 1), "qwen2_5_omni_thinker", on_gpu=True)
     assert not patched
 
 
-def test_without_a_gpu_it_is_refused(patched: list[Any]) -> None:
+def test_liger_without_a_gpu_is_refused(patched: list[Any]) -> None:
     with pytest.raises(ConfigError, match="need a GPU"):
         refuse_without_liger(nn.Linear(1, 1), "qwen3", on_gpu=False)
     assert not patched
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_liger_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match="Liger's kernels are not installed") as caught:
+    with pytest.raises(ConfigError, match="the package liger-kernel cannot be imported") as caught:
         refuse_without_liger(nn.Linear(1, 1), "qwen3", on_gpu=True)
     assert "pip install liger-kernel" in str(caught.value)

@@ -51,7 +51,7 @@ def test_by_default_only_the_language_model_is_adapted() -> None:
     assert trained_parts("qwen3_vl", train_type="lora") == {"language model"}
 
 
-def test_every_linear_module_but_the_head_is_adapted() -> None:
+def test_all_linear_modules_except_the_head_are_adapted() -> None:
     model = reduced_model("qwen3")
     names = adapted_modules(model, Towers(), run_config())
     kinds = {name.rpartition(".")[2] for name in names}
@@ -89,12 +89,12 @@ def test_target_modules_by_name() -> None:
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora"])
-def test_nothing_left_to_train_is_an_error(train_type: Any) -> None:
-    with pytest.raises(ConfigError, match="left to"):
+def test_freezing_everything_is_an_error(train_type: Any) -> None:
+    with pytest.raises(ConfigError, match="are frozen"):
         make_trainable(reduced_model("qwen3"), run_config(train_type=train_type, freeze_llm=True))
 
 
-def test_a_part_that_is_not_where_it_should_be_is_an_error() -> None:
+def test_missing_module_of_a_tower_is_an_error() -> None:
     with pytest.raises(UnsupportedModelError, match=r"no module model\.visual"):
         towers_of(reduced_model("qwen3"), "qwen3_vl")
 
@@ -157,7 +157,7 @@ def test_counting() -> None:
     assert count_parameters(model) == (6, 8)
 
 
-def test_a_share_of_parameters_is_one_of_whole_ones() -> None:
+def test_freeze_ratio_freezes_whole_parameters() -> None:
     """ZeRO-3 leaves empty tensors, which say elsewhere how many numbers they stand for."""
     model, sharded = reduced_model("qwen3"), reduced_model("qwen3")
     for parameter in sharded.parameters():
@@ -180,7 +180,7 @@ def _is_shared(config: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("model_type", [name for family in FAMILIES for name in family.model_types])
-def test_a_familys_record_is_true_of_transformers_own_class(model_type: str) -> None:
+def test_family_records_match_the_classes_of_transformers(model_type: str) -> None:
     """Of a model of its type with few layers and no weights: parts, pads and recurrent layers are where it says."""
     config = AutoConfig.for_model(model_type)
     config = getattr(config, "thinker_config", config)

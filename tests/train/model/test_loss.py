@@ -25,7 +25,7 @@ def test_contributions_add_up_to_the_mean_of_the_step() -> None:
     assert float(total) / 8 == 2.0
 
 
-def test_units_that_are_missing_leave_the_mean_of_the_others() -> None:
+def test_removed_units_leave_the_mean_of_the_others() -> None:
     weight = torch.nn.Parameter(torch.tensor(1.0))
     planned = StepMean(8)
     gradient(planned, weight, [4.0, 6.0])
@@ -33,7 +33,7 @@ def test_units_that_are_missing_leave_the_mean_of_the_others() -> None:
     torch.testing.assert_close(weight.grad, torch.tensor(2.0))
 
 
-def test_a_step_without_units_divides_by_nothing() -> None:
+def test_step_without_units_has_zero_loss() -> None:
     weight = torch.nn.Parameter(torch.tensor(1.0))
     assert gradient(StepMean(0), weight, [0.0]) == 0
     assert StepMean(3).remove_units(3, [weight]) == 0

@@ -56,20 +56,20 @@ def test_activations_follow_the_tokens(tiny: TinyWorld) -> None:
     assert (batch.num_tokens, batch.activations) == (8192, long.activations)
 
 
-def test_adapters_train_little(tiny: TinyWorld) -> None:
+def test_adapters_have_few_trained_weights(tiny: TinyWorld) -> None:
     adapted = estimate(tiny, train_type="lora")
     assert 0 < adapted.num_trainable < 0.5 * adapted.num_parameters
     assert adapted.gradients < adapted.weights
 
 
-def test_a_dry_run_counts_what_a_run_trains(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_dry_run_counts_the_trained_parameters_of_a_run(tiny: TinyWorld, tmp_path: Path) -> None:
     dry = train(tiny.config(tmp_path, train_type="lora", dry_run=True), SilentProgress())
     real = train(tiny.config(tmp_path, train_type="lora", max_steps=1), SilentProgress())
     assert dry.num_trainable_parameters == real.num_trainable_parameters
     assert dry.num_parameters == real.num_parameters
 
 
-def test_settings_are_told_as_options(tiny: TinyWorld) -> None:
+def test_settings_are_shown_as_options(tiny: TinyWorld) -> None:
     (line,) = settings_lines(
         tiny.config("out", packing=False, fsdp=("full_shard", "offload"), training={"optim": "sgd"})
     )
@@ -84,7 +84,7 @@ def test_settings_are_told_as_options(tiny: TinyWorld) -> None:
     ("train_type", "sees", "told"),
     [("lora", True, "PeftModel"), ("full", True, "ImageText"), ("full", False, "CausalLM")],
 )
-def test_what_to_do_next(train_type: Any, sees: bool, told: str, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_errors_name_a_remedy(train_type: Any, sees: bool, told: str, tiny: TinyWorld, tmp_path: Path) -> None:
     counts = dict.fromkeys(("num_samples", "filtered", "num_packs", "steps", "steps_without_packing"), 1)
     counts |= dict.fromkeys(("num_empty_micro_batches", "num_processes", "target_tokens"), 1)
     sizes: Any = {"max_length": 1, "packing_length": 1, "fill": 1.0, "samples_per_pack": 1.0, "packing": True}
@@ -98,7 +98,7 @@ def test_what_to_do_next(train_type: Any, sees: bool, told: str, tiny: TinyWorld
     assert told in load
 
 
-def test_heads_that_make_all_logits_are_counted(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_with_all_logits_are_counted(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a model's logits are treated behind its head, they are made for all targets at once."""
     config, num_tokens = tiny.config("out"), 1 << 16
     plain = reduced_config("qwen3_vl")
@@ -119,7 +119,7 @@ def test_the_check_before_training_is_counted(tiny: TinyWorld, monkeypatch: pyte
     assert (checked, unchecked) == (3 * 4 * 96 * 4 * 32, 0)
 
 
-def test_gathered_layers_are_counted_where_weights_are_sharded(tiny: TinyWorld) -> None:
+def test_gathered_layers_are_counted_with_sharded_weights(tiny: TinyWorld) -> None:
     assert estimate(tiny).gathered == estimate(tiny, deepspeed="zero2").gathered == 0
     full = estimate(tiny, fsdp=("full_shard",))
     assert 0 < full.gathered * GIB <= 2 * 3 * full.num_parameters
@@ -134,22 +134,22 @@ def test_buckets_of_gradients_are_counted(tiny: TinyWorld) -> None:
     """Data-parallel ranks exchange copies; one process, and ranks that shard, have none."""
     plain = estimate(tiny)
     assert plain.buckets == plain.gradients
-    assert "buckets of gradients" in plain.sentence()
+    assert "gradient buckets" in plain.sentence()
     assert estimate(tiny, world_size=1).buckets == 0
     assert estimate(tiny, deepspeed="zero2").buckets == estimate(tiny, fsdp=("full_shard",)).buckets == 0
 
 
-def test_stages_of_a_file_are_told(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_zero_stage_is_read_from_a_file(tiny: TinyWorld, tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
     path.write_text('{"zero_optimization": {"stage": 2}}')
     assert estimate(tiny, deepspeed=str(path)) == estimate(tiny, deepspeed="zero2")
 
 
-def test_a_model_that_cannot_be_traced_says_so(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_without_activations_says_so(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     def asks_for_numbers(*_: Any, **__: Any) -> None:
         raise RuntimeError("a number is needed on the host")
 
     monkeypatch.setattr(memory, "trace_pass", asks_for_numbers)
     found = estimate(tiny)
     assert found.activations is None
-    assert found.sentence().endswith("and activations, which cannot be traced")
+    assert found.sentence().endswith("plus activations, which cannot be estimated for this model")

@@ -33,7 +33,7 @@ def sized(config: TrainConfig) -> int:
     return found
 
 
-def test_what_is_recomputed_is_not_kept(tiny: TinyWorld) -> None:
+def test_recomputed_activations_need_less_memory(tiny: TinyWorld) -> None:
     model = model_config(tiny.model)
     whole, recomputed = (
         module.bytes_per_token(tiny.config("", gradient_checkpointing=on), model, torch.float32) for on in (False, True)
@@ -41,7 +41,7 @@ def test_what_is_recomputed_is_not_kept(tiny: TinyWorld) -> None:
     assert recomputed < whole
 
 
-def test_half_the_precision_keeps_half(tiny: TinyWorld) -> None:
+def test_half_precision_needs_half_the_memory(tiny: TinyWorld) -> None:
     model, config = model_config(tiny.model), tiny.config("")
     full, half = (module.bytes_per_token(config, model, dtype) for dtype in (torch.float32, torch.bfloat16))
     # Norms compute in 32 bits whatever comes in.
@@ -59,7 +59,7 @@ def test_more_memory_holds_more_tokens(tiny: TinyWorld, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("memory")
-def test_the_number_fits_and_the_next_does_not(tiny: TinyWorld) -> None:
+def test_bucket_size_fits_and_the_next_does_not(tiny: TinyWorld) -> None:
     config = tiny.config("out", **SKRULL)
     size, model = sized(config), model_config(tiny.model)
     empty = model_without_weights(config, model, torch.float32)
@@ -73,7 +73,7 @@ def test_the_number_fits_and_the_next_does_not(tiny: TinyWorld) -> None:
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_run_has_the_number(tiny: TinyWorld) -> None:
+def test_run_uses_the_bucket_size(tiny: TinyWorld) -> None:
     notes: list[str] = []
 
     class Listening(SilentProgress):
@@ -83,26 +83,26 @@ def test_a_run_has_the_number(tiny: TinyWorld) -> None:
     config = tiny.config("out", **SKRULL, dry_run=True)
     train(config, Listening())
     expected = sized(config)
-    assert any(note.startswith(f"bucket size: {expected:,} tokens a process") for note in notes)
+    assert any(note.startswith(f"bucket size: {expected:,} tokens per process") for note in notes)
     assert any(f"--bucket-size {expected}" in note for note in notes if note.startswith("settings"))
 
 
-def test_a_number_stays(tiny: TinyWorld) -> None:
+def test_given_bucket_size_is_kept(tiny: TinyWorld) -> None:
     assert sized(tiny.config("", schedule="skrull", bucket_size="2K")) == 2048
 
 
-def test_no_room_for_a_token(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_an_error(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_bytes", lambda *, on_gpu: 2**20)
     with pytest.raises(ConfigError, match="weights, gradients and optimizer need"):
         sized(tiny.config("out", **SKRULL))
 
 
-def test_pictures_towers_are_not_measured(tiny: TinyWorld) -> None:
+def test_trained_vision_tower_is_refused(tiny: TinyWorld) -> None:
     with pytest.raises(ConfigError, match="--freeze-vit false"):
         sized(tiny.config("out", **SKRULL | {"freeze_vit": False}))
 
 
-def test_the_share_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_machine_is_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     whole = module.device_bytes(on_gpu=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -36,7 +36,9 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=ids).logits
 
 
-def test_merged_logits_are_the_adapters(adapter: Path, tiny: TinyWorld, tmp_path: Path, capsys: Any) -> None:
+def test_merged_model_gives_the_logits_of_the_adapter(
+    adapter: Path, tiny: TinyWorld, tmp_path: Path, capsys: Any
+) -> None:
     output = tmp_path / "merged"
     assert run(["merge", str(adapter), "--output", str(output), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -55,7 +57,7 @@ def test_merged_logits_are_the_adapters(adapter: Path, tiny: TinyWorld, tmp_path
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_in_bfloat16_the_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> None:
+def test_bfloat16_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> None:
     exact, short = tmp_path / "exact", tmp_path / "short"
     merge_adapter(MergeConfig(adapter=str(adapter), output=str(exact)), SilentProgress())
     result = merge_adapter(
@@ -70,15 +72,15 @@ def test_in_bfloat16_the_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> N
 def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {str(tmp_path / "none"): "there is no such directory", str(adapter.parent): "whose last adapter is .*last"}
     for directory, why in told.items():
-        with pytest.raises(ConfigError, match=f"is no adapter: .*{why}"):
+        with pytest.raises(ConfigError, match=f"is not an adapter: .*{why}"):
             merge_adapter(MergeConfig(adapter=directory, output=str(tmp_path / "new")), SilentProgress())
     with pytest.raises(ConfigError, match=r"--base-model \./none: there is no such directory"):
         merge_adapter(
             MergeConfig(adapter=str(adapter), base_model="./none", output=str(tmp_path / "new")), SilentProgress()
         )
-    with pytest.raises(ConfigError, match="is no adapter: it is a full model"):
+    with pytest.raises(ConfigError, match="is not an adapter: it is a full model"):
         merge_adapter(MergeConfig(adapter=tiny.model, output=str(tmp_path / "new")), SilentProgress())
-    with pytest.raises(ConfigError, match="there already, and not empty"):
+    with pytest.raises(ConfigError, match="already exists and is not empty"):
         merge_adapter(MergeConfig(adapter=str(adapter), output=tiny.model), SilentProgress())
 
     def full(*_: Any, **__: Any) -> None:
@@ -115,6 +117,6 @@ def test_adapters_that_do_not_fit_are_refused(way: str, adapter: Path, tiny: Tin
     else:
         truncated(weights)
     found = MergeConfig(adapter=str(copy), base_model=base, output=str(tmp_path / "new"))
-    with pytest.raises(MismatchError, match=r"the adapter in .* is that of another|cannot be put onto"):
+    with pytest.raises(MismatchError, match=r"the adapter in .* belongs to another|cannot be attached to"):
         merge_adapter(found, SilentProgress())
     assert not (tmp_path / "new").exists()

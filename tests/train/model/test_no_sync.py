@@ -122,7 +122,9 @@ def loss_of(mode: FakeTensorMode, spec: InputSpec, batch: PackedBatch, *, adapte
 
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE, *THAT_HEAR])
-def test_no_family_waits(name: str, adapters: bool, drawn_data: Path, tmp_path: Path, request: Any) -> None:
+def test_no_family_waits_for_the_device(
+    name: str, adapters: bool, drawn_data: Path, tmp_path: Path, request: Any
+) -> None:
     if name == "qwen2_sliding" and "window_size" not in signature(varlen_attn).parameters:
         pytest.skip("this torch's varlen attention has no sliding windows")
     config = config_of(name, drawn_data, tmp_path)
@@ -162,7 +164,7 @@ def end_of_step(norm: Tensor | float, loss: Tensor, on_nan: OnNan) -> StepWatch:
 
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.usefixtures("fake_cuda")
-def test_numbers_that_are_none_are_looked_for_without_waiting(has_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_check_does_not_wait(has_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", EventOfNothing)
     loss = torch.ones((), device="cuda")
     norm = loss if has_norm else 1.0
@@ -175,7 +177,7 @@ def test_numbers_that_are_none_are_looked_for_without_waiting(has_norm: bool, mo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_numbers_that_are_none_are_found_on_a_gpu() -> None:
+def test_nan_is_found_on_a_gpu() -> None:
     one = torch.ones((), device="cuda")
     bad = one * float("nan")
     torch.cuda.synchronize()
@@ -223,7 +225,7 @@ def test_the_step_for_gpus_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
     assert step().isfinite()
 
 
-def test_the_trace_finds_what_waits(drawn_data: Path, tmp_path: Path, request: Any) -> None:
+def test_waiting_operations_are_detected(drawn_data: Path, tmp_path: Path, request: Any) -> None:
     """transformers' own way does: without tower inputs, at the first size that it asks the device for."""
     spec = InputSpec(str(tmp_path), config_of("qwen3_vl", drawn_data, tmp_path), MediaLimits())
     batch = batch_for(spec)

@@ -24,7 +24,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("way", ["shared sequences", "shared prefixes"])
-def test_a_plan_tells_what_a_dry_run_tells(
+def test_plan_shows_the_memory_of_the_dry_run(
     way: str, tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = ["--sequence-parallel-size", "2", "--fsdp", "full_shard"] * (way == "shared sequences")
@@ -35,7 +35,7 @@ def test_a_plan_tells_what_a_dry_run_tells(
     assert planned == told(["train", *given, *WORDS, *shared], capsys)
 
 
-def test_lengths_alone_and_what_is_not_known(
+def test_plan_of_lengths_and_unknown_models(
     tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = tmp_path / "lengths.npy"

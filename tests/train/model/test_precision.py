@@ -53,7 +53,7 @@ def update_of(short: TinyWorld, checkpoint: Path) -> torch.Tensor:
     return torch.cat([(after[name].float() - before[name].float()).flatten() for name in sorted(before)])
 
 
-def test_ten_small_steps_in_bfloat16_are_those_of_float32(short: TinyWorld, tmp_path: Path) -> None:
+def test_ten_small_bfloat16_steps_equal_those_in_float32(short: TinyWorld, tmp_path: Path) -> None:
     updates = {}
     for name, settings in {
         "exact": {"torch_dtype": "float32"},
@@ -74,7 +74,7 @@ def test_ten_small_steps_in_bfloat16_are_those_of_float32(short: TinyWorld, tmp_
 
 
 @pytest.mark.parametrize("settings", [{}, {"master_weights": "kahan"}, {"freeze_vit": True, "freeze_aligner": True}])
-def test_a_resumed_run_has_every_digit(settings: dict[str, Any], short: TinyWorld, tmp_path: Path) -> None:
+def test_resumed_run_has_all_digits(settings: dict[str, Any], short: TinyWorld, tmp_path: Path) -> None:
     given = {"torch_dtype": "bfloat16", "save_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2} | settings
     train(short.config(tmp_path / "whole", **given), SilentProgress())
     resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
@@ -84,7 +84,7 @@ def test_a_resumed_run_has_every_digit(settings: dict[str, Any], short: TinyWorl
     assert bool(masters) == ("master_weights" not in settings)
 
 
-def test_compensated_steps_are_those_of_float32() -> None:
+def test_compensated_steps_equal_those_in_float32() -> None:
     """Both are given the same gradients; without compensation nearly nothing would be left of so small a rate."""
     torch.manual_seed(0)
     start = (0.05 * torch.randn(64, 64)).bfloat16()
@@ -106,7 +106,7 @@ def test_compensated_steps_are_those_of_float32() -> None:
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_frozen_and_trained_parts_of_different_precision_go_together(name: str, tmp_path: Path) -> None:
+def test_frozen_and_trained_parts_may_differ_in_precision(name: str, tmp_path: Path) -> None:
     save_image_processor(name, str(tmp_path))
     spec = reduced_spec(name, str(tmp_path))
     batch = collate_packs(mixed_samples(name), spec)
@@ -128,7 +128,7 @@ def test_frozen_and_trained_parts_of_different_precision_go_together(name: str, 
     assert max(losses) - min(losses) < 0.02 * max(losses)
 
 
-def test_what_would_not_be_done_is_refused() -> None:
+def test_options_without_effect_are_refused() -> None:
     def problems(**settings: Any) -> list[str]:
         given = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "master_weights": "kahan"}
         return TrainConfig(**given | settings).problems()
@@ -139,7 +139,7 @@ def test_what_would_not_be_done_is_refused() -> None:
     assert problems(train_type="full") == []
 
 
-def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_saved_one_by_one_are_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """transformers' Trainer would go on with those that training began with: the saved file has other names."""
     (tmp_path / "world").mkdir()
     tiny = make_tiny_text_world(tmp_path / "world")
@@ -162,7 +162,7 @@ def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path, cap
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 1)
 
 
-def test_what_is_trained_beside_adapters_is_float32_too(short: TinyWorld, tmp_path: Path) -> None:
+def test_weights_trained_beside_adapters_are_float32(short: TinyWorld, tmp_path: Path) -> None:
     """Biases and whole modules that a LoRA run trains; the weights that stay keep the checkpoint's 16 bits."""
     given: dict[str, Any] = {"train_type": "lora", "lora_bias": "all", "modules_to_save": ("lm_head",)}
     config = short.config(tmp_path, **given | {"max_steps": 2, "bf16": True})

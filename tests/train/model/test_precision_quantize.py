@@ -37,19 +37,19 @@ def config(**settings: Any) -> TrainConfig:
         ({"deepspeed": "zero3"}, "cannot be combined with --deepspeed zero3"),
     ],
 )
-def test_what_few_bits_cannot_do_is_refused(settings: dict[str, Any], told: str) -> None:
+def test_unsupported_options_of_quantization_are_refused(settings: dict[str, Any], told: str) -> None:
     asked = {} if "quant_method" in settings else {"quant_bits": 4}
     assert any(told in problem for problem in config(**asked | settings).problems())
     assert not config(quant_bits=4, quant_method="bnb").problems()
 
 
 @pytest.mark.skipif(has_bitsandbytes, reason="is about its absence")
-def test_without_the_package_it_is_named() -> None:
+def test_missing_bitsandbytes_is_named() -> None:
     with pytest.raises(ConfigError, match="--quant-bits 4: bitsandbytes is not installed"):
         quantization_config(config(quant_bits=4), PreTrainedConfig(), torch.float32)
 
 
-def test_towers_and_head_keep_their_bits() -> None:
+def test_towers_and_head_are_not_quantized() -> None:
     """And adapters, of which a model may have some already."""
     options = config(quant_bits=4, freeze_vit=False, freeze_aligner=False)
     model = reduced_model("qwen3_vl")
@@ -63,7 +63,7 @@ def test_towers_and_head_keep_their_bits() -> None:
     assert quantized_layers(model, "qwen3_vl", config()) == []
 
 
-def test_what_is_saved_is_counted_by_hand() -> None:
+def test_saved_bytes_equal_a_count_by_hand() -> None:
     layers = [torch.nn.Linear(128, 64), torch.nn.Linear(64, 256)]
     numbers = 128 * 64 + 64 * 256
     assert saved_bytes(layers, config(quant_bits=8), 2) == numbers * 1 - 4 * (64 + 256)
@@ -74,7 +74,7 @@ def test_what_is_saved_is_counted_by_hand() -> None:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("bits", [4, 8])
-def test_gradients_are_those_of_the_weights_that_the_bits_stand_for(tmp_path: Path, bits: int) -> None:
+def test_gradients_equal_those_of_dequantized_weights(tmp_path: Path, bits: int) -> None:
     """Also after an evaluation, in which bitsandbytes would like to turn to an order without a backward pass."""
     options = config(quant_bits=bits, lora_dropout=0.0)
     reduced_model("qwen3").save_pretrained(tmp_path)

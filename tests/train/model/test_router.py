@@ -44,14 +44,14 @@ def gradients(batches: list[Batch], step_tokens: int, *, recomputed: bool = Fals
     return [*found, balance.take()]
 
 
-def test_one_layer_is_what_transformers_computes() -> None:
+def test_loss_of_one_layer_equals_that_of_transformers() -> None:
     torch.manual_seed(1)
     logits, tokens = torch.randn(50, 8), torch.rand(50) > 0.3
     ours = load_balance(logits, logits.topk(2).indices, tokens)
     torch.testing.assert_close(ours, load_balancing_loss_func((logits,), 8, 2, tokens[None].long()))
 
 
-def test_padding_fillers_and_recomputing_change_nothing() -> None:
+def test_padding_fillers_and_recomputation_change_nothing() -> None:
     """A step of two micro-batches: packed, packed with padding, padded, with a filler beside, recomputed."""
     spec = reduced_spec("qwen3")
     first, second = [make_sample(7, seed=1), make_sample(5, seed=2)], [make_sample(9, seed=3)]
@@ -69,7 +69,7 @@ def test_padding_fillers_and_recomputing_change_nothing() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
-def test_what_has_no_routers_is_refused() -> None:
+def test_model_without_routers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--router-aux-loss-coef 0.1: \w+ has no routers"):
         RouterBalance(reduced_model("qwen3"), 0.1)
     told = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", router_aux_loss_coef=0.1, deepspeed="zero2")

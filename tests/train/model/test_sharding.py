@@ -54,7 +54,7 @@ def test_a_file_of_settings(tmp_path: Path) -> None:
             deepspeed_settings(str(tmp_path / name))
 
 
-def test_what_the_trainer_is_told() -> None:
+def test_arguments_of_the_trainer() -> None:
     assert sharding_arguments(config()) == {}
     full = sharding_arguments(config(fsdp=("full_shard", "offload")))
     assert full["fsdp"] is True
@@ -91,11 +91,11 @@ def losses_of_shards(keeps: bool) -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_losses_keep_their_digits(keeps: bool, tmp_path: Path) -> None:
+def test_fsdp_does_not_round_losses(keeps: bool, tmp_path: Path) -> None:
     run_ranks(2, losses_of_shards, keeps, scratch=tmp_path)
 
 
-def test_layers_that_a_model_lists_and_lacks_are_not_looked_for() -> None:
+def test_only_layers_in_the_model_are_wrapped() -> None:
     """Qwen3-Omni's thinker lists its talker's layers, and accelerate would refuse the model for them."""
 
     class Layer(torch.nn.Module):

@@ -48,7 +48,7 @@ def config_of(name: str, drawn_data: Path, folder: Path) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE, *THAT_HEAR])
-def test_a_trace_holds_what_the_pass_holds(name: str, drawn_data: Path, tmp_path: Path) -> None:
+def test_traced_bytes_equal_those_of_the_pass(name: str, drawn_data: Path, tmp_path: Path) -> None:
     """And what is kept is what autograd saves, counted otherwise: by the hooks of saved tensors."""
     config = config_of(name, drawn_data, tmp_path)
     told = traced_bytes(config)
@@ -69,7 +69,7 @@ def check_same(told: PassBytes, found: PassBytes) -> None:
 
 
 @pytest.mark.parametrize("name", THAT_HEAR)
-def test_sounds_are_traced_as_sounds(name: str, drawn_data: Path, tmp_path: Path) -> None:
+def test_sounds_are_traced(name: str, drawn_data: Path, tmp_path: Path) -> None:
     """Two sounds of 2.0 and 1.3 seconds against the one that is traced for them: what they add to text alone."""
     config = config_of(name, drawn_data, tmp_path)
     spec, frames = InputSpec("", config, MediaLimits()), (200, 132)
@@ -89,7 +89,7 @@ def test_sounds_are_traced_as_sounds(name: str, drawn_data: Path, tmp_path: Path
     assert abs(picture.kept - alone.kept) > 1.2 * (told.kept - alone.kept), "a sound is no picture"
 
 
-def test_sequences_that_ranks_share_are_traced(tmp_path: Path) -> None:
+def test_shared_sequences_are_traced(tmp_path: Path) -> None:
     """Each way's own exchanges on two ranks, with pictures of which one is larger than all of the others."""
     run_ranks(2, _measure_shared, tmp_path, scratch=tmp_path)
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -118,7 +118,7 @@ def test_sequences_that_ranks_share_are_traced(tmp_path: Path) -> None:
         assert told.peak == pytest.approx(peak, abs=integers)
 
 
-def test_sounds_of_a_sequence_that_ranks_share_are_traced(drawn_data: Path, tmp_path: Path) -> None:
+def test_sounds_of_shared_sequences_are_traced(drawn_data: Path, tmp_path: Path) -> None:
     """A rank may hear more than it holds the tokens of, or nothing."""
     config = config_of("qwen2.5-omni", drawn_data, tmp_path)
     of = partial(RankTokens, computed=160, audio=60)

@@ -111,7 +111,7 @@ def unloaded_names(patterns: set[str]) -> st.SearchStrategy[list[str]]:
 
 
 @pytest.mark.parametrize("name", ignoring_classes())
-def test_a_saved_model_has_every_tensor_of_its_base(name: str, tmp_path: Path) -> None:
+def test_saved_model_has_every_tensor_of_its_base(name: str, tmp_path: Path) -> None:
     """Nothing is trained here, so all names and bytes must be those of the base model."""
     model = reduced(name)
     for tensor in model.state_dict().values():
@@ -167,7 +167,7 @@ def tiny_with_mtp(tiny: TinyWorld, tmp_path: Path) -> Path:
     return directory
 
 
-def test_checkpoints_and_merged_models_keep_what_is_not_loaded(
+def test_checkpoints_and_merged_models_keep_unloaded_tensors(
     tiny: TinyWorld, tiny_with_mtp: Path, tmp_path: Path
 ) -> None:
     base = read_tensors(tiny_with_mtp)
@@ -197,7 +197,7 @@ def test_checkpoints_and_merged_models_keep_what_is_not_loaded(
     assert all(torch.equal(resumed[name], last[name]) for name in base)
 
 
-def test_merging_changes_adapted_modules_alone(tiny: TinyWorld, tiny_with_mtp: Path, tmp_path: Path) -> None:
+def test_merging_changes_only_adapted_modules(tiny: TinyWorld, tiny_with_mtp: Path, tmp_path: Path) -> None:
     """Every other tensor has the bytes of the base, also where its precision is another than the model's."""
     config = json.loads((tiny_with_mtp / "config.json").read_text())
     (tiny_with_mtp / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
@@ -219,7 +219,7 @@ def test_merging_changes_adapted_modules_alone(tiny: TinyWorld, tiny_with_mtp: P
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_base_in_the_format_of_pytorch(tmp_path: Path) -> None:
+def test_base_model_in_pytorch_format(tmp_path: Path) -> None:
     model = reduced_model("qwen3")
     model.save_pretrained(tmp_path / "saved")
     extra = {"mtp.fc.weight": torch.randn(2, 3).t()}

@@ -137,7 +137,7 @@ def test_checkpoints_with_weights_only_cannot_be_resumed(train_type: str, tiny: 
     begun = {"resume_only_model": True, "output_dir": str(tmp_path / "new")}
     begun["resume_from_checkpoint"] = str(tmp_path / "checkpoint-2")
     train(tiny.config(**given | on | begun), progress)
-    assert any("optimizer, schedule and data begin anew" in line for line in progress.lines)
+    assert any("optimizer, schedule and data start from the beginning" in line for line in progress.lines)
     first, again = read_metrics(tmp_path), read_metrics(tmp_path / "new")
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert again[0]["loss"] < first[0]["loss"]

@@ -8,7 +8,7 @@ import pytest
 from packtool.train.loop.log import Outliers, is_far_above, outlier_warning
 
 
-def test_six_robust_deviations_are_far() -> None:
+def test_outlier_is_six_robust_deviations_above_the_median() -> None:
     before = [2.0 + 0.1 * (number % 5 - 2) for number in range(50)]  # a median absolute deviation of 0.1
     assert is_far_above(2.0 + 6.1 * 0.14826, before, 0.01)
     assert not is_far_above(2.0 + 5.9 * 0.14826, before, 0.01)
@@ -28,7 +28,7 @@ def curve(seed: int, num: int = 2000) -> tuple[np.ndarray, np.ndarray]:
     return losses, np.exp(0.3 * random.standard_t(5, num)) * (1 + 5 * np.exp(-steps / 30))
 
 
-def test_few_lines_of_ordinary_curves_are_marked() -> None:
+def test_ordinary_curves_have_few_outliers() -> None:
     marked = 0
     for seed in range(5):
         outliers = Outliers()
@@ -40,7 +40,7 @@ def test_few_lines_of_ordinary_curves_are_marked() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("at", [60, 1900])
-def test_a_jump_is_marked_and_a_new_level_is_not_for_long(at: int) -> None:
+def test_jump_is_an_outlier_and_a_new_level_only_briefly(at: int) -> None:
     losses, norms = curve(7)
     outliers, marked = Outliers(), []
     losses[at] += 6.0
@@ -53,7 +53,7 @@ def test_a_jump_is_marked_and_a_new_level_is_not_for_long(at: int) -> None:
     assert 1 <= sum(1000 <= step < 1200 for step, found in marked if "loss" in found) <= 4
 
 
-def test_numbers_that_are_none_are_for_others_to_tell() -> None:
+def test_nan_and_evaluations_are_no_outliers() -> None:
     outliers = Outliers()
     for _ in range(30):
         assert not outliers.of({"loss": 1.0, "grad_norm": 0.0})
@@ -62,10 +62,10 @@ def test_numbers_that_are_none_are_for_others_to_tell() -> None:
     assert outliers.of({"loss": 2.0}) == {"loss": 1.0}
 
 
-def test_the_sentence_has_the_command() -> None:
-    told = outlier_warning(1200, {"loss": 1.25}, {"loss": 9.0}, "'my run'")
-    assert told == (
-        "step 1,200 is far above those before: loss 9 (the last lines: 1.25): packtool inspect 'my run' --step 1200 "
-        "shows what it held"
+def test_warning_names_the_command() -> None:
+    warning = outlier_warning(1200, {"loss": 1.25}, {"loss": 9.0}, "'my run'")
+    assert warning == (
+        "step 1,200 is far above previous steps: loss 9 (median of previous lines: 1.25): "
+        "packtool inspect 'my run' --step 1200 shows its samples"
     )
     assert "inspect" not in outlier_warning(3, {"grad_norm": 1.0}, {"grad_norm": 7.0}, None)

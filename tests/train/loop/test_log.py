@@ -37,7 +37,7 @@ class Clock:
 
 
 @given(lines=st.lists(st.lists(seconds, min_size=7, max_size=7), min_size=1, max_size=5))
-def test_waits_of_a_line_and_the_rest_are_its_time(lines: list[list[float]]) -> None:
+def test_waits_and_computation_add_up_to_the_time_of_a_line(lines: list[list[float]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(log, "time", clock)
@@ -72,7 +72,7 @@ def test_waits_of_a_line_and_the_rest_are_its_time(lines: list[list[float]]) -> 
             written = write
 
 
-def test_copies_are_a_share_of_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_wait_is_a_share_of_the_time_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(log, "time", clock)
     measured = Meter(by_channel=False)
@@ -83,7 +83,7 @@ def test_copies_are_a_share_of_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("by_channel", [True, False])
-def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> None:
+def test_target_in_a_shared_prefix_counts_for_each_sample(by_channel: bool) -> None:
     model, spec = reduced_model("qwen3"), reduced_spec("qwen3")
     channels = ("a", "b", "a", "a", None, "b", "a")
     samples = [
@@ -123,7 +123,7 @@ def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> N
     by_channel=st.booleans(),
     in_head=st.booleans(),
 )
-def test_the_loss_is_the_mean_over_targets_and_the_objective_has_the_weights(
+def test_loss_is_the_unweighted_mean_and_objective_the_weighted_one(
     weights: list[float | None], kind: str, reduction: str, by_channel: bool, in_head: bool
 ) -> None:
     spec = dataclasses.replace(reduced_spec("qwen3"), loss_reduction=reduction)

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_bad_numbers_are_found_anywhere(bad: float) -> None:
+def test_nan_and_infinity_are_found_in_losses_and_norm(bad: float) -> None:
     good = torch.tensor(1.0, dtype=torch.bfloat16)
     assert has_bad_number([good, good], 1.0, CPU) == 0
     assert has_bad_number([good], torch.tensor([1.0]), CPU) == 0
@@ -24,7 +24,7 @@ def test_bad_numbers_are_found_anywhere(bad: float) -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
-def test_a_scaled_norm_may_be_infinite(is_scaled: bool) -> None:
+def test_norm_with_loss_scaling_may_be_infinite(is_scaled: bool) -> None:
     watch = StepWatch(StopSignals(), lambda: lambda _: [], on_nan="go-on", world=World(), progress=SilentProgress())
     watch.record_loss(torch.tensor(1.0))
     watch.record_norm(float("inf"), is_scaled=is_scaled)

@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_what_fits_is_taken_whole(saved: Path) -> None:
+def test_adapter_that_fits_is_loaded_completely(saved: Path) -> None:
     attached, taking = attach_adapter(reduced_model("qwen3"), str(saved)), adapted()
     load_adapter_weights(taking, str(saved))
     theirs, ours = (get_peft_model_state_dict(model, save_embedding_layers=False) for model in (attached, taking))
@@ -42,19 +42,21 @@ def test_what_fits_is_taken_whole(saved: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [{"r": 3}, {"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}]
 )
-def test_what_does_not_fit_is_named(saved: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(MismatchError, match=r"is not that of these settings: \d+ of its weights do not fit, such as "):
+def test_adapter_that_does_not_fit_names_a_weight(saved: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match=r"does not match the options: \d+ of its weights do not fit, such as "):
         load_adapter_weights(adapted(**settings), str(saved))
 
 
-def test_modules_that_peft_takes_for_others_are_named() -> None:
+def test_modules_that_peft_confuses_with_experts_are_named() -> None:
     """The expert that all tokens share: peft adapts the routed ones in its place."""
     model: Any = auto_class(hybrid_config("qwen3_next")).from_config(hybrid_config("qwen3_next"))
     towers = towers_of(model, "qwen3_next")
     run = TrainConfig(model="", cached_dataset=("",), output_dir="")
     names = {name.rpartition(".")[2] for name, _ in model.named_modules() if "shared_expert." in name}
     assert {"gate_proj", "up_proj", "down_proj"} <= names
-    with pytest.raises(ConfigError, match="LoRA on down_proj, gate_proj, up_proj: peft would adapt the routed") as told:
+    with pytest.raises(
+        ConfigError, match="LoRA on down_proj, gate_proj, up_proj: peft would adapt the model's routed"
+    ) as told:
         add_adapters(model, towers, run)
     _, _, others = str(told.value).partition("--target-modules ")
     found = add_adapters(model, towers, replace(run, target_modules=tuple(others.split())))
@@ -63,7 +65,7 @@ def test_modules_that_peft_takes_for_others_are_named() -> None:
     assert not any("experts" in name or "shared_expert." in name for name in adapted_names)
 
 
-def test_a_file_that_is_damaged_is_told(saved: Path, tmp_path: Path) -> None:
+def test_damaged_adapter_file_is_reported(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no adapter")
     with pytest.raises(MismatchError, match="cannot be read"):
         load_adapter_weights(adapted(), str(tmp_path))
