@@ -177,7 +177,7 @@ def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: p
         (["--fit", "1GB", "--schedule", "skrull", "--bucket-size", "200"], "--fit requires packing"),
         (["--gradient-checkpointing", "true"], "--gradient-checkpointing requires --model or --fit"),
         (["--fit", "1GB", "--fsdp", "sharded"], "--fsdp sharded: known are"),
-        (["--fit", "little"], "write it as in 200GB"),
+        (["--fit", "little"], "give one such as 200GB"),
     ],
 )
 def test_conflicting_options_of_fit_are_refused(
