@@ -188,9 +188,8 @@ def place_best_fit(
 ) -> Placements:
     """Place one length after the other where its samples fit most tightly, or in new packs.
 
-    Args:
-        lengths: distinct, from 1 to ``capacity``, in the order of placement; falling order is best-fit decreasing.
-        counts: samples of each length, 1 or more.
+    ``lengths`` are distinct, from 1 to ``capacity``; falling order is best-fit decreasing. ``counts`` are their
+    samples, 1 or more.
     """
     shortest, max_samples = min(lengths, default=1), max_samples or capacity
     shelves: dict[int, list[PackRange]] = {}  # packs by their free tokens
@@ -413,10 +412,7 @@ def pack_histogram(
     Cost: O(N log N) to sort N integers, and some 30,000 group steps for 10,000 distinct lengths. Peak memory: 30 bytes
     a sample at four samples a pack and 55 at one, of which 14 and 20 remain in the plan.
 
-    Args:
-        lengths: (N,), checked.
-        shuffle: False draws nothing at random, and keeps to the order of the cache.
-        stream: offset of the random streams.
+    ``lengths``, (N,), are checked; without ``shuffle`` nothing is drawn at random, and the order of the cache is kept.
     """
     distinct, counts = count_lengths(lengths)
     if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:

@@ -46,12 +46,7 @@ _num_packs_of_first_epoch: dict[str, int] = {}
 def check_media_tokens(
     media_tokens: IntArray | None, lengths: Int32Array, max_media_tokens: int | None, capacity: int
 ) -> Int32Array | None:
-    """Return media tokens as int32 (N,), or None where no pack can exceed the limit; arguments as for ``packing.pack``.
-
-    Raises:
-        ConfigError: there is a limit, but the media tokens are unknown.
-        DataError: single samples exceed the limit.
-    """
+    """Check media tokens; return int32 (N,), or None where no pack can exceed the limit. Arguments as for ``pack``."""
     if max_media_tokens is None or len(lengths) == 0:
         return None
     if media_tokens is None:
@@ -120,11 +115,8 @@ def place_within_budgets(
     mean size (``evenness`` of ``place_exact_fit``), by the value that needs the fewest packs for 20,000 of the samples.
     Cost: about six microseconds a sample.
 
-    Args:
-        lengths, media_tokens: (N,), within the limits.
-        limits: maximum tokens, media tokens and samples of a pack.
-        order: (N,), precedence of samples that are alike.
-        noise: (N,), from 0 to 1: varies the first sample of packs.
+    ``limits`` are maximum tokens, media tokens and samples of a pack, and all arrays (N,): ``order`` is the precedence
+    of samples that are alike; ``noise``, from 0 to 1, varies the first sample of packs.
     """
     capacity, max_media_tokens, max_samples = limits
     size = np.maximum(lengths / capacity, media_tokens / max_media_tokens)
@@ -146,11 +138,7 @@ def place_within_budgets(
 
 
 class _Packer:
-    """Unpacked samples by class and length, and the rule that chooses among them.
-
-    A *cell* holds the samples of one class and length. Classes ascend by the share of media among a sample's tokens;
-    ``_shares`` are the highest of each.
-    """
+    """Unpacked samples in *cells* of one class and length; classes ascend by share of media, at most ``_shares``."""
 
     def __init__(
         self,

@@ -79,19 +79,12 @@ class CostModel:
         target_tokens: IntArray | int = 0,
         tower_flops: npt.NDArray[Any] | float = 0,
     ) -> Costs:
-        """Compute the FLOPs of packs or samples.
-
-        Arguments and result have one shape, (K,): ``attention_flops`` from ``attention``, ``tower_flops`` from
-        ``towers``, and ``target_tokens``, the tokens with logits.
-        """
+        """Compute the FLOPs of packs or samples, of one shape, (K,); ``target_tokens`` are the tokens with logits."""
         cost: Costs = tokens * self.per_token + attention_flops
         return cost + np.asarray(target_tokens) * self.per_target_token + tower_flops
 
     def attention(self, lengths: IntArray, shared: IntArray | None = None) -> Costs:
-        """Compute the FLOPs of the language model's attention.
-
-        ``lengths``, of any shape, include prefixes; ``shared`` are tokens of prefixes that other samples compute.
-        """
+        """Compute attention's FLOPs for lengths with prefixes, of any shape, of which others compute ``shared``."""
         squares = np.square(lengths, dtype=np.int64)
         if shared is not None:
             squares = squares - np.square(shared, dtype=np.int64)
@@ -144,13 +137,9 @@ class CostModel:
         recomputes_towers: bool = False,
         recomputes_head: bool = False,
     ) -> CostModel:
-        """Compute the costs of a model from its ``config.json``.
+        """Compute costs from a ``config.json``; a KeyError if it has no hidden size or number of layers.
 
-        ``learning`` selects the trained weights. Where a part ``recomputes``, its backward pass runs its forward pass
-        again.
-
-        Raises:
-            KeyError: if the configuration has no hidden size or number of layers.
+        ``learning`` selects the trained weights. Where a part ``recomputes``, backward runs its forward pass again.
         """
         layers = ModelLayers.of_config(config)
         flops = partial(_flops, trainable(layers, learning), learning.lora_rank)
@@ -272,18 +261,12 @@ class ModelSizes:
             return cls.of_config(MODEL_PRESETS["8b"])
 
     def state_bytes(self, num_ranks: int, zero_stage: int = 2) -> float:
-        """Return the bytes of weights, gradients and optimizer states on one rank, with ``--zero-stage`` 2 or 3.
-
-        ZeRO-3 holds two gathered layers at a time.
-        """
+        """Return the bytes of weights, gradients and optimizer on one rank; ZeRO-3 also holds two gathered layers."""
         share = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
         return self.num_parameters * (_BYTES * share + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
 
     def token_bytes(self, *, recompute: bool) -> float:
-        """Return the bytes of a token's activations in all layers.
-
-        With recomputation these are the inputs of all layers, and one layer in full.
-        """
+        """Return a token's bytes of activations in all layers: with recomputation all inputs, and one layer in full."""
         if recompute:
             return float(self.num_layers * self.input_bytes + self.kept_bytes)
         return float(self.num_layers * self.kept_bytes)
@@ -357,12 +340,9 @@ class StepTime:
     are compared, so they need not be accurate to a percent.
 
     Args:
-        flops_per_second: that a device reaches.
-        exchanges: of a micro-batch with sharded sequences.
         attention_flops: of a unit of s^2, included in the FLOPs of sequences.
         batch_flops: additional cost of every micro-batch, since kernels on few tokens are slow.
         launch_seconds: minimum of a micro-batch.
-        device: name of the device.
     """
 
     flops_per_second: float = 0.4 * 989e12

@@ -42,14 +42,9 @@ Limit = tuple[IntArray, int]
 def assign_by_tokens(
     lengths: IntArray, *, samples_per_step: int, num_ranks: int, max_tokens: int, max_samples: int | None = None
 ) -> StepAssignment:
-    """Divide the samples of every step into micro-batches of at most ``max_tokens`` tokens.
+    """Divide the samples of every step into micro-batches of at most ``max_tokens`` tokens, which no sample may exceed.
 
-    Args:
-        lengths: (K,), tokens of the samples in the order of the epoch.
-        samples_per_step: of an optimizer step over all ranks; the last step has the remaining ones.
-
-    Raises:
-        ConfigError: a single sample exceeds ``max_tokens``.
+    ``lengths``, (K,), are in the order of the epoch; the last step has the remaining samples.
     """
     longest = int(lengths.max(initial=0))
     if longest > max_tokens:
@@ -76,10 +71,8 @@ def assign_samples(
     A step has the samples of the unpacked run with the same seed: loss, gradient and weights are the same in exact
     arithmetic. Every rank has equally many micro-batches in a step; some may be empty.
 
-    Args:
-        units: the N samples of the epoch, one each, in its order.
-        costs: (N,), work of each sample; its tokens if None.
-        media_tokens: by sample number as in ``units.samples``; needed with ``max_media_tokens_per_pack``.
+    ``units`` are the N samples of the epoch, in its order, and ``costs``, (N,), their work, by default their tokens;
+    ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
     """
     assert options.samples_per_step is not None
     limits = _limits(units.lengths, units.capacity, options.max_samples_per_pack)
@@ -167,10 +160,7 @@ def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
 def _place(
     work: npt.NDArray[Any], falling: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Place each sample in the group of bins with the least work that has space, and there in the bin with the least.
-
-    Returns the bin of every sample, (S, n), and whether all bins of a step keep to the limits, (S,).
-    """
+    """Place samples in the lightest group and bin with space; return bins, (S, n), and whether all fit, (S,)."""
     num_steps, num_samples = work.shape
     shape, rows = (num_steps, num_groups, num_bins // num_groups), np.arange(num_steps)
     loads, used = np.zeros(shape), [np.zeros(shape, np.int64) for _ in limits]
@@ -213,9 +203,8 @@ class EvaluationPlan:
     Args:
         lengths: (K,), tokens of the samples, in their order.
         max_tokens, max_samples: of a micro-batch, including alignment padding.
-        num_ranks: data-parallel ranks that share the work.
         alignment: each sample is padded to a multiple of it.
-        trees: groups of samples with shared prefixes, each of which is in one micro-batch; None without.
+        trees: groups of samples with shared prefixes, each of which is in one micro-batch.
     """
 
     lengths: IntArray

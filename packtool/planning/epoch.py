@@ -113,16 +113,12 @@ def plan_epoch(
     Args:
         lengths, target_tokens: (N,), tokens and labels that carry loss of each sample of the cache.
         epoch: 0-based; every epoch has different packs in a different order.
-        media_tokens: (N,), of each sample; None for none.
-        towers: cost of images and sounds, which ``options.cost`` computes from counts; None for none.
+        media_tokens: (N,), of each sample.
+        towers: cost of images and sounds, which ``options.cost`` computes from counts.
         trees: samples with shared prefixes, each group in one pack; ``media_tokens`` and ``towers`` are then what each
             sample adds to its group.
         untrained: int64 (M,), ascending: the untrained samples of a partly trained epoch, which are also those of
             ``trees``; None for all.
-
-    Raises:
-        ConfigError: an option is not positive, or options contradict each other.
-        DataError: no sample is left, or some are longer than a pack.
     """
     assert len(lengths) == len(target_tokens)
     kept = np.flatnonzero(lengths <= options.max_length).astype(np.int64)
@@ -160,10 +156,7 @@ def plan_mixture(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """Plan an epoch of a mixture: its slots are packed, and then filled with samples.
-
-    Further arguments and errors are as for ``plan_epoch``, for all N samples of the caches, (N,).
-    """
+    """Plan an epoch of a mixture: its slots are packed, and then filled with samples; arrays (N,), of all samples."""
     slots, samples = mixture.slots, mixture.draw(epoch)
     is_spread = options.shuffle and not (options.packing and options.packing_algorithm == "sequential")
     is_one_source = max(mixture.counts) == mixture.num_drawn

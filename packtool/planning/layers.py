@@ -36,9 +36,7 @@ class Step:
 
     Args:
         name: of the module, or of the tensor.
-        inputs, outputs: widths.
         times: number of uses for a unit.
-        num_experts: number of experts.
         shares_input: its input is that of the step before.
         layer: number of its layer; None outside of layers.
         per_unit: FLOPs of attention for each unit, whatever the length: states, and windows of towers.
@@ -84,8 +82,7 @@ class ModelLayers:
         language: for each token; ``per_square`` for the square of a sample's length.
         head: for each token with logits.
         is_tied: the head's weights are those of the embeddings, the first step of ``language``.
-        window: tokens of an attention window; 0 without layers that have windows.
-        in_chunks: windows are consecutive chunks of ``window`` tokens, and do not slide.
+        window, in_chunks: as in ``CostModel``; 0 without layers that have windows.
         vision: the tower, for each token of images and videos; ``per_square`` for the square of a frame's patches.
         mergers: for the same tokens, from outputs of the tower to the text's width; one reads the last layer, others
             earlier layers.
@@ -146,10 +143,7 @@ class Trainable:
 
 
 def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
-    """Find the training of each step, by its name.
-
-    Options that name modules are ignored if they match nothing, as with a family whose modules have other names.
-    """
+    """Find the training of each step, by its name; options that name modules this model lacks are ignored."""
     steps = [step for step in layers.steps if step.kind != "attention"]
     training: dict[str, Trainable] = {}
     if options.train_type == "lora":
@@ -219,11 +213,7 @@ def attention_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def expert_widths(text: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Read the experts of a layer.
-
-    Returns:
-        their number (0 if dense), the width of each, the experts per token, and the width of the shared expert.
-    """
+    """Read a layer's number of experts (0 if dense), their width, experts per token, and the shared expert's width."""
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
     width = int(text.get("intermediate_size") or 4 * int(text["hidden_size"]))
     width = int((experts and text.get("moe_intermediate_size")) or width)

@@ -97,7 +97,6 @@ class SourceLedger:
     """Training counts of one cache.
 
     Args:
-        directory, fingerprint: of the cache.
         before, epoch: counts of each sample in earlier epochs, and in the current one, (N,).
         skipped: rows that could not be loaded, one entry each time, sorted.
         num_samples, tokens, target_tokens: trained from this cache, repeated samples counted each time. Counts
@@ -194,13 +193,9 @@ class Ledger:
         target_tokens: IntArray,
         skipped: Sequence[int] | Int64Array = (),
     ) -> Ledger:
-        """Add steps of the current epoch.
+        """Add ``steps`` of ``plan``, of the current epoch, or of the rest of it when it was planned again.
 
-        Args:
-            plan: of that epoch, or of the rest of it when it was planned again.
-            steps: numbers in that plan.
-            lengths, target_tokens: (N,) of all samples of the caches, by position.
-            skipped: samples of these steps that were left out, by position.
+        ``lengths`` and ``target_tokens``, (N,), are of all samples of the caches, and ``skipped`` those left out.
         """
         skipped_rows = np.sort(np.asarray(skipped, np.int64))
         rows = remove_rows(np.sort(plan.samples_of(steps.start, steps.stop)), skipped_rows)
@@ -261,10 +256,7 @@ def row_keys(sources: Keys, rows: Int64Array, parts: IntArray | None = None) -> 
 
 
 def content_keys(contents: Keys, counts: IntArray) -> Keys:
-    """Compute keys of samples by keys of their contents (N,), as in ``row_keys``.
-
-    Of samples with equal contents, the most often trained one comes first.
-    """
+    """Compute keys of samples by keys of their contents (N,), as in ``row_keys``; of equals, the most trained first."""
     number, _ = _number_equal_keys(contents, -counts.astype(np.int64))
     return np.stack((combine_keys(contents, number), contents))
 

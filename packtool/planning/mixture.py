@@ -229,15 +229,9 @@ def make_mixture(
     max_length: int,
     seed: int,
 ) -> Mixture:
-    """Apply a recipe to caches.
+    """Apply a recipe to caches, leaving out samples longer than ``max_length``; a source left empty is a DataError.
 
-    Args:
-        offsets: int64 (S + 1,), first sample of each cache.
-        lengths, media_tokens, target_tokens: (N,), of all samples.
-        max_length: longer samples are left out.
-
-    Raises:
-        DataError: nothing is left of a source.
+    ``offsets``, int64 (S + 1,), are the first samples of the caches; further arrays, (N,), are of all samples.
     """
     candidates, num_filtered = [], 0
     for source, start, stop in zip(recipe.sources, offsets, offsets[1:], strict=False):

@@ -133,9 +133,7 @@ def order_mixture_packs(
     The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks. Cost:
     O(K S log K) for S sources, and 4 bytes for each of K S numbers.
 
-    Args:
-        source_of: (N,), source of each sample in pack order, 0 to S - 1.
-        amounts: (N,), amount of each sample in pack order: 1, its tokens, or its target tokens.
+    Of the samples in pack order, (N,), ``source_of`` are sources, 0 to S - 1, and ``amounts`` 1, tokens or targets.
     """
     num = packs.num_packs
     vectors = _vectors(packs, source_of, amounts)

@@ -113,12 +113,7 @@ def digest_arrays(digest: hashlib._Hash, *arrays: IntArray) -> str:
 
 
 def check_lengths(lengths: Lengths, capacity: int) -> Int32Array:
-    """Convert lengths to int32 (N,), and check that all are from 1 to ``capacity``.
-
-    Raises:
-        ConfigError: the capacity is out of range.
-        DataError: lengths are not positive integers, or exceed the capacity.
-    """
+    """Convert lengths to int32 (N,), and check that all are from 1 to ``capacity``."""
     if not 1 <= capacity <= MAX_CAPACITY:
         raise ConfigError(
             f"The packing length is {capacity}.", f"--packing-length must be between 1 and {MAX_CAPACITY}."
@@ -162,11 +157,7 @@ def sums_of_groups(values: IntArray, offsets: Int64Array) -> Int64Array:
 
 
 def gather_groups(offsets: Int64Array, order: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Select consecutive groups by their numbers ``order``, (k,).
-
-    Returns:
-        int64 (n,), positions of their members, group after group, and the new offsets, int64 (k + 1,).
-    """
+    """Select groups by number, (k,); return their members' positions, int64 (n,), and offsets, int64 (k + 1,)."""
     sizes = np.diff(offsets)[order]
     new_offsets = to_offsets(sizes)
     members: Int64Array = np.repeat(offsets[:-1][order] - new_offsets[:-1], sizes)
@@ -182,10 +173,7 @@ def invert_order(order: Int64Array) -> Int64Array:
 
 
 def build_plan(order: Int64Array, sizes: IntArray, lengths: Int32Array, capacity: int) -> PackPlan:
-    """Build a plan from the positions of samples in pack order, (N,), and the number of samples of each pack, (K,).
-
-    ``lengths`` are the tokens of each sample, by position.
-    """
+    """Build a plan from sample positions in pack order, (N,), sizes of packs, (K,), and lengths by position."""
     return PackPlan(order, to_offsets(sizes), lengths[order], capacity)
 
 

@@ -52,15 +52,8 @@ def pack(
     many packs. Without shuffling, and always with ``sequential``, the order of the cache is kept as far as possible.
     Windows and the batches of ``binpacking`` are drawn from ``seed`` only, or are consecutive where the order is kept.
 
-    Args:
-        lengths: (N,), tokens of each sample.
-        capacity: maximum tokens of a pack.
-        epoch: 0-based.
-        media_tokens: (N,), of each sample; needed with ``max_media_tokens_per_pack``.
-
-    Raises:
-        ConfigError: an option, the seed or the epoch is out of range, or the algorithm does not keep a budget.
-        DataError: samples exceed a budget of a pack, or have no tokens.
+    ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``. Samples without
+    tokens, or that exceed a budget of a pack, are a DataError; options out of range a ConfigError.
     """
     if problems := [*bound_problems(options), *options.problems(PackOptions)]:
         raise ConfigError.from_problems(problems)
@@ -83,13 +76,10 @@ def pack_trees(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Pack groups of samples with shared prefixes, each as one, by the tokens computed for it.
+    """Pack groups of samples with shared prefixes, each as one, by its computed tokens; arguments as for ``pack``.
 
-    Further arguments are as for ``pack``; each group has at most ``capacity`` tokens.
-
-    Args:
-        lengths: (N,), tokens of each sample, including its prefix.
-        media_tokens: (N,), that each sample adds to its group.
+    ``lengths``, (N,), include prefixes; ``media_tokens``, (N,), are what each sample adds to its group. Each group has
+    at most ``capacity`` tokens.
     """
     assert options.max_samples_per_pack is None, "a group is packed as one, however many samples it has"
     media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
@@ -232,9 +222,6 @@ def map_on_processes(
     """Compute ``[function(job) for job in jobs]`` on processes; the result does not depend on their number.
 
     ``function`` must be picklable. ``on_progress`` is called after each job, in their order, with the number done.
-
-    Raises:
-        PacktoolError: a process died.
     """
     num_proc = min(num_proc, len(jobs))
     results: list[Result] = []
@@ -284,13 +271,8 @@ def place_sequential(
     sample is packed, at most ``look_ahead`` earlier samples still wait, and a sample waits for at most ``look_ahead +
     1`` packs. Cost: O(log look_ahead) searches a sample, about four microseconds.
 
-    Args:
-        lengths: (N,), in order.
-        media_tokens: (N,); None for no limit.
-        limits: maximum tokens, media tokens and samples of a pack; no single sample exceeds them.
-
-    Returns:
-        int64 (N,) the samples in pack order, and (K,) the number of samples in each pack.
+    Lengths and media tokens (None for no limit), (N,), are in order; no sample exceeds ``limits``, maximum tokens,
+    media tokens and samples of a pack. Returns samples in pack order, int64 (N,), and the samples of each pack, (K,).
     """
     capacity, max_media_tokens, max_samples = limits
     if look_ahead == 0 and media_tokens is None:

@@ -138,7 +138,7 @@ def plan_trees(
         capacity, max_samples, max_media_tokens: maximum tokens, samples and media tokens of a group; a single sample
             with more media tokens is a group of its own.
         min_shared: minimum tokens of a shared prefix.
-        max_length: longer samples are in no group; at most ``capacity``, which is the default.
+        max_length: longer samples are in no group; by default ``capacity``.
         media_tokens: of each sample, (N,), and of each prefix, (M,); needed with ``max_media_tokens``.
     """
     assert len(lengths) == prefixes.num_samples

@@ -71,15 +71,7 @@ def seeded_order(
     Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the same
     order; numpy's ``permutation`` may change. Cost: 8 bytes a number, and about half the time of ``permutation``.
 
-    Args:
-        stream: a ``RandomStream``, possibly with the offset of a window.
-        falling: (num,), values of 0 or more.
-
-    Returns:
-        int64 (num,).
-
-    Raises:
-        ConfigError: the seed or the epoch is negative.
+    ``falling`` and the result, int64, are (num,); values are 0 or more. ``stream`` may have the offset of a window.
     """
     largest = int(falling.max()) if falling is not None and num else 0
     number_bits = np.uint64(max(num - 1, 0).bit_length())

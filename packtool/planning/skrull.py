@@ -43,7 +43,6 @@ class PlacedMicroBatch(NamedTuple):
     Args:
         samples: positions in the step's lengths, by ascending length.
         placement: for each sample, ``SHARDED`` or the sequence parallel rank that it is local to.
-        seconds: estimated time.
     """
 
     samples: list[int]
@@ -83,8 +82,7 @@ def schedule_step(
 ) -> list[list[PlacedMicroBatch]]:
     """Assign the sequences of an optimizer step, with ``lengths`` in tokens and ``flops`` of each, (n,).
 
-    Returns:
-        The micro-batches of each of ``num_ranks`` data-parallel ranks, in lists that may differ in length.
+    Returns the micro-batches of each of ``num_ranks`` data-parallel ranks, in lists that may differ in length.
     """
     size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
@@ -274,10 +272,7 @@ class _Ranks:
             self._roll_back(fullest)
 
     def best_placement(self) -> PlacedMicroBatch:
-        """Return the current placement, or the same with more sequences sharded if that is faster.
-
-        Sequences of the busiest rank are sharded, one after the other, while that may save time.
-        """
+        """Return the current placement, or a faster one that shards more sequences of the busiest rank, one by one."""
         step, best, rolled_back = self.step, self.seconds(), list[int]()
         placement, num_best = dict(self.placement), 0
         while step.num_ranks > 1:

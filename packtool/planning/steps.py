@@ -204,9 +204,6 @@ def assign_balanced(
 
     ``costs``, (K,), is the work of each pack, needed for balancing; ``parts`` are trees in several packs, for which
     packs are reordered.
-
-    Raises:
-        ConfigError: a count is not positive.
     """
     world_size, num_per_cell = options.world_size, options.per_device_train_batch_size
     counts = {
@@ -268,16 +265,12 @@ _PACKS_AT_ONCE = 1 << 20  # bounds the temporaries of the swaps
 
 
 def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
-    """Assign each step's packs to ranks, equally many to each.
+    """Assign each step's packs to ranks, equally many to each, by their costs (S, n); n is a multiple of W.
 
     Ties go to the lower rank and the earlier pack, so the result is the same on every machine. Cost: O(K log K) for K
     packs, and at most 16 swaps a step of O((n / W)^2) for its n packs and W ranks.
 
-    Args:
-        costs: (S, n), of the packs of S steps; n is a multiple of W.
-
-    Returns:
-        int64 (S, W, n / W): the columns of ``costs`` of each step and rank, the heaviest first.
+    Returns int64 (S, W, n / W): the columns of ``costs`` of each step and rank, the heaviest first.
     """
     num_steps, num_packs = costs.shape
     per_rank, rest = divmod(num_packs, num_ranks)

@@ -73,12 +73,8 @@ def _assign_media(weights: Costs, cells: Int64Array, placement: Int64Array, shap
 def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
     """Sum the FLOPs of the images of sharded samples on each device in each step, (S W, N).
 
-    The images of a sample are assumed to be equal, as their sizes are unknown here.
-
-    Args:
-        steps, placement: of single samples; ``placement`` is as in ``StepAssignment``, (K,).
-        work: of the samples, by their numbers in ``steps.order``.
-        sequence_parallel_size: N.
+    The images of a sample are assumed to be equal, as their sizes are unknown here. Steps and placement, (K,), are of
+    single samples, and ``work`` is by their numbers in ``steps.order``; N ranks share a micro-batch.
     """
     flops, counts = work.flops[steps.order], np.maximum(work.num_media[steps.order], 1)
     num_cells = len(steps.cell_offsets) - 1
@@ -131,10 +127,7 @@ class Media:
         (Samuelson 1968, "How deviant can you be?"), and exactly that if the others are equal, as assumed here. Among
         videos, whose squares are of frames, the largest has all but a token of each other.
 
-        Args:
-            tokens: (N,), of images and videos of each sample of a cache.
-            squares: (N,), of their patches, frame by frame.
-            patches_per_token: patches that one token stands for.
+        All arrays, (N,), are of the samples of a cache; ``squares`` are of their patches, frame by frame.
         """
         counts = (num_images + num_videos).astype(np.int64)
         samples = np.flatnonzero(counts > 0)
@@ -154,9 +147,7 @@ class Media:
     def with_sounds(self, tokens: IntArray, num_audios: IntArray, num_videos: IntArray) -> Media:
         """Add the sounds of the same samples: of several the first has all but a token of each other.
 
-        Args:
-            tokens: (N,), of sounds, including those of videos.
-            num_audios: (N,), sounds by themselves; without any, tokens are of videos.
+        Arrays are (N,). ``tokens`` include those of videos; a sample without ``num_audios`` has only those.
         """
         samples = np.flatnonzero(tokens > 0)
         counts = np.where(num_audios[samples] > 0, num_audios[samples], np.maximum(num_videos[samples], 1))

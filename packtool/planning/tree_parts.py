@@ -160,12 +160,8 @@ def separate_parts(
 ) -> PackPlan:
     """Exchange groups of samples between packs so that no pack has two groups of one tree, as far as possible.
 
-    Groups of about equal tokens are exchanged, so no pack exceeds its limits.
-
-    Args:
-        groups: packs of groups by number; ``lengths`` are the tokens of groups.
-        trees: (G,), the tree of each group, or ``NOTHING``.
-        media: (G,), media tokens of each; None without a limit.
+    Groups of about equal tokens are exchanged, so no pack exceeds its limits. ``groups`` are packs of groups by number;
+    ``trees`` and ``media``, (G,), are the tree of each group, or ``NOTHING``, and its media tokens, None without limit.
     """
     pack_of = np.repeat(np.arange(groups.num_packs), np.diff(groups.offsets))
     tree_of = trees[groups.samples]

@@ -48,12 +48,7 @@ class Hardware:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], origin: str) -> Hardware:
-        """Read hardware from a file's names and numbers; fields with a default may be missing.
-
-        Raises:
-            ConfigError: listing unknown and missing names, and values that are not positive numbers, with their
-                ``origin``.
-        """
+        """Read hardware from a file's fields; those with a default may be missing. Errors name the ``origin``."""
         declared = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [name for name in fields if name not in declared]
         problems = [f"{origin}: unknown field {name!r}{did_you_mean(name, declared)}" for name in unknown]

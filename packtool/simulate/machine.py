@@ -232,7 +232,6 @@ class Machine:
     Args:
         world_size: devices, over which gradients and optimizer are sharded.
         recompute: activations are computed again in backward, which costs a third more and saves memory.
-        sequence_parallel_type: exchange of keys and values between ranks that share a sequence.
         zero_stage: 3 shards the weights, too.
     """
 
@@ -245,10 +244,7 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute the times and memory of every micro-batch on every rank.
-
-        ``targets``, (K,), are the labels of each sequence.
-        """
+        """Compute times and memory of each rank's micro-batches; ``targets``, (K,), are labels of each sequence."""
         is_local = schedule.placement != SHARDED
         num_ranks = schedule.cell_ranks[schedule.row_cells].astype(np.float64)
         row_of_sequence = schedule.row_starts[schedule.cells] + np.where(is_local, schedule.placement, 0)

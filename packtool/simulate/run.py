@@ -66,12 +66,7 @@ def draw_lengths(name: DistributionName, num: int, *, seed: int) -> npt.NDArray[
 
 
 def read_lengths(path: str) -> npt.NDArray[np.int64]:
-    """Read lengths, int64 (N,), from a .npy file, a JSON list of numbers, or a text file with a number per line.
-
-    Raises:
-        ConfigError: if the file is of another kind.
-        DataError: if it does not hold whole numbers.
-    """
+    """Read lengths, int64 (N,), from a .npy file, a JSON list of numbers, or a text file with a number per line."""
     try:
         with storage.open_read(path) as file:
             if path.endswith(".npy"):
@@ -169,12 +164,9 @@ class Outcome:
 
 
 def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | None = None) -> Sequences:
-    """Shuffle sequences (N,) by the seed, without those that no strategy could train.
+    """Shuffle sequences (N,) by the seed, without those that no strategy could train; an error if none is left.
 
     ``targets`` are the tokens with a label; None for all.
-
-    Raises:
-        DataError: if none is left, or one has no tokens.
     """
     if len(lengths) and int(lengths.min()) < 1:
         raise DataError(f"{int(np.count_nonzero(lengths < 1)):,} samples have no tokens.", "Remove them.")
