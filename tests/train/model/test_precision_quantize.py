@@ -28,8 +28,8 @@ def config(**settings: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"quant_bits": 5}, "--quant-bits 5: known are 4 and 8"),
-        ({"quant_method": "bnb"}, "--quant-method bnb needs --quant-bits 4 or 8"),
+        ({"quant_bits": 5}, "--quant-bits 5: use 4 or 8"),
+        ({"quant_method": "bnb"}, "--quant-method bnb requires --quant-bits 4 or 8"),
         ({"quant_bits": 8, "bnb_4bit_quant_type": "fp4"}, "--bnb-4bit-quant-type fp4 requires --quant-bits 4"),
         ({"train_type": "full"}, "cannot be combined with --train-type full"),
         ({"init_weights": "pissa"}, "cannot be combined with --init-weights pissa"),
