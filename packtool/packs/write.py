@@ -115,11 +115,7 @@ class Pack:
 
 
 def _schema(has_fractions: bool) -> pa.Schema:
-    """Return the columns of Arrow and Parquet files, which have one row per pack.
-
-    Args:
-        has_fractions: positions are float32, for Omni models.
-    """
+    """Return the columns of Arrow and Parquet files, with one row per pack; fractional positions are float32."""
     positions = pa.list_(pa.list_(pa.float32() if has_fractions else pa.int32()))
     return pa.schema(
         [
@@ -162,9 +158,6 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
 
     As in their files, the mask is shifted: it is 1 where the *next* token of the same sample is a target. Their readers
     drop the last token of each sample, begin positions at 0 in each sample, and support neither media nor loss weights.
-
-    Raises:
-        ConfigError: if a sample has loss weights other than 0 and 1.
     """
     for sample in pack.samples:
         if sample.loss_scale is not None:
@@ -263,22 +256,8 @@ class TarFile:
         self._tar.addfile(info, io.BytesIO(data))
 
 
-def _open_file(sink: HashingSink, kind: PacksFormat, has_fractions: bool) -> TableFile | TarFile:
-    """Return the writer of a new file of packs."""
-    if kind == "megatron":
-        return TableFile(sink, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
-    if kind in ("webdataset", "energon"):
-        return TarFile(sink, is_indexed=kind == "energon")
-    return TableFile(sink, _schema(has_fractions), _row, is_arrow=kind == "arrow")
-
-
 def _energon_files(num_packs: dict[str, int], split: str) -> dict[str, bytes]:
-    """Return the metadata files of a crude dataset of Megatron Energon, by name.
-
-    Args:
-        num_packs: number of packs in each tar file, by name.
-        split: of all packs.
-    """
+    """Return the metadata files of a crude dataset of Megatron Energon, by name; ``num_packs`` is by tar file."""
     split_files: dict[str, list[str]] = {"train": [], "val": [], "test": []}
     split_files[split if split in split_files else "train"] = list(num_packs)
     kind = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": {"packtool": "packs"}}
@@ -294,11 +273,7 @@ def _json(value: object) -> bytes:
 
 
 def _extract_files(kind: str, media: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
-    """Yield names and bytes of embedded media files, and replace the bytes in ``media`` by these names.
-
-    Args:
-        kind: ``images``, ``videos`` or ``audios``.
-    """
+    """Yield names and bytes of embedded media files, and replace the bytes in ``media`` by these names."""
     for i, medium in enumerate(media):
         stem = f"{kind.removesuffix('s')}{i}"
         entries = [(stem, medium)]
@@ -472,7 +447,12 @@ def _write_file(part: _Part) -> dict[str, Any]:
     path = storage.join(config.output_dir, name)
     file = AtomicFile(path)
     sink = HashingSink(file)
-    writer = _open_file(sink, config.format, has_fractions=spec.sees and spec.hears)
+    if config.format in ("webdataset", "energon"):
+        writer: TableFile | TarFile = TarFile(sink, is_indexed=config.format == "energon")
+    elif config.format == "megatron":
+        writer = TableFile(sink, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
+    else:
+        writer = TableFile(sink, _schema(spec.sees and spec.hears), _row, is_arrow=config.format == "arrow")
     try:
         for number, positions in enumerate(packs, start=first):
             samples = [reader.sample(int(position)) for position in positions]
@@ -512,11 +492,7 @@ def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[E
 
 
 def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:
-    """Return a sample whose media are only named, without the bytes that a cache may contain.
-
-    Raises:
-        ConfigError: if a medium has no path, because its bytes were embedded in the rows.
-    """
+    """Return a sample whose media are only named, without bytes; media that were embedded in the rows are refused."""
 
     def without_bytes(medium: Any) -> Any:
         frames = getattr(medium, "frames", ())

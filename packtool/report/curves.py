@@ -79,15 +79,10 @@ def _named_paths(chart: Chart) -> list[Path]:
 
 
 def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, int, int]) -> None:
-    """Draw a chart with its axes and names.
-
-    Args:
-        box: left, upper, right and lower end of the area between the axes, in pixels.
-    """
+    """Draw a chart, its axes and names; ``box``: left, upper, right and lower end of the inner area, in pixels."""
     left, top, right, bottom = box
 
     def to_pixels(point: Point) -> Point:
-        """Convert a point in units of the axes."""
         x, y = (coordinate / SIZE for coordinate in point)
         return left + x * (right - left), top + y * (bottom - top)
 
@@ -186,9 +181,6 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
 
     Returns:
         the path of the image; None if the log has no figures.
-
-    Raises:
-        OSError: if the log cannot be read or the image cannot be written.
     """
     records = []
     with open(metrics_path, encoding="utf-8") as file:
@@ -272,10 +264,7 @@ def _chart(
 ) -> Chart | None:
     """Return a chart of curves with a common vertical axis; None if they have no finite value.
 
-    Args:
-        title: quantity and unit.
-        low, high: ends of the vertical axis; None for slightly beyond the values.
-        suffix: unit after the numbers of the vertical axis.
+    ``low`` and ``high`` are the ends of the vertical axis, by default slightly beyond the values.
     """
     shown = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not shown:
@@ -301,9 +290,20 @@ def _chart(
 
 
 def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
-    """Yield lines through consecutive finite values, in units of the axes."""
+    """Yield lines through consecutive finite values, in units of the axes.
+
+    Of many points, only the minimum and maximum of each group are drawn, so that spikes stay visible. A group without a
+    finite value interrupts the line.
+    """
+    kept, group_size = list(range(len(curve.y))), math.ceil(len(curve.y) / _MAX_POINTS)
+    if group_size > 2:
+        kept = []
+        for start in range(0, len(curve.y), group_size):
+            group = curve.y[start : start + group_size]
+            extremes = {int(np.nanargmin(group)), int(np.nanargmax(group))} if np.isfinite(group).any() else {0}
+            kept += sorted(start + i for i in extremes)
     stroke: list[Point] = []
-    for index in _drawn_points(curve.y):
+    for index in kept:
         if np.isfinite(curve.y[index]):
             stroke.append((x.at(float(curve.x[index])), SIZE - y.at(float(curve.y[index]))))
         elif stroke:
@@ -311,22 +311,6 @@ def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
             stroke = []
     if stroke:
         yield stroke
-
-
-def _drawn_points(y: Numbers) -> list[int]:
-    """Return the indices of all points, or of the minimum and maximum of each group of points if there are many.
-
-    Spikes stay visible, and a group without a finite value interrupts the curve.
-    """
-    group_size = math.ceil(len(y) / _MAX_POINTS)
-    if group_size <= 2:
-        return list(range(len(y)))
-    kept: list[int] = []
-    for start in range(0, len(y), group_size):
-        group = y[start : start + group_size]
-        extremes = {int(np.nanargmin(group)), int(np.nanargmax(group))} if np.isfinite(group).any() else {0}
-        kept += sorted(start + i for i in extremes)
-    return kept
 
 
 def _padded(low: float, high: float, fraction: float) -> tuple[float, float]:
@@ -355,13 +339,7 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Return curves of figures that the log contains.
-
-    Args:
-        names: texts at the ends of the curves, by figure.
-        look: of all curves; by default each has its own.
-        scale: factor of the values.
-    """
+    """Return curves of figures that the log contains; ``names`` has the texts at their ends, by figure."""
     curves = []
     for number, (figure, name) in enumerate(names.items()):
         points = [(each["step"], each[figure]) for each in records if isinstance(each.get(figure), (int, float))]

@@ -6,6 +6,7 @@ the model's family defines them, so a box that was scaled wrongly in the rows is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -142,7 +143,10 @@ def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool
         if not name and is_marked:
             before = text[max(match.start() - _MAX_LABEL_LENGTH, 0) : match.start()]
             label = _LABEL.match(text, match.end()) or _LABEL_BEFORE.search(before)
-            name = _unquote(label["label"]) if label else ""
+            if label:
+                name = label["label"][1:-1]
+                with contextlib.suppress(ValueError):  # not valid JSON
+                    name = str(json.loads(label["label"], strict=False))
         # Coordinates often follow a quote, a word or "="; other pairs of numbers rarely do.
         before = text[max(match.start() - 1, 0) : match.start()]
         is_attached = before.isalnum() or before in ("'", '"', "=")
@@ -152,20 +156,8 @@ def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool
                 yield match.start(), _TOKENS.sub("", name).strip(), numbers, is_marked
 
 
-def _unquote(label: str) -> str:
-    """Return the text of a JSON string, or of an invalid one without its quotes."""
-    try:
-        return str(json.loads(label, strict=False))
-    except ValueError:
-        return label[1:-1]
-
-
 def cache_figures(directory: str) -> dict[str, Any]:
-    """Return the figures of a cache's manifest and examples of dropped rows, as ``packtool inspect --json`` has them.
-
-    Raises:
-        MismatchError: if it is no finished cache.
-    """
+    """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows."""
     directory = storage.normalize(directory)
     has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))
     if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
@@ -312,12 +304,7 @@ def sample_view(
 
 
 class Decoder:
-    """Decodes the samples of a cache.
-
-    Args:
-        files: of the model that the cache was exported for.
-        identity: what the cache was exported from and how.
-    """
+    """Decodes the samples of a cache, with the files of the model that it was exported for."""
 
     def __init__(self, files: ModelFiles, identity: Identity) -> None:
         self._strategy = str(identity.spec.get("truncation_strategy"))
@@ -466,7 +453,6 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     """Describe a pack of a saved plan: its shared prefixes, the tokens that each sample adds, and trained tokens.
 
     Args:
-        plan: file of the plan.
         pack: number of the pack in the plan.
         model: directory of the model, read only to locate media in shared prefixes; by default that of the export.
 

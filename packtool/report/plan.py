@@ -144,12 +144,7 @@ def sweep_cells(plans: Figures) -> list[tuple[str, ...]]:
 
 
 def sweep_page(plans: Figures, title: str, command: str) -> str:
-    """Return the page of a sweep as HTML.
-
-    Args:
-        plans: figures of the plan with each packing length.
-        command: shown as the command that made the page.
-    """
+    """Return the page of a sweep as HTML; it shows ``command`` as the command that made it."""
     best = max(plans, key=lambda figures: figures["fill"])
     header, *rows = sweep_cells(plans)
     steps = [figures["steps_per_epoch"] for figures in plans]
@@ -186,11 +181,7 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
 
 
 def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
-    """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one.
-
-    Args:
-        hardware: value of ``--hardware``, if given.
-    """
+    """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one."""
     heading = (
         *("", "packing length", "recompute", "sharding", "ranks per pack", "GiB per rank"),
         *("tokens/step", "s/step", "tokens/s", "hours"),

@@ -85,13 +85,7 @@ def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
 
 
 def page_content(preview: Preview, figures: Mapping[str, Any], command: str, title: str) -> dict[str, Any]:
-    """Collect the content of the page for ``page``.
-
-    Args:
-        figures: of the preview, as in JSON.
-        command: shown as the command that made the page.
-        title: names of the caches.
-    """
+    """Collect the content of the page for ``page``; ``figures`` are those of the preview's JSON."""
     packs = preview.plan.full_packs
     balance = preview.plan.summary.balance
     assert balance is not None, "previews are planned with costs"
@@ -377,12 +371,7 @@ def share_drawing(counts: Sequence[int]) -> Drawing:
 
 
 def packs_drawing(packs: Sequence[Sequence[Branch]], capacity: int) -> Drawing:
-    """Return a drawing of packs to scale, one per line; free space is outlined.
-
-    Args:
-        packs: branches of each pack.
-        capacity: tokens of the full width.
-    """
+    """Return a drawing of packs (their branches) to scale, one per line; free space is outlined."""
     blocks: list[Block] = []
     for pack in packs:
         blocks += [(branch.num_tokens, _branch_look(branch)) for branch in pack]

@@ -134,11 +134,7 @@ class TerminalProgress:
     def _advance(
         self, num_done: int, fields: Mapping[str, float | int | str], *, is_due: bool, label: str = ""
     ) -> None:
-        """Update the bar, or print a line if ``is_due``.
-
-        Args:
-            label: text before the fields, which says which step they belong to; a bar keeps them until the next ones.
-        """
+        """Update the bar, or print a line if ``is_due``; a bar keeps its label and fields until the next ones."""
         self._done += num_done
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)

@@ -226,9 +226,6 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         cache: directory of the sample's cache; None if the run has only one cache.
         row: number of the sample in the train split.
         model: directory of the run's model, if it has moved.
-
-    Raises:
-        ConfigError: if there is no such sample, or the run has never trained the cache.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
@@ -282,13 +279,7 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
 def _occurrence(
     replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a step in which a sample was trained, with the samples that shared its pack.
-
-    Args:
-        position: of the sample in the caches of the run.
-        step: 0-based.
-        pack: number of the pack in the plan of the epoch.
-    """
+    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack."""
     stretch = replay.timeline.stretch(step)
     plan, number = stretch.plan, step - stretch.first
     # Without packing, and with Skrull, which splits packs, take all samples of the micro-batch instead.

@@ -323,11 +323,7 @@ def _score_samples(
     progress: Progress,
     num_workers: int,
 ) -> RankScores:
-    """Run the model on all micro-batches of this rank and score their samples.
-
-    Args:
-        parallel: the ranks over which sequences are split; they get the same scores.
-    """
+    """Score the samples of this rank's micro-batches; the ranks of ``parallel``, which split them, get equal scores."""
     scores = [np.zeros((0, len(SCORES)))]
     origins: list[tuple[int, ...]] = []
     source_numbers: dict[str, int] = {}

@@ -396,11 +396,7 @@ def check_logits(pack: PackUnderTest) -> Check:
 
 @torch.no_grad()
 def _compare_logits(name: str, pack: PackUnderTest, changed: Node | None = None) -> list[Check]:
-    """Compare logits of packed samples with those of each sample alone.
-
-    Args:
-        changed: change this node first, and compare only its samples; None compares all samples without a change.
-    """
+    """Compare logits packed and alone: of all samples, or of those of the node ``changed``, which is changed first."""
     packed = pack.packed_logits(pack.batch if changed is None else pack.with_change(changed))
     numbers = range(len(pack.samples)) if changed is None else changed.samples
     with own_attention(base_model(pack.model)):
@@ -490,7 +486,6 @@ def verify_before_training(
 
     Args:
         model: the model to train, not yet wrapped for several processes.
-        parallel: the ranks over which sequences are split; None without sequence parallelism.
     """
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):

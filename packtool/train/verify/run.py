@@ -93,10 +93,6 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
 
     Args:
         world: this process among the others; by default from torchrun's environment.
-
-    Raises:
-        MismatchError: if the caches were exported for another model, or the inputs of the model allow leaks.
-        UnsupportedModelError: if the model does not support packing.
     """
     begin, progress = time.perf_counter(), progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
@@ -213,10 +209,7 @@ def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
 def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees | None = None) -> list[list[int]]:
     """Choose ``--num-packs`` packs of at least two samples; return the positions of their samples in the caches.
 
-    Packs with shared prefixes come first. The first pack has media if any pack (with shared prefixes) has.
-
-    Args:
-        trees: samples with common prefixes, if they are computed once.
+    Packs with shared prefixes (in ``trees``) come first. The first has media if any (with shared prefixes) has.
 
     Raises:
         ConfigError: if no pack has two samples.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -106,16 +105,13 @@ def compare_trajectories(
     """
 
     def packed_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        """Yield one batch for each pack."""
         for pack in packs:
             batch = collate_packs([read(number) for number in pack], spec)
             refuse_leaky_inputs(batch.model_inputs())
             yield batch
 
     def unpacked_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        """Yield one batch for each sample."""
-        for number in chain.from_iterable(packs):
-            yield without_boundaries(collate_packs([read(number)], spec))
+        return (without_boundaries(collate_packs([read(number)], spec)) for pack in packs for number in pack)
 
     progress.start("verify", 2 * len(steps))
     model = load()
@@ -145,11 +141,7 @@ def _train(
     batches_of: Callable[[Sequence[Sequence[int]]], Iterator[Batch]],
     progress: Progress,
 ) -> Iterator[float]:
-    """Train the steps; yield the mean loss of each step before its update.
-
-    Args:
-        batches_of: returns the micro-batches of a step's packs.
-    """
+    """Train the steps; yield each step's mean loss before its update. ``batches_of`` makes a step's micro-batches."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=_EPSILON, weight_decay=_WEIGHT_DECAY)
     with without_dropout(model):
