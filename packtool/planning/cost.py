@@ -375,10 +375,8 @@ class StepTime:
     def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int, num_ranks: int) -> float:
         """Estimate the seconds of a micro-batch on ``num_ranks`` ranks.
 
-        Args:
-            local: work of the sequences local to each rank; of ranks with equal loads, one is enough.
-            sharded: work of all sharded sequences, summed over the ranks.
-            sharded_tokens: of all sharded sequences, with their padding.
+        ``local`` is the work of the sequences local to each rank (of equal ones, one is enough), ``sharded`` that of
+        all sharded sequences, summed over the ranks, and ``sharded_tokens`` their tokens, with padding.
         """
         busiest, speed = max(local)[0], self.flops_per_second
         if num_ranks > 1 and sharded_tokens:

@@ -139,8 +139,7 @@ def plan_epoch(
     elif untrained is None and len(kept) == len(lengths):
         packs = _pack(lengths, media_tokens, options, seed, epoch)
     else:
-        kept_media = None if media_tokens is None else media_tokens[kept]
-        packs = _pack(lengths[kept], kept_media, options, seed, epoch)
+        packs = _pack(lengths[kept], None if media_tokens is None else media_tokens[kept], options, seed, epoch)
         packs = replace(packs, samples=kept[packs.samples])
     return assign_packs(
         _group_rows(packs, options), target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees

@@ -239,11 +239,8 @@ def row_keys(sources: Keys, rows: Int64Array, parts: IntArray | None = None) -> 
     """Compute keys of samples by their rows of files: uint64 (2, N), unique keys of samples, and keys of their rows.
 
     Samples of one row with equal parts, such as the pieces of a text, are numbered; pieces of a text that was divided
-    into another number of them have other keys.
-
-    Args:
-        sources, rows: (N,), a key of the file of each sample, and its row in the file.
-        parts: (N, 4), its part of the row, four zeros for a complete row; None where all are complete rows.
+    into another number of them have other keys. ``sources`` and ``rows``, (N,), are a key of each sample's file, and
+    its row there; ``parts``, (N, 4), its part of the row, zeros for a complete one; None where all are complete.
     """
     keys = combine_keys(sources, rows)
     samples = keys.copy()

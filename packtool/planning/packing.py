@@ -148,8 +148,7 @@ def _pack_windows(
     num_proc = options.packing_num_proc if len(lengths) >= _MIN_SAMPLES_FOR_PROCESSES else 1
     plans = map_on_processes(_pack_window, jobs, num_proc)
     order = np.concatenate([samples[plan.samples] for samples, plan in zip(windows, plans, strict=True)])
-    sizes = np.concatenate([np.diff(plan.offsets) for plan in plans])
-    plan = build_plan(order, sizes, lengths, capacity)
+    plan = build_plan(order, np.concatenate([np.diff(plan.offsets) for plan in plans]), lengths, capacity)
     return plan if keeps_order else _order_packs(plan, options, seed, epoch)
 
 

@@ -330,10 +330,7 @@ def _pack_wide_trees(
 
 
 def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> PrefixTrees:
-    """Keep the samples of trees that ``is_selected`` flags by number, (n,), at least one.
-
-    Two that become neighbors share what all samples between them shared.
-    """
+    """Keep flagged samples, (n,), at least one; two that become neighbors share what all between them shared."""
     positions: IntArray = np.flatnonzero(is_selected[trees.samples])
     # The minimum shared since the previous neighbor, and its position, in one number.
     keys = trees.shared.astype(np.int64) * len(is_selected) + np.arange(len(trees.samples))
@@ -381,11 +378,8 @@ class Branch:
 def find_branches(new: IntArray, shared: IntArray | None = None) -> list[Branch]:
     """List the branches of one pack, each after its parent, in the order of their tokens in the pack.
 
-    Cost: each sample is visited once for each prefix that it shares.
-
-    Args:
-        new: (S,), tokens that each sample adds to the pack, 1 or more.
-        shared: (S,), tokens that each shares with the one before it, fewer than either has; None for none.
+    Cost: each sample is visited once for each prefix that it shares. ``new``, (S,), are tokens that each sample adds to
+    the pack, 1 or more, and ``shared``, (S,), those that it shares with the one before it, fewer than either has.
     """
     shared_tokens = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
     lengths = [added + before for added, before in zip(new.tolist(), shared_tokens, strict=False)]

@@ -293,8 +293,7 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
             )
             _swap(pack_costs, rank_packs)
             # By falling cost: micro-batches that run at the same time are then alike, too.
-            order = np.argsort(-pack_costs, axis=2, kind="stable")
-            rank_packs = np.take_along_axis(rank_packs, order, axis=2)
+            rank_packs = np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
         assigned[start : start + steps_at_once] = rank_packs
     return assigned
 

@@ -112,8 +112,7 @@ class PlanSummary:
     """Figures of a plan.
 
     Args:
-        num_cached: samples in the cache.
-        num_filtered: those longer than ``max_length``, left out; of a saved plan those that it lacks.
+        num_filtered: samples longer than ``max_length``, left out; of a saved plan those that it lacks.
         num_distinct, num_samples: those in the plan; a repeated sample counts once, or each time.
         num_tokens: of the samples in the plan; tokens of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
@@ -125,7 +124,6 @@ class PlanSummary:
             Skrull only sharded samples have some.
         efficient_attn_ratio: attention within samples divided by attention over whole packs: sum of len^2 over sum of
             squared pack sizes, 0 to 1.
-        balance: None if costs are unknown.
     """
 
     num_cached: int

@@ -95,10 +95,7 @@ class Hardware:
         return self.latency_us * 1e-6 * (1 + math.log2(-(-num_ranks // self.gpus_per_node)))
 
     def bytes_per_second(self, num_ranks: int, *, all_to_all: bool = False) -> float:
-        """Estimate the bytes per second that a large all-gather leaves on every rank.
-
-        In an all-to-all, estimate those that each rank sends, to other nodes through its own card.
-        """
+        """Estimate bytes per second that a large all-gather leaves on every rank, or each sends in an all-to-all."""
         num_nodes, num_cards = -(-num_ranks // self.gpus_per_node), 1 if all_to_all else self.gpus_per_node
         inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
         between = (num_nodes - 1) / num_nodes / (self.inter_node_gb_per_s * num_cards)
