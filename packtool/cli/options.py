@@ -170,10 +170,7 @@ _MIN_SIMILARITY = 0.75
 class UnknownOptions:
     """Error messages for option names that a command does not have: another tool's, another command's, or misspelled.
 
-    Args:
-        command: name of the command.
-        settings: settings classes of all commands by name.
-        warn: prints a warning.
+    ``settings`` has the settings classes of all commands by name.
     """
 
     def __init__(self, command: str, settings: Mapping[str, type], warn: Callable[[str], None]) -> None:
@@ -275,16 +272,7 @@ class PanelCommand(typer.core.TyperCommand):
 
 
 def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: UnknownOptions) -> Callable[..., None]:
-    """Make a typer command with all options of a settings class.
-
-    Args:
-        cls: the settings class.
-        run: called with the merged settings and the invocation.
-        unknown: explains unknown settings.
-
-    Returns:
-        a function whose signature typer reads.
-    """
+    """Return a typer command with all options of ``cls``; it calls ``run`` with the merged settings."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
         common = {name: values.pop(f"{name}_") for name in _COMMON_OPTIONS}

@@ -36,15 +36,11 @@ _STRENGTH: tuple[Status, ...] = ("renamed", "set", "unsupported", "unneeded")
 
 @dataclass(frozen=True)
 class CompatName:
-    """Option, YAML key or environment variable of another tool.
+    """Option, YAML key or environment variable of another tool, with the columns of the table.
 
     Args:
         name: with underscores.
         tool: one or several tools, separated by commas.
-        command: the only command the entry applies to, or ``*``.
-        options: equivalent options of packtool as on the command line, or -.
-        reason: explanation in a sentence, or empty.
-        is_variable: whether it is an environment variable.
         other_meanings: entries of tools in which the name means something else.
     """
 
@@ -58,12 +54,7 @@ class CompatName:
     other_meanings: tuple[CompatName, ...] = ()
 
     def sentence(self, shown: str, value: object = None) -> str:
-        """Return the explanations of this name for each tool.
-
-        Args:
-            shown: the name as the user gave it.
-            value: its value; None if unknown.
-        """
+        """Return each tool's explanation of this name, which the user gave as ``shown``; an unknown value is None."""
         return "; ".join(entry._explanation(shown, value) for entry in (self, *self.other_meanings))
 
     def _explanation(self, shown: str, value: object) -> str:
@@ -93,12 +84,8 @@ def training_argument_problem(name: str) -> str | None:
 def find_compat_name(name: str, command: str, *, variable: bool = False) -> CompatName | None:
     """Return the entry of another tool's name that packtool does not have; None if there is none.
 
-    If the name has several meanings, the entry has the others in ``other_meanings``, in the order of ``_STRENGTH``.
-
-    Args:
-        name: with dashes or underscores.
-        command: command that was given the name.
-        variable: whether the name is an environment variable, not an option or key.
+    ``name`` may have dashes or underscores. If it has several meanings, the entry has the others in ``other_meanings``,
+    in the order of ``_STRENGTH``.
     """
     by_tool: dict[str, CompatName] = {}
     for entry in _by_name().get(name.replace("-", "_"), ()):

@@ -15,7 +15,7 @@ from packtool.config.settings import flag
 Alternative = tuple[str, str, str, str]
 """Condition on an option: (``!`` or empty, its name, an operator such as ``=`` or empty, the value to compare with)."""
 
-_ALTERNATIVE = re.compile(r"(!?)(\w+)(?:(!=|>=|=|>)(.*))?")
+_ALTERNATIVE = re.compile(r"^(!?)(\w+)(!=|>=|=|>|$)(.*)")
 
 
 class Settings:
@@ -55,15 +55,11 @@ def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], st
             section = line.strip("[]")
         elif line and not line.startswith("#"):
             condition, message = line.split("\t")
-            terms = tuple(tuple(map(_alternative, term.split("|"))) for term in condition.split(" "))
+            terms = tuple(
+                tuple(_ALTERNATIVE.findall(each)[0] for each in term.split("|")) for term in condition.split(" ")
+            )
             rules.append((section, terms, message))
     return tuple(rules)
-
-
-def _alternative(text: str) -> Alternative:
-    match = _ALTERNATIVE.fullmatch(text)
-    assert match is not None, text
-    return match[1], match[2], match[3] or "", match[4] or ""
 
 
 def _messages(settings: Settings, terms: tuple[tuple[Alternative, ...], ...], message: str) -> Iterator[str]:

@@ -197,7 +197,6 @@ class Recipe:
         unit: of weights, and of the even distribution over steps.
         temperature: weights are size^(1 / temperature).
         stop: the source that ends an epoch, if there are weights.
-        resample: draw new samples in every epoch.
         place: option and file, for messages.
         stages: at least two, each with the sources of all. Of the recipe that has them, only ``sources`` and ``place``
             are used.
@@ -222,11 +221,6 @@ class Recipe:
     def has_weights(self) -> bool:
         """True if sources have weights, given or by their sizes, and not numbers of samples."""
         return self.temperature is not None or any(source.weight is not None for source in self.sources)
-
-    @property
-    def has_loss_scales(self) -> bool:
-        """True if a source selects its trained tokens."""
-        return any(source.loss_scale is not None for source in self.sources)
 
     @property
     def end(self) -> str:
@@ -394,11 +388,7 @@ class _RecipeParser:
                 self.report(f"{prefix}{key}", f"unknown key{hint}; known are {', '.join(known)}")
 
     def parse_recipe(self, value: Mapping[str, Any], prefix: str = "") -> Recipe | None:
-        """Parse the recipe of one stage or of the whole run; None if there are problems.
-
-        Args:
-            prefix: of its keys, with a dot at the end.
-        """
+        """Parse the recipe of a stage or run, whose keys have a ``prefix`` with a dot; None if there are problems."""
         raw = value.get("sources")
         if not isinstance(raw, list) or not raw:
             self.report(f"{prefix}sources", "give a list of caches, each with its path")

@@ -115,10 +115,6 @@ class LearningOptions(Settings):
             return re.fullmatch(self.target_regex, name) is not None
         return self.target_modules == ("all-linear",) or any(has_name(name, wanted) for wanted in self.target_modules)
 
-    def is_saved(self, name: str) -> bool:
-        """Return whether a module is trained in full beside adapters."""
-        return any(has_name(name, wanted) for wanted in self.modules_to_save)
-
     def is_frozen(self, parameter: str) -> bool:
         """Return whether ``--freeze-parameters`` or its regular expression matches a parameter."""
         return _matches(parameter, self.freeze_parameters, self.freeze_parameters_regex)

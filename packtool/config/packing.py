@@ -189,10 +189,7 @@ class PackingOptions(SharingOptions, StepOptions):
         return self.dynamic_batch_tokens is not None or self.schedule == "skrull"
 
     def packing_sharing_conflicts(self, packing: bool, num_ranks: int) -> list[str]:
-        """Return the given packing options that exclude shared prefixes, as on the command line.
-
-        ``packing`` is the value of ``--packing``, ``num_ranks`` the number of ranks that share a pack.
-        """
+        """Return the given packing options that exclude shared prefixes, if ``num_ranks`` ranks share a pack."""
         is_given = {
             "--packing false": not packing and self.dynamic_batch_tokens is None,
             "--dynamic-batch-tokens": self.dynamic_batch_tokens is not None,
@@ -202,11 +199,6 @@ class PackingOptions(SharingOptions, StepOptions):
             SEQUENCE_PARALLELISM: num_ranks > 1,
         }
         return [name for name in is_given if is_given[name]]
-
-    @property
-    def has_equal_epochs(self) -> bool:
-        """True if all epochs have the same number of micro-batches, because it does not depend on tokens."""
-        return not self.has_unpadded_batches and self.samples_per_step is None
 
     @property
     def bucket_tokens(self) -> int | None:

@@ -31,11 +31,7 @@ _TOO_DEEP = "lists and objects nest too deeply"
 
 
 def num_tokens(text: str) -> int:
-    """Parse a number of tokens: ``8192``, ``8k``, ``26K``, ``1M``; K is 1024, M is 1024 K.
-
-    Raises:
-        ValueError: if it is not a positive number.
-    """
+    """Parse a number of tokens: ``8192``, ``8k``, ``1M``; K is 1024, M is 1024 K; ValueError for other texts."""
     match = re.fullmatch(r"(\d+)([km]?)", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
         raise ValueError(f"{text!r} is not a number of tokens; give one such as 8192 or 8K")
@@ -43,11 +39,7 @@ def num_tokens(text: str) -> int:
 
 
 def num_bytes(text: str) -> int:
-    """Parse a number of bytes: ``200GB``, ``1.5 TiB``, ``1000000``.
-
-    Raises:
-        ValueError: if it is not a size.
-    """
+    """Parse a number of bytes: ``200GB``, ``1.5 TiB``, ``1000000``; ValueError for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not a size; give one such as 200GB")
@@ -80,11 +72,7 @@ _IS_FLOAT = re.compile(
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        yaml.YAMLError: if it is not YAML, or is nested too deeply.
-    """
+    """Parse a YAML text; ``yaml.YAMLError`` if it is not YAML, or is nested too deeply."""
     import yaml  # here, because most runs need none of it
 
     try:
@@ -94,11 +82,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: if it is not JSON, or is nested too deeply.
-    """
+    """Parse a JSON text; ValueError if it is not JSON, or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -295,11 +279,8 @@ def resolve(
     If ``cls`` has a class method ``complete``, it turns the given values into those of the fields.
 
     Args:
-        cls: settings class of a command, such as ``TrainConfig``.
         flags: values from the command line by field name; None means not given.
         sets: ``key=value`` texts of ``--set``, with values in YAML and dots for nested keys.
-        environ: environment variables.
-        file: content of the YAML file.
         describe_unknown: returns the error message for an unknown name and its value, or None to ignore it. By default,
             the message suggests the most similar name.
         warn: called with a message for each given setting that has no effect.
@@ -337,17 +318,11 @@ def resolve(
     problems = [*getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
     if problems:
         raise ConfigError.from_problems(problems)
-    _warn_about_ineffective(config, [fields[name] for name in values], warn)
-    return config
-
-
-def _warn_about_ineffective(
-    config: object, given_fields: Sequence[dataclasses.Field[Any]], warn: Callable[[str], None]
-) -> None:
-    for field in given_fields:
-        needed, wanted = field.metadata["needs"] or (field.name, getattr(config, field.name))
+    for name in values:
+        needed, wanted = fields[name].metadata["needs"] or (name, getattr(config, name))
         if (actual := getattr(config, needed)) != wanted:
-            warn(f"{flag(field.name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {wanted}")
+            warn(f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {wanted}")
+    return config
 
 
 def _given_values(
@@ -396,7 +371,6 @@ def part_of(cls: type[T], config: object, **overrides: Any) -> T:
     """Make options of class ``cls`` from the fields of the same names of larger options.
 
     Args:
-        cls: a dataclass.
         config: options of a command; where a value is missing or None, the default of ``cls`` remains.
         overrides: values that replace those of ``config``.
     """
@@ -417,11 +391,7 @@ def bound_problems(options: object) -> list[str]:
 
 
 def _convert(raw: Any, hint: Any) -> Any:
-    """Convert a YAML value, or a text from the command line or environment, to the declared type ``hint``.
-
-    Raises:
-        ValueError: with the value and the expected type.
-    """
+    """Convert a YAML value, or a text from the command line or environment, to the type ``hint``; else ValueError."""
     annotations = annotations_of(hint)
     kind = hint.__origin__ if annotations else hint
     origin = typing.get_origin(kind)

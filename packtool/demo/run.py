@@ -47,14 +47,11 @@ class DemoResult:
 
     Args:
         num_rows, dropped: training rows, and the number of them that export dropped.
-        num_packs, fill, steps, steps_without_packing: of the training.
         first_loss, last_loss: mean over target tokens of the first and last log line.
         num_questions: held-out questions about images.
         accuracy: fraction of them answered exactly.
         swapped_accuracy: the same with the images of other rows.
         chance: expected accuracy without images.
-        accuracy_by_kind: accuracy by kind of question.
-        seconds: duration of the demo.
     """
 
     num_rows: int
@@ -81,12 +78,7 @@ class DemoResult:
 
 
 def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
-    """Create model and dataset in ``output_dir``, export, train and evaluate.
-
-    Raises:
-        ConfigError: if the folder holds something else.
-        PacktoolError: if a command fails.
-    """
+    """Create model and dataset in ``output_dir``, export, train and evaluate."""
     begin = time.perf_counter()
     folder = _prepare_folder(output_dir)
     progress.note(f"creating a model, its processor and {NUM_ROWS:,} rows with images in {output_dir}")

@@ -232,16 +232,13 @@ class Batches(Dataset[dict[str, Any]]):
         self._begin = self._next = 0 if is_reassigned else micro_batch
 
     def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
-        """Count the micro-batches of a rank.
-
-        Returns:
-            micro-batches before each epoch and in total, (E + 1,); first step of each epoch; maximum of a step.
-        """
+        """Count micro-batches before each epoch and in total, (E + 1,), first step of each epoch, maximum of a step."""
         timeline, totals, starts, maximum = self._timeline, [0], [self._first_step], 1
+        config = self.plan.config
+        depends_on_tokens = config.has_unpadded_batches or config.samples_per_step is not None
         for epoch in count(self._first_epoch):
             # Only plan epochs that may differ from the first: token budgets, a partial first epoch, or stages.
-            equals_first = epoch > self._first_epoch and self.plan.config.has_equal_epochs
-            equals_first = equals_first and not timeline.inputs.stages
+            equals_first = epoch > self._first_epoch and not (depends_on_tokens or timeline.inputs.stages)
             steps = (timeline.first if equals_first else timeline.plan_of(epoch)).steps
             num_steps = min(self.num_steps, timeline.stretch(starts[-1]).stop) - starts[-1]
             offsets = steps.step_offsets[: num_steps + 1] // steps.world_size

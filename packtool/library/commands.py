@@ -25,15 +25,9 @@ T = TypeVar("T")
 def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
     """Return the settings of a command from keyword arguments and, as on the command line, from the environment.
 
-    Args:
-        cls: class of the settings.
-        options: by name; None means not given, and a ``Cache`` stands for its directory.
-
-    Raises:
-        ConfigError: naming all options that are wrong or unknown.
+    In ``options``, None means not given, and a ``Cache`` stands for its directory.
     """
-    values = {name: _as_text(value) for name, value in options.items()}
-    return resolve(cls, values, environ=os.environ)
+    return resolve(cls, {name: _as_text(value) for name, value in options.items()}, environ=os.environ)
 
 
 def _as_text(value: Any) -> Any:

@@ -126,9 +126,7 @@ def _model_loss(
     """Compute ``outputs.loss`` of a prepared model; None without ``num_items_in_batch``, for use of ``packtool.loss``.
 
     By transformers' convention, a caller that passes ``num_items_in_batch`` multiplies the loss by the number of ranks.
-
-    Args:
-        original: the model's own loss function, for inputs that do not come from ``Batches``.
+    Inputs that do not come from ``Batches`` get the model's own loss, ``original``.
     """
     if targets is None:
         return original(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from packtool.config.model import LearningOptions, ModelPart
+from packtool.config.model import LearningOptions, ModelPart, has_name
 from packtool.encode.families import family_of, text_config_of, thinker_of
 
 StepKind = Literal["linear", "convolution", "tensor", "lookup", "attention"]
@@ -152,7 +152,7 @@ def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Traina
             if options.target_regex is None:
                 is_target = step.kind == "linear" and step is not layers.head and step.part not in options.frozen_parts
             training[step.name] = Trainable("frozen", options.lora_bias == "all" and step.has_bias)
-            if options.is_saved(step.name):
+            if any(has_name(step.name, wanted) for wanted in options.modules_to_save):
                 training[step.name] = Trainable("full", True)
             elif is_target and options.is_target(step.name):
                 training[step.name] = Trainable("lora", True)

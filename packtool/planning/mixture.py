@@ -253,6 +253,7 @@ def make_mixture(
     values = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
     counts = _counts(recipe, candidates, values)
     check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
+    loss_scales = tuple(source.loss_scale for source in recipe.sources)
     return Mixture(
         names=_names(recipe.sources),
         offsets=offsets.astype(np.int64),
@@ -266,7 +267,7 @@ def make_mixture(
         seed=seed,
         num_filtered=num_filtered,
         loss_weights=tuple(source.loss_weight for source in recipe.sources),
-        loss_scales=tuple(source.loss_scale for source in recipe.sources) if recipe.has_loss_scales else (),
+        loss_scales=loss_scales if any(scale is not None for scale in loss_scales) else (),
     )
 
 
