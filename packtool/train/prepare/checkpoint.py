@@ -113,9 +113,7 @@ _MAKE_ROOM = (
 def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None = None) -> Iterator[None]:
     """Turn errors of writing a checkpoint or another directory into a StorageError, and remove the directory.
 
-    Args:
-        remedy: of the StorageError.
-        num_bytes: approximate size of the directory, if known.
+    ``num_bytes`` is the approximate size of the directory, if known.
     """
     try:
         yield
@@ -447,7 +445,6 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
 
     Args:
         last_good: step after which weights may be NaN: the newest checkpoint up to there is kept, too.
-        keep: another checkpoint to keep.
     """
     finished = finished_checkpoints(output_dir)
     good = [
@@ -462,11 +459,7 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
 
 
 def copy_processor(model_directory: str, checkpoint: str, template_file: str | None = None) -> None:
-    """Copy tokenizer and processor files, so that a checkpoint loads like its model.
-
-    Args:
-        template_file: the chat template that was trained, if it is not the model's own.
-    """
+    """Copy files of tokenizer and processor into a checkpoint, and the chat template that was trained if given."""
     for name in sorted(os.listdir(model_directory)):
         if _PROCESSOR_FILE.fullmatch(name):
             shutil.copyfile(os.path.join(model_directory, name), os.path.join(checkpoint, name))

@@ -96,11 +96,7 @@ class RunCosts:
 
 
 def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: bool) -> CostModel:
-    """FLOPs of a model with these trained weights; of 8 billion weights if its ``config.json`` gives no sizes.
-
-    Args:
-        recomputes: as for ``CostModel.of_config``.
-    """
+    """FLOPs of a model with these trained weights; of 8 billion weights if its ``config.json`` gives no sizes."""
     if isinstance(learning, AdapterOptions) and learning.adapters:
         # Take the target modules of an adapter that is trained further; if it cannot be read, loading fails later.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

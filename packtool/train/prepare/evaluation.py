@@ -29,12 +29,7 @@ from packtool.train.prepare.trained import TrainedModel
 
 @dataclass(frozen=True, eq=False)
 class Validation:
-    """The val split of a run's caches.
-
-    Args:
-        samples: with the targets that ``--loss-scale`` chooses.
-        plan: micro-batches of all ranks.
-    """
+    """The val split of a run's caches; ``samples`` have the targets that ``--loss-scale`` chooses."""
 
     reader: CacheReader
     samples: SampleReader
@@ -56,13 +51,7 @@ def validation_of(inputs: Inputs, world: World, axes: Axes) -> Validation | None
 
 @dataclass(frozen=True)
 class PreparedEvaluation:
-    """An evaluation whose inputs are checked and whose samples are assigned to ranks.
-
-    Args:
-        plan: micro-batches of all ranks.
-        axes: sequence parallelism.
-        notes: messages on shared prefixes.
-    """
+    """An evaluation whose inputs are checked; ``plan`` has the micro-batches of all ranks."""
 
     config: EvalConfig
     world: World

@@ -128,11 +128,7 @@ class Steps(ABC):
 
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:
-    """Yield the figures of every step of an epoch, in order.
-
-    Args:
-        is_dynamic: micro-batches that are not packed have no padding (``--dynamic-batch-tokens``).
-    """
+    """Yield the figures of every step of an epoch, in order; with ``is_dynamic``, unpacked samples are not padded."""
     packs, steps = plan.packs, plan.steps
     tokens = packs.tokens_per_pack()
     if plan.placement is not None and plan.summary.skrull is not None:

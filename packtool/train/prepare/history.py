@@ -110,12 +110,7 @@ def recorded_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def read_history(output_dir: str) -> list[Segment]:
-    """Read the segments of a run, in order.
-
-    Raises:
-        ConfigError: if the directory does not exist.
-        MismatchError: if it has no history, or the file is damaged.
-    """
+    """Read the segments of a run, in order; MismatchError if there is no history, or its file is damaged."""
     if not os.path.isdir(output_dir):
         raise ConfigError(f"{output_dir}: there is no such directory")
     folder = os.path.join(output_dir, HISTORY)
@@ -379,11 +374,7 @@ class Replay:
         return self.timeline.inputs.for_training[2]
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield step, epoch, rank, micro-batch and pack (of the epoch's plan) of each time that a sample was trained.
-
-        Args:
-            position: of the sample in the caches.
-        """
+        """Yield step, epoch, rank, micro-batch and pack of the epoch's plan of each time that a sample was trained."""
         step = self.segment.first
         while step < self.stop:
             stretch = self.timeline.stretch(step)
@@ -413,12 +404,8 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
     """Plan a segment of a run again, and check that its fingerprints are the same.
 
     Args:
-        stop: as for ``Replay``.
+        stop: the first step that is not replayed.
         model: directory of its model, if that has moved.
-
-    Raises:
-        MismatchError: if a cache is missing or has changed, or this version of packtool plans other steps.
-        ConfigError: if its model cannot be read.
     """
     _check_unchanged(segment)
     config = segment.train_config

@@ -50,9 +50,7 @@ class Inputs:
     Args:
         config: the command's settings; of a training run, with ``--eval-strategy`` decided.
         options: of the plan, with costs; each ``BatchShape`` replaces ranks, accumulation and batch size.
-        lengths: tokens of each sample, (N,).
-        targets: target tokens of each sample, (N,).
-        media_tokens: of each sample, (N,); None for a file of lengths.
+        lengths, targets, media_tokens: all, target and media tokens of each sample, (N,); media may be unknown (None).
         towers: cost of the media of each sample, or of those that it adds to a shared prefix; None for lengths.
         reader: of the caches; None for a file of lengths.
         recipe: of the mixture; None if every sample is trained once per epoch.
@@ -66,7 +64,6 @@ class Inputs:
         stages: inputs of each stage of the recipe; empty without stages.
         sequence_parallel_size: ranks that share a sequence.
         planner: equal inputs whose cached plans are reused; None to plan.
-        notes: for the user.
     """
 
     config: PlanConfig | TrainConfig
@@ -369,9 +366,6 @@ class Inputs:
             a function ``count_samples(before, trained)`` of the training counts of each sample before the epoch and in
             it, that returns how often the epoch has each sample, all int64 (N,); the maximum tokens of a sample; and
             (number of the stage, first epoch of the stage), or None without stages.
-
-        Raises:
-            MismatchError: if the stage is unknown.
         """
         if not self.stages:
             if ledger.stage is not None and self.config.max_steps is None:

@@ -66,11 +66,7 @@ def choices_of_targets(
 
 
 def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | None) -> npt.NDArray[np.integer[Any]]:
-    """Target tokens of each sample, (N,), for ``packtool plan``.
-
-    Args:
-        model: directory to use if the model of the caches' export does not exist.
-    """
+    """Target tokens of each sample, (N,); reads ``model`` if the model of the caches' export does not exist."""
     if recipe is None or not any(source.loss_scale or source.media_limits for source in recipe.sources):
         return reader.index.target_tokens
     # The caches' own first: the other may be one of another size.
@@ -89,11 +85,7 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
 
 
 def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str) -> TargetChoice | None:
-    """The choice of one cache; None if its export had this loss scale.
-
-    Args:
-        option: origin of ``loss_scale``, for the remedy of errors.
-    """
+    """The choice of one cache; None if its export had this loss scale, which ``option`` sets."""
     scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
     exported = str(manifest.identity.spec.get("loss_scale", "default"))
     wanted, current = parse_loss_scale(scale), parse_loss_scale(exported)
@@ -183,10 +175,8 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
 def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Inputs:
     """Open the caches, or the file of lengths, of ``packtool plan``; the inputs are not yet ``prepared``.
 
-    Samples longer than a pack are left out; with ``--max-length`` they are an error, as in training.
-
-    Args:
-        packing_length: replaces ``config.packing_length``, for ``--sweep``.
+    Samples longer than a pack are left out; with ``--max-length`` they are an error, as in training. ``packing_length``
+    replaces that of ``config``, for ``--sweep``.
     """
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None

@@ -261,12 +261,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
 def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     """Preview how ``packtool train --resume-from-checkpoint`` would resume a run with its own options.
 
-    Args:
-        config: ``resume`` is the run's directory or one of its checkpoints; without caches or a recipe, those of the
-            run are used.
-
     Returns:
-        all figures by their names in JSON.
+        all figures by their names in JSON; of the run's own caches if ``config`` has neither caches nor a recipe.
     """
     assert config.resume is not None, "the command has --resume"
     directory = config.resume.rstrip("/")

@@ -17,7 +17,6 @@ from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.planning.summary import (
     MIN_GROWTH_FOR_ADVICE,
-    SkrullFigures,
     batch_sentence,
     fixed_batch_clause,
     learning_rate_advice,
@@ -164,7 +163,14 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
     yield f"samples to train on: {num}{again}; longest: {summary.longest:,} tokens"
     processes = f"{num_processes} process{'es' if num_processes > 1 else ''}"
     if summary.skrull is not None:
-        yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
+        figures, size = summary.skrull, summary.skrull.options.sequence_parallel_size
+        local = f"{figures.num_local_tokens / summary.num_tokens:.1%} of the tokens are local to a process"
+        yield (
+            f"skrull: {figures.num_micro_batches:,} micro-batch{'es' if figures.num_micro_batches != 1 else ''} of "
+            f"{figures.options.bucket_size:,} tokens at most per process, {figures.bucket_fill:.1%} full, and "
+            f"{summary.num_empty_micro_batches:,} empty ones"
+            f"{f'; {local}, the others shared by {size}' if size > 1 else ''}"
+        )
         yield f"optimizer steps: {num_steps:,}; {processes}"
         yield from _batch_lines(config, timeline)
         return
@@ -210,17 +216,6 @@ def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
             f"{config.num_warmup_steps(steps):,} of {steps:,} steps, unpacked "
             f"{config.num_warmup_steps(plain):,} of {plain:,}"
         )
-
-
-def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
-    options = skrull.options
-    shared = f"; {skrull.num_local_tokens / num_tokens:.1%} of the tokens are local to a process, the others shared by "
-    batches = f"{skrull.num_micro_batches:,} micro-batch{'es' if skrull.num_micro_batches != 1 else ''}"
-    return (
-        f"skrull: {batches} of {options.bucket_size:,} tokens at most per process, "
-        f"{skrull.bucket_fill:.1%} full, and {num_empty:,} empty ones"
-        f"{shared + str(options.sequence_parallel_size) if options.sequence_parallel_size > 1 else ''}"
-    )
 
 
 def last_step_line(timeline: Timeline) -> str | None:

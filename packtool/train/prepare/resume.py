@@ -92,7 +92,6 @@ def _match_counts(
     Args:
         pool: removed caches; the first ``num_leaving`` were removed since the checkpoint, the others earlier.
         new: numbers of the new caches in ``reader``.
-        history: folder of the run's history.
     """
     if not new or not pool:
         sizes = np.diff(reader.offsets).tolist()
@@ -254,12 +253,7 @@ class SourceChange:
 def change_lines(
     change: DataChange, sources: Sequence[SourceChange], steps_left: int, steps_before: str
 ) -> Iterator[str]:
-    """Describe a change of the data before it is trained.
-
-    Args:
-        steps_left: of the rest of the epoch.
-        steps_before: steps of the whole run before and after the change, in words.
-    """
+    """Describe a change of the data and the steps left in its epoch; ``steps_before`` describes the whole run."""
     yield f"the data changed after step {change.step:,}, in epoch {change.epoch + 1:,}:"
     for source in sources:
         yield f"  {source.sentence}"
@@ -285,8 +279,6 @@ def with_changed_data(
         count_samples: returns how often the epoch has each of their samples, (N,), from how often each was trained
             before the epoch, and in it.
         history: folder of the run's history.
-        max_length: maximum tokens of a sample.
-        stage: of the run, as in ``Ledger``.
 
     Returns:
         the ledger of these caches, with the change; and the change of each cache, removed ones last.
@@ -297,13 +289,14 @@ def with_changed_data(
     pool = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
     matched = _match_counts(pool, len(leaving), reader, new, history)
     removed_before = {source.fingerprint: source for source in reversed(ledger.retired)}
-    sources = [
-        dataclasses.replace(
-            source or _new_source(reader, cache, matched, removed_before),
-            directory=storage.absolute(reader.directories[cache]),
-        )
-        for cache, source in enumerate(kept)
-    ]
+    sources = []
+    for cache, (directory, manifest, source) in enumerate(zip(reader.directories, reader.manifests, kept, strict=True)):
+        if source is None:
+            num = len(matched.before[cache])
+            source = removed_before.get(manifest.fingerprint) or SourceLedger.begin("", manifest.fingerprint, num)
+            before, epoch = RowCounts.of(matched.before[cache]), RowCounts.of(matched.epoch[cache])
+            source = dataclasses.replace(source, before=before, epoch=epoch)
+        sources.append(dataclasses.replace(source, directory=storage.absolute(directory)))
     counts = concatenate_counts([source.epoch for source in sources])
     before_epoch = concatenate_counts([source.before for source in sources])
     remaining = np.maximum(count_samples(before_epoch, counts) - counts, 0)
@@ -311,8 +304,11 @@ def with_changed_data(
     trained = () if stage is None else tuple(source.trained for source in sources)
     remaining_counts = tuple(map(RowCounts.of, np.split(remaining, bounds)))
     change = DataChange(ledger.step, ledger.epoch, remaining_counts, stage, trained)
-    # Matched samples count for the new caches only.
-    retired = [_keep_counts(source, is_gone) for source, is_gone in zip(pool, matched.is_gone, strict=True)]
+    # Matched samples count for the new caches only; totals stay, because the old ones have trained them.
+    retired = []
+    for source, is_gone in zip(pool, matched.is_gone, strict=True):
+        before, epoch = (RowCounts.of(np.where(is_gone, each.counts(), 0)) for each in (source.before, source.epoch))
+        retired.append(dataclasses.replace(source, before=before, epoch=epoch))
     retired += [source for source in ledger.retired if not source.trained.num_rows]
     present = {manifest.fingerprint for manifest in reader.manifests}
     retired = [source for source in retired if source.fingerprint not in present]
@@ -334,7 +330,6 @@ def _describe_changes(
     Args:
         ledger: of the caches of the resumed run.
         kept: ledger of each cache in the checkpoint; None for a new cache.
-        leaving: caches that were removed since the checkpoint.
         removed_before: caches that were removed earlier, by fingerprint.
         remaining: of each cache, how often the epoch has yet to train each sample, (N,).
     """
@@ -354,22 +349,6 @@ def _describe_changes(
         num_gone = int(is_gone.sum())
         changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
     return tuple(changes)
-
-
-def _new_source(
-    reader: CacheReader, cache: int, matched: MatchedCounts, removed_before: Mapping[str, SourceLedger]
-) -> SourceLedger:
-    """The ledger of a cache that is new since the checkpoint, with matched counts."""
-    fingerprint, num = reader.manifests[cache].fingerprint, int(reader.offsets[cache + 1] - reader.offsets[cache])
-    source = removed_before.get(fingerprint) or SourceLedger.begin("", fingerprint, num)
-    before, epoch = RowCounts.of(matched.before[cache]), RowCounts.of(matched.epoch[cache])
-    return dataclasses.replace(source, before=before, epoch=epoch)
-
-
-def _keep_counts(source: SourceLedger, is_chosen: npt.NDArray[np.bool_]) -> SourceLedger:
-    """The ledger with counts of the chosen samples only; its totals stay, because it has trained the others, too."""
-    before, epoch = (RowCounts.of(np.where(is_chosen, each.counts(), 0)) for each in (source.before, source.epoch))
-    return dataclasses.replace(source, before=before, epoch=epoch)
 
 
 def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
@@ -400,7 +379,6 @@ class ResumedState:
         state: with all assignments of packs so far.
         ledger: of all samples trained before.
         changes: of each cache; empty if the data are the same.
-        notes: for the user.
     """
 
     timeline: Timeline

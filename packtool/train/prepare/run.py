@@ -39,9 +39,7 @@ class Run:
         config: the settings, with all automatic choices made.
         source: samples and steps, of caches or of rows that are encoded during training.
         state: recorded by its checkpoints; a run that resumes from them must have the same.
-        resume_point: where it starts.
         axes_by_size: sequence parallelism by number of ranks, of the run and of its stages.
-        notes: messages for the user.
         validation: the split that is evaluated between steps; None without evaluation.
         ledger: of the samples trained before; None for a stream.
         changes: of each cache since the checkpoint; empty if the data are the same.
@@ -64,9 +62,7 @@ class Run:
     ) -> Run:
         """Check that model, caches or rows, options and checkpoint fit, and plan the first epoch; takes seconds.
 
-        Args:
-            resume_point: by default that of the options and the output directory.
-            planned: as for ``open_to_train``.
+        By default, ``resume_point`` is that of the options and output directory. Plans of ``planned`` are reused.
         """
         config = with_resumed_version(config)
         if config.streaming:

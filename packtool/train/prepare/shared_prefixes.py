@@ -71,10 +71,7 @@ class SharedPrefixes:
         """Upper bound of the target tokens that each sample adds, for which logits are computed; int64 (N,).
 
         Exact for the targets of the export. For others, and in caches without targets of prefixes, the bound is the
-        number of tokens that the sample adds.
-
-        Args:
-            target_tokens: (N,), of each full sample.
+        number of tokens that the sample adds. ``target_tokens`` (N,) are those of full samples.
         """
         logits = np.zeros(len(target_tokens), np.int64)
         prefix_targets, trees = self.prefixes.prefixes.target_tokens, self.trees
@@ -110,11 +107,7 @@ class SharedPrefixes:
         return cost(lengths - shared, cost.attention(lengths, shared), towers.logits, towers.flops)
 
     def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
-        """A sentence on the savings, for the log.
-
-        Args:
-            num_steps, num_steps_whole: of an epoch with and without sharing; 0 if nothing is trained.
-        """
+        """A log line on the savings; numbers of steps are of an epoch with and without sharing, 0 without training."""
         num_full_tokens, seen = self.num_whole_tokens, self.tower_work_saved(cost)
         saved = [
             f"{self.trees.num_shared_tokens:,} of {num_full_tokens:,} tokens ({self.saved:.0%})",
@@ -146,10 +139,6 @@ def find_shared(
         max_length: longer samples are left out.
         max_samples, max_media_tokens: of a tree.
         limit: use only the first ``limit`` samples.
-
-    Raises:
-        MismatchError, UnsupportedModelError: with ``--share-prefix true``, if a cache records no prefixes, or the
-            model cannot use them.
     """
     if config.share_prefix == "false":
         return None, None
@@ -220,14 +209,7 @@ def first_pair(packs: PackPlan) -> Int64Array | None:
 def load_shared_prefixes(
     packs: PackPlan, parts: str, model: Mapping[str, Any], reader: CacheReader
 ) -> SharedPrefixes | None:
-    """The prefixes that a saved plan shares; None if it shares none.
-
-    Args:
-        parts: placement of the parts of trees, as recorded in the plan's file.
-
-    Raises:
-        MismatchError, UnsupportedModelError: if the caches do not record them, or the model cannot use them.
-    """
+    """The prefixes that a saved plan shares, with its placement of the ``parts`` of trees; None if it shares none."""
     if packs.shared is None:
         return None
     if problem := _problem_of_model(model):

@@ -52,7 +52,6 @@ class StreamedSource:
     """The rows of a run that are encoded and packed while it trains.
 
     Args:
-        media_limits: limits that media are loaded with.
         specs: files of all rows.
         spec: options of their encoding.
         options: of their packing.

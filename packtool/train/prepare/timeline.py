@@ -205,7 +205,6 @@ class TrainedStage:
         """A stage whose packs are assigned to other ranks after some steps.
 
         Args:
-            section: from its first step.
             later: steps after which other ranks resume, and assignments to them.
             num_epochs, max_steps: of the run when it ends.
         """
@@ -287,12 +286,7 @@ class TrainedStage:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The steps of a run on caches.
-
-    Args:
-        inputs: of the run.
-        stages: in order, up to the last; without those that ended before the data changed.
-    """
+    """The steps of a run on caches; ``stages`` are in order, without those that ended before the data changed."""
 
     inputs: Inputs
     stages: tuple[TrainedStage, ...]
@@ -362,10 +356,7 @@ class Timeline:
         return stage.sections[-1].plan_of(epoch)
 
     def epochs(self, step: int) -> float:
-        """Epochs that are done after ``step`` steps, with the fraction of the current one.
-
-        With stages, a partial epoch counts as one.
-        """
+        """Epochs done after ``step`` steps, as a fraction; the partial epoch of a stage counts as a whole one."""
         stretch = self.stretch(step)
         done, section = step - stretch.first, stretch.section
         if self.inputs.stages:

@@ -26,11 +26,7 @@ class TrainedModel:
 
     @classmethod
     def find(cls, model: str, base_model: str | None = None) -> TrainedModel:
-        """Find the model or adapter that ``--model`` names.
-
-        Args:
-            base_model: directory of an adapter's base model; by default the one that the adapter names.
-        """
+        """Find the model or adapter that ``--model`` names; ``base_model`` replaces the base that an adapter names."""
         path = os.path.join(model, ADAPTER_FILE)
         if not is_adapter(model):
             if base_model is not None:

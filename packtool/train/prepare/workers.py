@@ -42,12 +42,7 @@ class WaitingNote:
         self._begun = self._is_shown = False
 
     def after(self, data_wait: float, seconds: float) -> str | None:
-        """Add the time since the last log line; return the advice if it is due.
-
-        Args:
-            data_wait: fraction of that time spent waiting for data.
-            seconds: that time.
-        """
+        """Add ``seconds`` of steps, of which the fraction ``data_wait`` was spent waiting; return advice if due."""
         if not self._begun:
             # The first step waits for processes to start.
             self._begun = True
