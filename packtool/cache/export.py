@@ -46,15 +46,7 @@ _MAX_DESCRIBED = 20  # sources with a line each; of more sources only the progre
 
 
 def export(config: ExportConfig, progress: Progress) -> ExportSummary:
-    """Encode all rows of all datasets into ``config.output_dir``.
-
-    Raises:
-        ConfigError: if the model is not supported, or the output directory holds something else.
-        DataError: if a source cannot be read or no row is kept.
-        RowError: in strict mode.
-        MismatchError: if the directory holds a cache of other settings, or another export writes there.
-        StorageError: if writing fails.
-    """
+    """Encode all rows of all datasets into ``config.output_dir``; raise a PacktoolError if that is impossible."""
     if not config.max_length:
         length = default_max_length(ModelFiles.load(config.model, config.chat_template).config)
         config = dataclasses.replace(config, max_length=length)
@@ -76,10 +68,7 @@ def _summary_of_finished(directory: str, manifest: Manifest) -> ExportSummary:
 
 
 def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
-    """Scan all sources and announce their rows to the executor.
-
-    Up to 20 sources are described in a note each; of more, the progress is shown.
-    """
+    """Scan all sources and announce their rows to the executor; print a note for each, or progress for more than 20."""
     is_described = len(specs) <= _MAX_DESCRIBED
     numbers = count(1)  # of sources
 
@@ -145,11 +134,8 @@ class _Export:
         with DirectoryLock(directory, part if config.is_part else "") as lock:
             if config.repair:
                 return self._repair(directory, lock, output_dir.find_same(directory, self.identity, self.specs))
-            # Another export may have finished while the sources were read.
-            if (
-                not config.overwrite
-                and (manifest := output_dir.find_finished(directory, self.identity, self.specs)) is not None
-            ):
+            manifest = None if config.overwrite else output_dir.find_finished(directory, self.identity, self.specs)
+            if manifest is not None:  # another export has finished while the sources were read
                 return _summary_of_finished(directory, manifest)
             return self._write(directory, lock)
 
@@ -206,13 +192,9 @@ class _Export:
         if config.is_part:
             results = output_dir.finished_tasks(directory, export_id)
         if missing := [task.number for task in self.tasks if task.number not in results]:
-            if (
-                config.is_part
-                and (manifest := output_dir.read_published(directory, self.identity, self.sources)) is not None
-            ):
-                return _summary_of_finished(
-                    directory, manifest
-                )  # another part has finished the cache and removed .tasks
+            manifest = output_dir.read_published(directory, self.identity, self.sources) if config.is_part else None
+            if manifest is not None:  # another part has finished the cache and removed .tasks
+                return _summary_of_finished(directory, manifest)
             return self._part(results, missing)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)

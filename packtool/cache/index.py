@@ -110,11 +110,6 @@ def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.Re
     return pa.record_batch([pa.ListArray.from_arrays(offsets, entries)], schema=PREFIXES)
 
 
-def joined_batches(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """Join batches of ``prefixes.arrow`` into one; an empty list if they have no rows."""
-    return pa.Table.from_batches(batches, PREFIXES).combine_chunks().to_batches()
-
-
 def with_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordBatch:
     """Convert a batch of ``prefixes.arrow`` so that each prefix has the fields of ``prefix_type``.
 
@@ -167,8 +162,7 @@ def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | 
         problem = "the prefixes of a sample are not in ascending order"
     if problem:
         raise MismatchError(
-            f"{path} does not belong to the index of this cache: {problem}",
-            "Copy the cache again, or export it again.",
+            f"{path} does not belong to the index of this cache: {problem}", "Copy the cache again, or export it again."
         )
     return split
 

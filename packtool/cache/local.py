@@ -76,7 +76,6 @@ def check_file(path: str, sha256: str, notes: str, since: float | None = None) -
     """Verify a local file; return the checksums of its blocks, or raise a MismatchError.
 
     Args:
-        sha256: expected checksum of the file.
         notes: directory of the notes.
         since: Unix time in seconds; older notes are not trusted. None trusts all.
     """
@@ -139,7 +138,6 @@ class MappedBlocks:
     """The blocks of a mapped file, each of which is compared with its checksum before its first use.
 
     Args:
-        data: the mapped file.
         sums: CRC-32 of each block, from ``check_file``.
         remedy: how to fix a damaged file, for errors; by default for a file of a local cache.
     """

@@ -164,8 +164,7 @@ class DirectoryLock:
 
     Args:
         directory: normalized path.
-        part: "2 of 8" for a part of a job array; empty for a whole export.
-        what: kind of this run, for the messages of other runs.
+        part, what: as in ``Holder``.
     """
 
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:

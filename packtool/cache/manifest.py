@@ -134,7 +134,6 @@ class SourceInfo:
     Args:
         path: absolute, or a URL without secrets.
         modified: time of the last change or entity tag.
-        digest: hash of the content.
         settings: of its source as JSON (``SourceSpec.settings``).
     """
 
@@ -244,9 +243,7 @@ class Identity:
 
     Args:
         spec: result of ``EncodeSpec.recorded``.
-        model_type, tokenizer_hash, template_hash, processor_hash: of the model's files.
         media_limits: resolved from processor settings, environment and options.
-        seed, split_dataset_ratio, rows_per_shard: options of the export.
     """
 
     spec: Mapping[str, Any]
@@ -266,7 +263,6 @@ class Manifest(InputCounts):
     """The content of ``packtool.json``.
 
     Args:
-        packtool_version: version that wrote it.
         channels: names; the index stores their positions here.
         splits: ``train``, ``val`` or both.
     """
@@ -307,11 +303,7 @@ class Manifest(InputCounts):
 
     @classmethod
     def read(cls, directory: str) -> Manifest:
-        """Read the manifest of a finished cache.
-
-        Raises:
-            MismatchError: if the directory is no finished cache, or has another format.
-        """
+        """Read the manifest of a finished cache; raise a MismatchError if it is unfinished or of another format."""
         path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
             if amount := amount_suffix(directory):

@@ -16,7 +16,7 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedVideo
 from packtool.errors import MismatchError
 
 _PART = ("turn", "num_turns", "response", "num_responses")
@@ -117,15 +117,11 @@ def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np
         sample = reader.sample(int(position))
         digest = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
         for medium in sample.media:
-            digest.update(_medium_key(medium).encode(errors="surrogatepass"))
+            name = storage.name(medium.path) if medium.path else ""
+            size = () if isinstance(medium, EncodedAudio) else (medium.height, medium.width)
+            frames = [storage.name(path or "") for path, _ in medium.frames] if isinstance(medium, EncodedVideo) else []
+            content = "" if medium.data is None else blake2b(medium.data, digest_size=8).hexdigest()
+            key = json.dumps([type(medium).__name__, name, content, size, medium.num_tokens, frames])
+            digest.update(key.encode(errors="surrogatepass"))
         digests.append(digest.digest())
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-
-
-def _medium_key(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
-    data = medium.data
-    name = storage.name(medium.path) if medium.path else ""
-    size = () if isinstance(medium, EncodedAudio) else (medium.height, medium.width)
-    frames = [storage.name(path or "") for path, _ in medium.frames] if isinstance(medium, EncodedVideo) else []
-    content = "" if data is None else blake2b(data, digest_size=8).hexdigest()
-    return json.dumps([type(medium).__name__, name, content, size, medium.num_tokens, frames])

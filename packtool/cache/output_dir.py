@@ -115,11 +115,7 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
 
 
 def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of this export's finished cache, or None. The cache may be damaged.
-
-    Raises:
-        MismatchError: if the cache has other settings or sources; the message lists all differences.
-    """
+    """Return the manifest of this export's cache, damaged or not, or None; raise a MismatchError for other settings."""
     if (manifest := _read_manifest(directory)) is None:
         return None
     different = differences(asdict(manifest.identity), asdict(identity))
@@ -129,10 +125,16 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
         shown = (", ".join(f"{path} {settings}".strip() for path, settings in each) for each in (exported, current))
         different.append("dataset: {} there, {} here".format(*shown))
     else:
-        pairs = zip(manifest.sources, specs, strict=True)
-        different += [
-            f"{source.path} has changed since the export" for source, spec in pairs if _has_changed(source, spec)
-        ]
+        for source, spec in zip(manifest.sources, specs, strict=True):
+            if not storage.exists(spec.path):
+                continue  # the file was removed after the export
+            state = storage.stat(spec.path)
+            # The content is read only if the file has the same size and another time.
+            is_same = state.size == source.size and (
+                state.modified == source.modified or scan(spec).digest == source.digest
+            )
+            if not is_same:
+                different.append(f"{source.path} has changed since the export")
     if different:
         lines = "\n".join(f"  - {line}" for line in different)
         raise MismatchError(
@@ -140,14 +142,6 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
             "Give another --output-dir; --overwrite would delete the existing files.",
         )
     return manifest
-
-
-def _has_changed(source: SourceInfo, spec: SourceSpec) -> bool:
-    """Return whether a source file differs from the exported one; its content is read only if its time differs."""
-    if not storage.exists(spec.path):
-        return False  # the file was removed after the export
-    state = storage.stat(spec.path)
-    return state.size != source.size or (state.modified != source.modified and scan(spec).digest != source.digest)
 
 
 def differences(exported: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -338,20 +332,13 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
 
 
 def publish_cache(
-    directory: str,
-    manifest: Manifest,
-    results: Sequence[TaskResult],
-    check: Callable[[], None],
-    has_parts: bool,
+    directory: str, manifest: Manifest, results: Sequence[TaskResult], check: Callable[[], None], has_parts: bool
 ) -> None:
     """Merge the tasks' files, write the manifest as the last file, and remove ``.tasks``.
 
     Args:
         check: raises a MismatchError if this run has lost the directory's lock.
         has_parts: rows may become several samples.
-
-    Raises:
-        MismatchError: if another process changed the shards or published a cache.
     """
     channel_positions = {name: position for position, name in enumerate(manifest.channels)}
     splits = {}

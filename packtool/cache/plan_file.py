@@ -46,7 +46,6 @@ class SavedPlan:
             step; None if the packs are not assigned.
         capacity: maximum tokens of a pack.
         max_length: maximum tokens of a sample; longer ones are left out.
-        seed: of the plan.
         cache: fingerprint of the caches, in their order.
         plan: fingerprint of the packs.
         num_cached: number of samples in the caches.

@@ -49,7 +49,6 @@ class SplitIndex:
             attention in a vision tower is proportional.
         num_images, num_videos, num_audios: its media by kind.
         channel: position of its channel in ``channels``; -1 for none.
-        channels: names of the channels.
     """
 
     length: IntArray
@@ -77,7 +76,6 @@ class CacheReader:
 
     Args:
         directories: of the C caches.
-        manifests: of the caches.
         split: ``train`` or ``val``.
         copies: where remote caches are copied to, and whether files are verified.
 
@@ -121,8 +119,7 @@ class CacheReader:
             copies: where remote caches are copied to; by default the directory that the environment names.
 
         Raises:
-            MismatchError: if a cache is unfinished, has no such split, or was exported for another model or with other
-                media limits than the first.
+            MismatchError: if one is unfinished, lacks the split or has another model or media limits than the first.
         """
         roots = [_root(directory) for directory in directories]
         manifests = [Manifest.read(root) for root in roots]
@@ -441,11 +438,7 @@ def common_splits(directories: Sequence[str]) -> set[str]:
 
 
 def check_sizes(root: str, manifest: Manifest, split: str) -> None:
-    """Compare the sizes of the shards with the manifest, by one listing; not on web servers, which have no listings.
-
-    Raises:
-        MismatchError: if one is missing or has another size.
-    """
+    """Raise a MismatchError if a shard is missing or has another size; not on web servers, which have no listings."""
     if root.startswith("http"):
         return
     states = storage.entries(storage.join(root, split))
@@ -454,8 +447,7 @@ def check_sizes(root: str, manifest: Manifest, split: str) -> None:
         if state is None or state.size != shard.bytes:
             problem = "is missing" if state is None else f"has {state.size} bytes, the manifest says {shard.bytes}"
             raise MismatchError(
-                f"{storage.join(root, split, shard.file)} {problem}",
-                "Copy the cache again, or export it again.",
+                f"{storage.join(root, split, shard.file)} {problem}", "Copy the cache again, or export it again."
             )
 
 
@@ -470,7 +462,6 @@ class RelabeledReader:
     """A reader of samples whose target tokens are not those of the export.
 
     Args:
-        reader: of the exported samples.
         choices: target tokens for each of its caches; None keeps the labels of the export.
     """
 
@@ -525,7 +516,6 @@ class MixedSamples:
     """A reader of the samples of a mixture, with the name of their source as channel, and with loss weights.
 
     Args:
-        reader: of the samples without the mixture.
         offsets: int64 (S + 1,): source ``s`` has the samples from ``offsets[s]`` up to ``offsets[s + 1]``.
         names: of the S sources.
         loss_weights: factor of each source's losses.

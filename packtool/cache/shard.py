@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, files_of
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, files_of
 from packtool.media.files import MediaProblem, open_medium
 from packtool.rows.media_policy import MediaPolicy
 from packtool.rows.sample import Dropped, MediaRef
@@ -259,14 +259,6 @@ class HashingSink:
         self.closed = True
 
 
-def _ints(arrays: Sequence[IntArray]) -> pa.ListArray:
-    """Return a list column of int32 with one row per array."""
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    values = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, pa.int32()))
-
-
 MEDIA_COLUMNS = {"data": "bytes", "num_samples": "samples", "num_features": "features", "num_tokens": "tokens"}
 """Columns of media whose names differ from those of the fields."""
 
@@ -281,13 +273,15 @@ def media_row(medium: EncodedImage | EncodedVideo | EncodedAudio) -> dict[str, A
 
 
 def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatch:
-    """Return samples as rows of a shard with this schema: ``SAMPLES``, perhaps with ``PARTS``."""
+    """Return one or more samples as rows of a shard with this schema: ``SAMPLES``, perhaps with ``PARTS``."""
     arrays = []
     for column in schema:
         name = "num_truncated" if column.name == "truncated" else column.name
         values: list[Any] = [getattr(sample, name) for sample in samples]
         if name in ("input_ids", "labels", "turns"):
-            arrays.append(_ints(values))
+            offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+            flat = pa.array(np.concatenate(values), pa.int32())
+            arrays.append(pa.ListArray.from_arrays(pa.array(offsets), flat))
             continue
         if name in ("images", "videos", "audios"):
             values = [list(map(media_row, media)) for media in values]

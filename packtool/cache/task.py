@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.index import joined_batches, prefix_batch
+from packtool.cache.index import prefix_batch
 from packtool.cache.lock import lost_error
 from packtool.cache.manifest import InputCounts, SampleCounts
 from packtool.cache.shard import (
@@ -84,7 +84,6 @@ class Work:
     """Settings that all tasks of an export share.
 
     Args:
-        spec: of encoding.
         directory: of the cache; None to count samples and write nothing.
         strict: raise an error at the first unusable row.
         has_parts: rows may become several samples.
@@ -160,10 +159,7 @@ class TaskResult:
 def task_file(directory: str, number: int, suffix: str) -> str:
     """Return the path of a task's file in ``.tasks``.
 
-    Args:
-        number: of the task.
-        suffix: ``json`` for the marker, ``SPLIT.arrow`` for the part of the index, ``SPLIT.prefixes.arrow`` or
-            ``dropped.jsonl``.
+    ``suffix``: ``json`` (marker), ``SPLIT.arrow`` (part of the index), ``SPLIT.prefixes.arrow`` or ``dropped.jsonl``.
     """
     return storage.join(directory, TASKS_DIR, f"{number:05d}.{suffix}")
 
@@ -173,12 +169,7 @@ Report = Callable[[int, int, int], None]
 
 
 def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *_: None) -> TaskResult:
-    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker.
-
-    Raises:
-        RowError: in strict mode, for the first unusable row.
-        MismatchError: if the lock of the directory was lost.
-    """
+    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker."""
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, work, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
@@ -290,8 +281,9 @@ class _Outputs:
             columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
             index = arrow_bytes([] if columns is None else [index_batch(columns)], INDEX, pa.ipc.new_stream)
             result.index_sha256 = publish(f"{split}.arrow", index)
-            prefixes = arrow_bytes(joined_batches(self._prefixes[split]), PREFIXES, pa.ipc.new_stream)
-            result.prefixes_sha256 = publish(f"{split}.prefixes.arrow", prefixes)
+            prefixes = pa.Table.from_batches(self._prefixes[split], PREFIXES).combine_chunks().to_batches()
+            data = arrow_bytes(prefixes, PREFIXES, pa.ipc.new_stream)
+            result.prefixes_sha256 = publish(f"{split}.prefixes.arrow", data)
         if self._drops:
             self.result.dropped_sha256 = publish("dropped.jsonl", "".join(self._drops).encode())
         publish("json", self.result.to_json())
@@ -381,7 +373,6 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
     Workers may start before there are tasks, because loading a tokenizer takes a second.
 
     Args:
-        spec: of encoding, the same for all tasks.
         num_proc: number of processes; with 1, tasks run in this process.
         start_at_rows: number of announced rows at which the workers start.
     """
@@ -403,11 +394,7 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
             self.start(self.num_proc)
 
     def check_ready(self, wait_s: float | None = 0.0) -> None:
-        """Raise the error of a worker that cannot encode, such as a ConfigError for an unsupported model.
-
-        Args:
-            wait_s: seconds to wait for the first worker; None waits until it can encode.
-        """
+        """Raise the error of a worker that cannot encode; ``wait_s``: as in ``WorkerPool.check_ready``."""
         try:
             super().check_ready(wait_s)
         except WorkerDied:
@@ -494,8 +481,6 @@ class RayExecutor(Executor):
     A task whose actor or machine died runs again on another one, at most three times.
 
     Args:
-        spec: of encoding.
-        num_actors: number of actors.
         address: of a running cluster; None for ``RAY_ADDRESS``, or else a cluster on this machine for this run.
     """
 
@@ -506,11 +491,7 @@ class RayExecutor(Executor):
     def run(
         self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
     ) -> Iterator[TaskResult]:
-        """Run tasks and yield their results as they finish; ``report`` is called at the end of each.
-
-        Raises:
-            ConfigError: if Ray is not installed or the cluster cannot be reached.
-        """
+        """Run tasks and yield their results as they finish; ``report`` is called at the end of each."""
         try:
             import ray
         except ImportError as error:

@@ -98,7 +98,6 @@ def launch_command(
 
     Args:
         arguments: of packtool, from the subcommand on.
-        environ: the environment.
         even_one: also return a command for a single process, which then has torchrun's environment.
         max_wait: seconds to wait for other machines; by default 1800.
 

@@ -72,12 +72,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def storage_error(path: str, operation: str, error: BaseException) -> RemoteError:
-    """Return the error to raise for a failed request, with cause and remedy and without secrets.
-
-    Args:
-        operation: the failed operation, such as ``reading``.
-        error: raised by aiobotocore or aiohttp.
-    """
+    """Return the error for a failed ``operation`` ("reading", ...), with cause and remedy and without secrets."""
     cause, remedy, fault = _explain(path, error)
     return RemoteError(f"{masked(path)}: {operation} failed: {cause}", remedy, fault)
 

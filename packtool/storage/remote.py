@@ -48,11 +48,7 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 async def connection(key: Hashable, connect: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-    """Return the connection pool of a key, which is opened on first use; call it on the I/O thread.
-
-    Args:
-        connect: opens the pool, which stays open until ``forget_connections``.
-    """
+    """Return the pool of a key, open from the first use to ``forget_connections``; call this on the I/O thread."""
     if key not in _connections:
         _connections[key] = asyncio.ensure_future(_closing.enter_async_context(connect()))
     try:
@@ -133,7 +129,6 @@ class Range(NamedTuple):
     """A range of bytes of a remote file.
 
     Args:
-        data: the bytes.
         size: bytes of the whole file.
         tag: changes when the file does; "" if the store sends none.
     """
@@ -161,10 +156,8 @@ class RemoteReader(io.RawIOBase):
     24 MiB are kept in memory. Every read may raise a StorageError.
 
     Args:
-        path: for messages.
         fetch: returns bytes [start, stop), fewer at the end of the file.
-        first_block: size in bytes of the first block, and of the first after a seek.
-        first: the first block.
+        first_block: size in bytes of ``first``, and of the first block after a seek.
 
     Attributes:
         tag: version of the file, as in ``Range``.

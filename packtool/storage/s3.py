@@ -33,11 +33,7 @@ class S3Writer:
     """An object that is uploaded in parts while it is written; one smaller than a part is uploaded on ``commit``.
 
     Up to three parts are uploaded while the next is filled, so at most 32 MiB are in memory. If ``write`` or ``commit``
-    raises a StorageError, the upload is removed.
-
-    Args:
-        store: makes the requests.
-        path: for messages.
+    raises a StorageError, the upload is removed. ``path`` is for messages.
     """
 
     def __init__(self, store: S3Store, path: str, bucket: str, key: str) -> None:
