@@ -33,11 +33,7 @@ _JSON = json.JSONDecoder()
 
 
 def box_form_of(config: Mapping[str, Any], bbox_format: str | None, norm_bbox: str | None) -> BoxForm | None:
-    """Return the notation of boxes for a model with this ``config.json`` and these options; None if it is unknown.
-
-    Args:
-        bbox_format, norm_bbox: the options of these names; None for the model's own notation and scale.
-    """
+    """Return the notation of boxes for a model with this ``config.json`` and these options; None if it is unknown."""
     form = family_of(config).boxes
     if form is None:
         return None
@@ -62,11 +58,6 @@ class BoxWriter:
     Args:
         options: the notation of boxes, and the unit of coordinates in JSON for rows without one (``--bbox-type``).
         limits: the model's limits on pictures; None if its own processor resizes them.
-        control: the control tokens of the model's tokenizer.
-        measure: measures a medium of a kind.
-
-    Raises:
-        ConfigError: if coordinates are pixels of resized pictures, and the model's own processor resizes them.
     """
 
     def __init__(
@@ -128,11 +119,7 @@ class BoxWriter:
 
 
 class _SampleWriter:
-    """Writes the texts of one sample, in order: each mark is replaced by the next name or box.
-
-    Args:
-        images: the sample's pictures, measured.
-    """
+    """Writes the texts of one sample, in order: each mark is replaced by the next name or box."""
 
     def __init__(self, form: BoxForm, limits: ImageLimits | None, images: list[EncodedImage], objects: Objects) -> None:
         self._form, self._limits, self._images = form, limits, images
@@ -178,11 +165,7 @@ class _SampleWriter:
         return "".join((*pieces, text[start:]))
 
     def _json(self, text: str, key: re.Match[str], role: str) -> tuple[Any, int] | None:
-        """Parse the JSON after a key: return the value and its end in the text.
-
-        Returns:
-            None if the value is null, or if it is in a question and has no coordinates, such as an example.
-        """
+        """Parse the JSON after a key: return its value and end; None for null, or an example without coordinates."""
         try:
             value, stop = _JSON.raw_decode(text, key.end())
         except (ValueError, RecursionError) as error:

@@ -162,11 +162,7 @@ class EncodedSample:
 
 
 class EncodedRow(list[EncodedSample]):
-    """The samples of a row that was split by its turns or responses.
-
-    Attributes:
-        left_out: the reasons why others of the row's samples are dropped, each with its ``part``.
-    """
+    """The samples of a row that was split; ``left_out``: reasons why others are dropped, each with its ``part``."""
 
     left_out: tuple[Dropped, ...] = ()
 
@@ -185,9 +181,6 @@ def patch_squares(grid: tuple[int, ...]) -> int:
     """Return the attention work of one medium in a vision tower: the sum over its frames of (patches of the frame)^2.
 
     Patches attend to those of their own frame; the result is 0 without a grid.
-
-    Args:
-        grid: (t, h, w) in patches, or empty.
     """
     if not grid:
         return 0

@@ -1,7 +1,4 @@
-"""Encode rows and samples to tokens, labels and media spans, for export and for streaming.
-
-Templates, tokenizers, media and truncation have their own modules; this one runs them in order.
-"""
+"""Encode rows and samples to tokens, labels and media spans, for export and for streaming."""
 
 from __future__ import annotations
 
@@ -80,14 +77,7 @@ _CHARS_PER_TOKEN = 8
 
 
 class _Rendered(NamedTuple):
-    """A rendered sample before tokenization.
-
-    Args:
-        pieces: of the rendered conversation; a medium is still one piece.
-        turns: the assistant's turns, as pieces.
-        media: measured, by kind.
-        expanded: the pieces with all tokens of the media.
-    """
+    """A rendered sample before tokenization: a medium is one of ``pieces``, and all its tokens in ``expanded``."""
 
     sample: Sample
     pieces: list[Piece]
@@ -97,15 +87,7 @@ class _Rendered(NamedTuple):
 
 
 class Encoder:
-    """Encodes samples for one model with one set of options.
-
-    Args:
-        spec: the options that determine tokens and labels.
-        media: the model's media encoding; made from the spec and the files if None.
-
-    Raises:
-        ConfigError: if rows cannot be encoded for this model, or the options contradict each other.
-    """
+    """Encodes samples for one model with one set of options; ``media`` is made from the spec and the files if None."""
 
     def __init__(self, spec: EncodeSpec, files: ModelFiles, media: MediaEncoding | None = None) -> None:
         self.spec = spec
@@ -137,14 +119,10 @@ class Encoder:
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
-        """Encode samples, one result per sample, in order.
+        """Encode samples: return for each, in order, its encoded samples, or the reason why it is dropped.
 
-        Returns:
-            for each sample its encoded samples, or the reason why it is dropped. There are several encoded samples with
-            ``--truncation-strategy split``, and an ``EncodedRow`` if turns or responses become samples.
-
-        Raises:
-            RowError: for a sample that is too long, if the strategy is ``raise``.
+        There are several encoded samples with ``--truncation-strategy split``, and an ``EncodedRow`` if turns or
+        responses become samples. Raises RowError for a sample that is too long, if the strategy is ``raise``.
         """
         if any(sample.tokens is not None for sample in samples):
             return [self._encode_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
@@ -179,12 +157,11 @@ class Encoder:
     def _tokenize_ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, tuple[list[int], int]]:
         """Tokenize very long texts at both ends only, where truncation certainly removes the middle.
 
-        Truncation keeps the first or the last ``max_length`` tokens of a row, so at most so many of a text. Samples
-        with media or with rules of the loss scale are left out: both are located by the tokens of the entire text.
+        Truncation keeps the first or the last ``max_length`` tokens of a row. Samples with media or with rules of the
+        loss scale are left out: both are located by the tokens of the entire text.
 
         Returns:
-            by the text's index among the units of all items: its first and last ids in one list, and the number of ids
-            left out between them.
+            by the text's index among all units: its first and last ids in one list, and the number left out.
         """
         ends: dict[int, tuple[list[int], int]] = {}
         max_length, start = self.spec.max_length, 0
@@ -258,11 +235,7 @@ class Encoder:
         return _Rendered(sample, pieces, turns, media, expanded)
 
     def _drop_too_long(self, item: _Rendered) -> Dropped | None:
-        """Drop a row whose text is certainly too long, which saves its tokenization; None if it may fit.
-
-        Rows that the other strategies would shorten are kept, and so are rows whose media fill ``max_length``:
-        ``truncate`` decides about these.
-        """
+        """Drop a row whose text is certainly too long, before tokenizing it; None if ``truncate`` must decide."""
         max_length, units = self.spec.max_length, item.expanded.units
         if self.spec.truncation_strategy not in ("delete", "raise"):
             return None
@@ -274,11 +247,7 @@ class Encoder:
         return drop_too_long(item.sample, self.spec, f"at least {min_tokens}")
 
     def _pieces_of(self, sample: Sample) -> list[Piece]:
-        """Render a sample and split it into pieces: a conversation by the chat template, a pretraining text as it is.
-
-        Raises:
-            RowProblem: if the template refuses the conversation or leaves out a turn.
-        """
+        """Render a sample, and split it into pieces: a conversation by the chat template, a pretraining text as is."""
         kinds = [kind for kind, refs in sample.media.items() if refs]
         strings = strings_of(sample)
         try:
@@ -362,10 +331,7 @@ class Encoder:
     def _rule_weights(
         self, expanded: ExpandedPieces, tokens: JoinedTokens, turn: _TrainedTurn, scale: LossScale
     ) -> Weights:
-        """Apply the rules of a loss scale to a turn's text, and return the weight of each token of its span.
-
-        A token has the weight of its first character; all tokens of a medium have that of its control token.
-        """
+        """Return the weight of each token of a turn's span: of its first character, or its medium's control token."""
         text, char_starts, positions = "", list[int](), list[int]()  # of each token: first character, and index
         for number in range(turn.first_unit, turn.last_unit + 1):
             unit, text_start = expanded.units[number], tokens.text_starts[number]
@@ -424,7 +390,6 @@ class _TrainedTurn(NamedTuple):
     """An assistant's turn, located among the tokens.
 
     Args:
-        turn: its message.
         span: its tokens [start, end), from the answer to the token that ends the turn.
         first_unit, last_unit: units of the expanded conversation that have these tokens.
         header: start and end of its header, without thinking that the generation prompt writes; empty unless the row
@@ -450,10 +415,6 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
 
     Args:
         may_hold_secrets: False drops rows with a medium whose URL has a user, password or query.
-
-    Raises:
-        DataError: if the file has changed since it was scanned.
-        StorageError: if it cannot be read.
     """
     for block in blocks:
         for number, row in read_block(source, block):

@@ -81,10 +81,7 @@ class LossScale(NamedTuple):
     rules: tuple[str, ...]
 
     def text_weights(self, text: str) -> Weights:
-        """Apply the rules to an assistant's text; return the weight of each character, float32 (len(text),).
-
-        Weights of several rules are multiplied.
-        """
+        """Return the weight of each character, float32 (len(text),): the product of those of all rules."""
         weights = np.ones(len(text), np.float32)
         for rule in self.rules:
             matches = list(_KEYWORD_PATTERNS[rule].finditer(text)) if rule in _KEYWORDS else []
@@ -105,11 +102,7 @@ class LossScale(NamedTuple):
 
 @lru_cache(maxsize=64)
 def parse_loss_scale(text: str) -> LossScale:
-    """Parse a loss scale such as ``default``, ``react`` or ``last_round+ignore_empty_think``.
-
-    Raises:
-        ConfigError: for an unknown rule, or for rules that exclude each other.
-    """
+    """Parse a loss scale such as ``last_round+ignore_empty_think``; ConfigError for unknown or conflicting rules."""
     names = [name.strip() for name in _ALIASES.get(text, text).split("+")]
     known = (*BASES, *_KEYWORDS, *_PATTERNS)
     for name in names:
@@ -125,10 +118,6 @@ def parse_loss_scale(text: str) -> LossScale:
 
 
 def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
-    """Resolve a requested loss scale for a model.
-
-    For a model with hybrid thinking, ``+ignore_empty_think`` is appended unless a rule about empty thinking blocks is
-    already there.
-    """
+    """Append ``+ignore_empty_think`` for hybrid thinking, unless a rule about empty thinking blocks is there."""
     rules = parse_loss_scale(text).rules
     return text if not is_hybrid_thinking or _IGNORE in rules or KEEP_EMPTY_THINK in rules else f"{text}+{_IGNORE}"

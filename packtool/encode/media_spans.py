@@ -21,12 +21,7 @@ from packtool.rows.sample import MediaKind
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) of a medium with its opening and closing marks; truncation never splits them.
-
-    Args:
-        kind: "image", "video" or "audio".
-        number: index among the sample's media of that kind.
-    """
+    """Tokens [start, end) of a medium and its marks, never split by truncation; ``number``: index among its kind."""
 
     kind: str
     number: int
@@ -43,7 +38,6 @@ class ExpandedPieces(NamedTuple):
     """The pieces of a conversation after each medium was replaced by its tokens.
 
     Args:
-        units: the pieces; none stands for a medium any more.
         first_units: for each original piece, the index of its first unit.
         media_borders: (kind, index among the media of that kind, begin, end) of each medium.
         num_omitted: control tokens left out of media that no sample can hold.
@@ -65,7 +59,6 @@ def expand_media(
 
     Args:
         media: by kind, in the order of their pieces.
-        segments_of: returns the segments of a medium, by the medium and its index among those of its kind.
         max_length: maximum tokens of a sample. Of a medium with more control tokens, only ``max_length + 1`` are
             inserted, so that memory does not depend on limits that a row sets.
     """
@@ -103,9 +96,7 @@ class JoinedTokens(NamedTuple):
     """The tokens of a conversation.
 
     Args:
-        ids: of all units.
         text_starts: for each unit, the index in ``ids`` where its text begins, after its control tokens.
-        spans: of the media, ascending.
     """
 
     ids: list[int]
@@ -119,13 +110,7 @@ def join_tokens(
     control_ids: Mapping[str, int],
     encode: Callable[[Piece], Sequence[int]],
 ) -> JoinedTokens:
-    """Concatenate the ids of all units, and locate the media among them.
-
-    Args:
-        unit_ids: ids of each unit's text.
-        control_ids: id of each control token.
-        encode: tokenizes the text of a single piece.
-    """
+    """Concatenate the control tokens and the text ids of all units, and locate the media among them."""
     units = expanded.units
     ids: list[int] = []
     text_starts: list[int] = []
@@ -191,11 +176,7 @@ class MediumSpan(NamedTuple):
 
 
 def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[EncodedAudio, str | None, bytes | None]]:
-    """Return a sample's sounds and the sound tracks of its videos, in the order of their placeholder tokens.
-
-    Returns:
-        (sound, path, bytes) of each; path and bytes of a sound track are those of its video.
-    """
+    """Return (sound, path, bytes) of sounds and of videos' sound tracks (their video's file), in token order."""
     audios = [(audio, audio.path, audio.data) for audio in sample.audios]
     tracks = [(video.audio, video.path, video.data) for video in sample.videos if video.audio is not None]
     if not audios or not tracks:
@@ -237,12 +218,7 @@ def _is_track(sound: EncodedAudio) -> bool:
 
 
 def _pad_spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:
-    """Return [start, stop) of each medium, from its first placeholder token to its last.
-
-    Args:
-        is_pad: (L,), whether a token is a placeholder of the kind.
-        counts: placeholder tokens of each medium, in order.
-    """
+    """Return [start, stop) of each medium's placeholder tokens, by ``is_pad`` (L,) and the number of each."""
     if not counts:
         return []
     positions, ends = np.flatnonzero(is_pad), np.cumsum(counts)

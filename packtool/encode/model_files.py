@@ -37,10 +37,7 @@ class ModelFiles:
     """The files of a model that determine how rows are encoded.
 
     Args:
-        directory: local directory.
-        config: ``config.json``.
         tokenizer_config: ``tokenizer_config.json``; empty if there is none.
-        tokenizer_json: the text of ``tokenizer.json``.
         chat_template: the Jinja text; empty for a base model, which has none.
         processor: settings of the image processor; empty for text-only models.
         video_processor: settings of the video processor; those of the image processor if the model has no others.
@@ -62,14 +59,7 @@ class ModelFiles:
 
     @classmethod
     def load(cls, model: str, chat_template: str | None = None) -> ModelFiles:
-        """Read the files of a model, and download them first if it is the name of a repository on the Hugging Face Hub.
-
-        Args:
-            chat_template: a file whose template replaces the model's.
-
-        Raises:
-            ConfigError: if a file is missing or invalid.
-        """
+        """Read a model's files, downloaded first if ``model`` names a repository on the Hugging Face Hub."""
         directory = model if os.path.isdir(model) else _fetch(model)
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
         config = _read_json(directory, "config.json")
@@ -99,11 +89,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """Hash of vocabulary, merges, added tokens and pre-tokenization; independent of the layout of the file.
-
-        Raises:
-            ConfigError: if ``tokenizer.json`` is broken.
-        """
+        """Hash of vocabulary, merges, added tokens and pre-tokenization; independent of the file's layout."""
         try:
             parsed = load_json(self.tokenizer_json)
             model = parsed["model"]
@@ -139,11 +125,7 @@ class ModelFiles:
 
     @cached_property
     def is_hybrid_thinking(self) -> bool:
-        """Whether the chat template can switch thinking off.
-
-        Such a template ends its generation prompt with an empty thinking block if the variable ``enable_thinking`` (or
-        ``thinking``) is false.
-        """
+        """Whether the template can switch thinking off: it then ends its prompt with an empty thinking block."""
         for template in template_variants(self.chat_template, self.template_variables):
             with suppress(TemplateFailure):
                 on, off = (

@@ -70,7 +70,6 @@ def prefix_hashes(
     Args:
         tokens: ids by which media are located; a sample with media that cannot be located has no prefixes.
         longer_than: prefixes of at most this many tokens are left out.
-        medium_key: determines which media are equal.
 
     Returns:
         int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
@@ -110,7 +109,6 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     read, and media after the last hashed prefix are not checked.
 
     Args:
-        tokens: ids by which media are located.
         hashes: hash by length of each of the sample's prefixes.
     """
     media = media_spans(sample, tokens)
@@ -136,12 +134,7 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
 
 
 def _prefix_ends(sample: EncodedSample, media: Sequence[MediumSpan], prompt_ends: set[int]) -> list[int]:
-    """Return the lengths of a sample's prefixes, ascending.
-
-    Args:
-        media: of the sample.
-        prompt_ends: result of ``_prompt_ends``.
-    """
+    """Return the lengths of a sample's prefixes, ascending."""
     inside = {end for span in media for end in range(span.start + 1, span.stop + 1)}
     turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
     ends = {span.stop + 1 for span in media} | ((turns | prompt_ends) - inside)
@@ -167,13 +160,7 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
 def _digests(
     sample: EncodedSample, media: Sequence[MediumSpan], ends: Sequence[int], medium_key: MediumKey, beginning: bytes
 ) -> Iterator[tuple[int, list[Medium], bytes]]:
-    """Yield (length, media since the previous prefix, digest) of each of a sample's prefixes.
-
-    Args:
-        media: the sample's, in order.
-        ends: lengths of the prefixes, ascending.
-        beginning: bytes that are hashed first.
-    """
+    """Yield (length, media since the previous prefix, digest) of each prefix; ``beginning`` is hashed first."""
     state, start, remaining = hashlib.blake2b(beginning, digest_size=_BYTES), 0, deque(media)
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in ends:

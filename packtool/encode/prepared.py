@@ -31,15 +31,7 @@ _MEASURED = {name: name for name in ("height", "width", "grid", "indices")} | {"
 
 
 class PreparedRows:
-    """Reads rows that another tool has tokenized.
-
-    Args:
-        spec: the encoder's options.
-        media: the model's media encoding.
-        tokens: ids by which media are located.
-        control_ids: id of each control token.
-        num_ids: number of ids of the tokenizer, including unused ones.
-    """
+    """Reads rows that another tool has tokenized; ``num_ids`` counts the tokenizer's ids, including unused ones."""
 
     def __init__(
         self,
@@ -54,15 +46,7 @@ class PreparedRows:
         self._pads = set(tokens.pads.values())
 
     def tokenized(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:
-        """Return the samples of a row, which may be a pack of several.
-
-        Args:
-            sample: a row with ``tokens``.
-            media: the row's measured media by kind.
-
-        Raises:
-            RowProblem: if the tokens are not the model's, or do not match the media.
-        """
+        """Return the samples of a row with ``tokens``; RowProblem if these do not match the model or the media."""
         assert sample.tokens is not None, "the row was tokenized elsewhere"
         loss_scale = sample.loss_scale or self._spec.loss_scale
         scale = parse_loss_scale(loss_scale)
@@ -140,22 +124,14 @@ class PreparedRows:
         return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in self._pads]
 
     def _with_marks(self, ids: IntArray, span: MediumSpan, segments: Sequence[MediaSegment]) -> tuple[int, int]:
-        """Return [start, end) of a medium, extended by the marks around its placeholder tokens.
-
-        Args:
-            segments: the medium's segments.
-        """
+        """Return [start, end) of a medium, extended by the marks around its placeholder tokens."""
         is_pad = [not isinstance(segment, str) and self._ids[segment[0]] in self._pads for segment in segments]
         before, after = segments[: is_pad.index(True)], segments[len(segments) - is_pad[::-1].index(True) :]
         num_before = self._num_marks(ids[: span.start][::-1], before[::-1])
         return span.start - num_before, span.stop + self._num_marks(ids[span.stop :], after)
 
     def _num_marks(self, ids: IntArray, segments: Sequence[MediaSegment]) -> int:
-        """Count the tokens at the beginning of ``ids`` that are a medium's marks, with the text between two marks.
-
-        Args:
-            segments: the segments that are expected there, in order.
-        """
+        """Count the tokens at the beginning of ``ids`` that are a medium's marks, with the text between two marks."""
         at = num_marks = 0
         controls = set(self._ids.values())
         for segment in segments:
@@ -181,10 +157,7 @@ def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium
 
 
 def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple[IntArray, Weights | None]:
-    """Return the targets among tokens [start, stop): their runs [start, end), flat, and the weight of each token.
-
-    Weights are None if all targets weigh 1.
-    """
+    """Return the runs [start, end) of targets in [start, stop), flat; and their weights, None if all are 1."""
     trained = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
     weights = None if tokens.weights is None else np.where(trained, tokens.weights[start:stop], np.float32(0))
     if weights is not None and (weights[trained] == 1).all():

@@ -50,7 +50,6 @@ class RowSplitter:
     Args:
         spec: the encoder's options, with ``expand_turns`` resolved by ``expansion_of``.
         template, finder: None for a model without a chat template.
-        render: returns the pieces of a rendered sample; raises RowProblem if it cannot be rendered.
     """
 
     def __init__(
@@ -139,7 +138,6 @@ class RowSplitter:
         a prefix of that sample.
 
         Args:
-            answers, trained: indexes of the assistant's turns, and of the trained ones.
             ignores_empty: renderings that differ only by empty thinking blocks are equal.
 
         Returns:
@@ -172,12 +170,7 @@ class RowSplitter:
 def join_results(
     parts: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]
 ) -> list[EncodedSample] | Dropped:
-    """Join the results of the samples of a row; the row is dropped if all of them are.
-
-    Args:
-        parts: the row's samples.
-        results: encoded samples of each, or the reason why it is dropped.
-    """
+    """Join the results of the samples of a row; the row is dropped if all of them are."""
     if len(parts) == 1:
         return results[0]
     dropped = [(part, item) for part, item in zip(parts, results, strict=True) if isinstance(item, Dropped)]

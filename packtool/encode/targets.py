@@ -72,11 +72,7 @@ class TurnFinder:
 
     @classmethod
     def of(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
-        """Render small conversations, and infer from them how the template opens and ends an assistant turn.
-
-        Raises:
-            ConfigError: if the template does so without control tokens, so that turns cannot be found.
-        """
+        """Infer from small conversations how the template opens and ends an assistant turn, or raise ConfigError."""
         escaper = ControlEscaper(vocabulary, ())
         try:
             question = escaper.split(template.render(_PROBE[:1]))
@@ -145,9 +141,6 @@ def turn_finder(
     """Return a model's control tokens, and the turn finder that uses them.
 
     If special tokens do not open turns, other added tokens are tried: DeepSeek's are not marked as special.
-
-    Raises:
-        ConfigError: if no tokens open and end the assistant's turns.
     """
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:
@@ -176,10 +169,8 @@ def _header(
     """Return the header that opens every assistant turn, and the text of the generation prompt after it.
 
     Args:
-        question: pieces of a conversation without an answer.
-        prompted: the same with the generation prompt.
-        answers: (pieces, answer) of conversations with that answer.
-        answer_pieces: for each of these, the index of the piece that contains the answer.
+        question, prompted: pieces of a conversation without an answer, without and with the generation prompt.
+        answers, answer_pieces: (pieces, answer) of conversations with an answer, and the index of the answer's piece.
     """
     has_prompt = question != prompted
     if has_prompt:
@@ -215,12 +206,7 @@ def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
 def _ends_before_tools(
     template: ChatTemplate, escaper: ControlEscaper, ends: frozenset[str], question: Sequence[Piece]
 ) -> frozenset[str]:
-    """Return the token that opens a tool's message, if such openings end the turn before: ``<|observation|>`` of GLM.
-
-    Args:
-        ends: tokens that end a turn before the user's.
-        question: pieces of a conversation without an answer.
-    """
+    """Return the token that opens a tool's message, if it ends the turn before: ``<|observation|>`` of GLM."""
     if not any(piece.control in ends and _QUESTION in piece.text for piece in question):
         return frozenset()
     try:

@@ -71,9 +71,6 @@ class _Environment(ImmutableSandboxedEnvironment):
     counted, and the sizes of products, variables and macros' arguments are bounded. A text that doubles in each round
     (``x ~ x``) passes through a variable, so templates that would run for hours or fill the memory fail. The output of
     a single filter is not bounded.
-
-    Attributes:
-        rounds_left: rounds of loops and calls of macros that are left to the current rendering.
     """
 
     intercepted_binops = frozenset(("*", "**"))
@@ -179,12 +176,8 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        text: the Jinja text.
         variables: special tokens by name, such as ``bos_token``.
         content_as_list: pass a content that is a text as a list with one text.
-
-    Raises:
-        ConfigError: if the text is not valid Jinja.
     """
 
     def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
@@ -209,7 +202,6 @@ class ChatTemplate:
         """Render a conversation as one string.
 
         Args:
-            add_generation_prompt: append the opening of an assistant's turn.
             thinks: value of ``enable_thinking`` and ``thinking``, the switch of templates with hybrid thinking; None
                 leaves both undefined.
 
@@ -253,9 +245,6 @@ class ChatTemplate:
         """Return the index of the first turn whose text the template leaves out; None if it renders all turns.
 
         The assistant's turns are not checked. Results are cached by the sequence of roles.
-
-        Args:
-            messages: the turns as they are passed to the template.
         """
         roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
         if roles in self._missing_turns:
@@ -311,10 +300,7 @@ def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], 
 
 
 def _mark_between(template: ChatTemplate, role: str, stops: Callable[[], Collection[str]]) -> str:
-    """Return the text between an answer and the next message of a role, up to the first stop token; "" for none.
-
-    It is also "" if the template writes something after the last answer.
-    """
+    """Return the text from an unended answer to the next message of a role, to the first stop token; "" for none."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
         short = template.render(messages)
@@ -330,11 +316,7 @@ def _mark_between(template: ChatTemplate, role: str, stops: Callable[[], Collect
 
 
 def strings_of(sample: Sample) -> list[str]:
-    """Return every text of a sample that a template may print, with those nested in tools and tool calls.
-
-    Raises:
-        RowProblem: if one of the values is NaN or infinite, which JSON does not have.
-    """
+    """Return every text of a sample that a template may print; RowProblem for NaN or infinity, which JSON lacks."""
     strings = [turn.content for turn in sample.turns]
     stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
     stack += list(sample.tools or ())

@@ -57,8 +57,6 @@ class Piece(NamedTuple):
     Args:
         control: text of the control token; "" for the text before the first one.
         media: "image", "video" or "audio" if the control token stands for a medium, else "".
-        text: plain text that follows.
-        times: number of repetitions of the control token.
     """
 
     control: str
@@ -71,7 +69,6 @@ class ControlEscaper:
     """Replaces control tokens and media marks in the texts of one row by private-use characters, until it is rendered.
 
     Args:
-        strings: all texts of the row.
         allowed: control tokens that keep their meaning in these texts.
 
     Raises:
@@ -131,11 +128,7 @@ class ControlEscaper:
         return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
     def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
-        """Split a rendered conversation into pieces at its control tokens, and unescape their texts.
-
-        Args:
-            placeholders: kind of medium by control token that the template writes for a medium.
-        """
+        """Split a rendered conversation at its control tokens; ``placeholders``: kinds of media by their tokens."""
         parts = self._vocabulary.split_pattern("".join(self._kinds)).split(rendered)
         texts, controls = parts[::2], ["", *parts[1::2]]
         if self._has_escaped:
@@ -158,9 +151,6 @@ class ControlVocabulary:
         slots: index of each control token in ``texts``.
         strip_left, strip_right: control tokens that absorb the blanks before or after them.
         pattern: finds control tokens in a text, the longest first.
-
-    Raises:
-        ConfigError: if there are more control tokens than private-use characters in a block.
     """
 
     def __init__(self, tokenizer: Tokenizer, always_control: Sequence[str] = ()) -> None:
@@ -188,11 +178,7 @@ class ControlVocabulary:
         tokenizer.encode_special_tokens = True
 
     def split_pattern(self, marks: str) -> re.Pattern[str]:
-        """Return a pattern that splits at control tokens and at the characters that stand for media, and keeps both.
-
-        Args:
-            marks: these characters; "" for a row without media, which makes the pattern faster.
-        """
+        """Return a pattern that splits at control tokens and at the characters that stand for media, and keeps both."""
         if marks not in self._split_patterns:
             # Single characters, not a class: with literals only, re skips to their first characters at once.
             literals = "|".join((*marks, *map(re.escape, self._longest_first))) or _NOTHING
@@ -220,7 +206,6 @@ class WordTokenizer:
 
     Args:
         tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
-        pattern: the tokenizer's regular expression for words.
         added: id by text of the added tokens that are not special (``<think>``): these are matched in plain text.
     """
 
@@ -257,11 +242,9 @@ class WordTokenizer:
         return is_ascii or not self._is_normalized or unicodedata.is_normalized("NFC", text)
 
     def ends(self, text: str, num: int) -> tuple[list[int], int] | None:
-        """Tokenize a long text in little memory, keeping about ``num`` ids at either end.
+        """Tokenize a long text in little memory, keeping at least the first and the last ``num`` ids in one list.
 
-        Returns:
-            at least the first ``num`` and the last ``num`` ids in one list, and the number of ids left out between
-            them; None if the library must tokenize the text.
+        Returns also the number of ids left out between them, or None if the library must tokenize the text.
         """
         if not self._is_safe(text):
             return None
@@ -346,12 +329,9 @@ def _safe_chars() -> str:
 
 @cache
 def _translated(pattern: str, chars: str) -> str:
-    """Return an expression with ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` replaced by character ranges.
+    """Return an expression with ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` replaced by ranges of ``chars``.
 
     Python's ``re`` does not support Unicode categories, but is twice as fast as the ``regex`` module, which does.
-
-    Args:
-        chars: the characters that texts may have; the ranges contain no others.
     """
     by_category: dict[str, list[str]] = {}
     for char in chars:
@@ -424,9 +404,6 @@ class PieceTokenizer:
 
     Args:
         tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
-
-    Attributes:
-        context_free: whether ids of a text do not depend on what is before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: ControlVocabulary) -> None:
@@ -491,11 +468,7 @@ class PieceTokenizer:
         return max(map(len, vocabulary), default=0)
 
     def ends(self, pieces: Sequence[Piece], i: int, num: int) -> tuple[list[int], int] | None:
-        """Tokenize the text of piece ``i`` in little memory, as ``WordTokenizer.ends``.
-
-        Returns:
-            None if the entire text must be tokenized.
-        """
+        """Tokenize piece ``i`` as ``WordTokenizer.ends``; None if the entire text must be tokenized."""
         if self._words is None or not self.context_free:
             return None
         return self._words.ends(self._trimmed(pieces, i), num)

@@ -58,11 +58,7 @@ class Tokenized:
         return mask
 
     def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
-        """Return the sample with only some of its tokens.
-
-        Args:
-            kept: int64 (K,): positions of the tokens, ascending; all tokens of a medium or none.
-        """
+        """Return the sample with the tokens at ``kept``, int64 (K,), ascending; all tokens of a medium or none."""
         spans: list[Span] = []
         media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
         starts = np.searchsorted(kept, [span.start for span in self.spans])
@@ -90,9 +86,6 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
 
     If the media alone fill ``max_length``, ``spec.media_overflow`` decides: ``drop`` and ``raise`` reject the sample,
     ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else.
-
-    Returns:
-        the sample, its pieces with the strategy ``split``, or the reason why it is dropped.
 
     Raises:
         RowError: if it is too long and one of the two options is ``raise``.
@@ -150,14 +143,7 @@ def truncate_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSa
 
 
 def drop_too_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
-    """Return the drop of a sample that is too long and is not truncated.
-
-    Args:
-        length: number of its tokens for the message, such as "at least 9000".
-
-    Raises:
-        RowError: if the strategy is ``raise``.
-    """
+    """Return the drop of a sample of ``length`` tokens ("at least 9000"); RowError if the strategy is ``raise``."""
     if spec.truncation_strategy == "raise":
         raise _too_long_error(sample, f"{length} tokens, and --max-length allows {spec.max_length}")
     return Dropped(sample.source, sample.row, "over_max_length", f"{length} tokens, limit {spec.max_length}")
@@ -176,10 +162,7 @@ def _without_oldest_media(item: Tokenized, max_length: int) -> Tokenized:
 
 
 def _split(item: Tokenized, max_length: int) -> list[EncodedSample] | Dropped:
-    """Split a pretraining text into samples of at most ``max_length`` tokens, without losing one.
-
-    The first token of each sample is no target, for nothing predicts it.
-    """
+    """Split a pretraining text into samples of at most ``max_length`` tokens; the first of each is no target."""
     sample = item.sample
     if not sample.is_text or item.spans:
         problem = "has media" if item.spans else "is a conversation"

@@ -23,11 +23,7 @@ _TOLERANCE_SECONDS = 0.25
 
 
 def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
-    """Return the number of audio samples of the first audio stream at a sampling rate.
-
-    Raises:
-        MediaProblem: if the file is missing, has no sound, or cannot be decoded.
-    """
+    """Return the number of audio samples of the first audio stream at a sampling rate."""
     with open_container(ref, check_length=True) as container:
         stream = first_stream(container, "audio", ref)
         declared = _declared_seconds(container, stream)
@@ -54,9 +50,6 @@ def load_audio(
     Args:
         num_samples: measured length; the sound is trimmed or padded to it by at most a quarter of a second. None
             returns the entire sound.
-
-    Raises:
-        MediaError: if the file is missing, cannot be decoded, or does not have the measured length.
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)

@@ -30,11 +30,7 @@ _BOXES = frozenset(
 
 @contextmanager
 def open_container(ref: MediaRef, *, check_length: bool = False) -> Iterator[Any]:
-    """Open the container of a medium; raises as ``open_medium``.
-
-    Args:
-        check_length: raise MediaProblem if the file is shorter than it declares.
-    """
+    """Open the container of a medium; raises as ``open_medium``, with ``check_length`` also for a truncated file."""
     with open_medium(ref, storage.ROWS_BLOCK) as file:
         if check_length:
             size = file.seek(0, os.SEEK_END)
@@ -60,9 +56,6 @@ def declared_bytes(file: BinaryIO, size: int) -> int:
 
     The length is declared by the boxes of mp4 and mov, the chunks of avi and wav, the segment of Matroska and WebM, the
     Xing header of mp3, and the last page of Ogg.
-
-    Args:
-        size: actual length in bytes.
     """
     head = _read_at(file, 0, 16)
     if head.startswith(b"RIFF"):
@@ -97,10 +90,7 @@ def _end_of_chunks(file: BinaryIO, size: int) -> int:
 
 
 def _end_of_boxes(file: BinaryIO, size: int) -> int:
-    """Return the declared end of the last outermost box, with the header of a box that must follow it.
-
-    ISO/IEC 14496-12, 4.2; 0 if the length is not declared.
-    """
+    """Return the declared end of the last outermost box and the next header (ISO/IEC 14496-12, 4.2); 0 if unknown."""
     at, name = 0, b""
     while at + 8 <= size:
         head = _read_at(file, at, 16)
@@ -135,11 +125,7 @@ def _vint(data: bytes, at: int) -> tuple[int, int, bool]:
 
 
 def _end_by_xing(file: BinaryIO, head: bytes) -> int:
-    """Return the end of an mp3 file by the Xing header in its first frame; 0 if it has none.
-
-    Args:
-        head: first 16 bytes of the file, which may be an ID3 tag before the frame.
-    """
+    """Return the end of an mp3 file by the Xing header in its first frame, maybe after an ID3 tag; 0 without one."""
     tag = sum((byte & 127) << 7 * (3 - position) for position, byte in enumerate(head[6:10]))
     start = 10 + tag if head.startswith(b"ID3") else 0
     frame = _read_at(file, start, 64)

@@ -43,7 +43,6 @@ def open_medium(
 
     Args:
         first_block: bytes of a remote file to fetch first.
-        is_image: apply the size limit of pictures, which is lower.
 
     Raises:
         MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty, too large or
@@ -86,11 +85,7 @@ def _record_success(ref: MediaRef) -> None:
 
 
 def check_allowed(ref: MediaRef) -> None:
-    """Raise MediaProblem if the policy does not allow a medium.
-
-    Raises:
-        StorageError: if its path is invalid.
-    """
+    """Raise MediaProblem if the policy does not allow a medium, and StorageError if its path is invalid."""
     if ref.path is not None and (refusal := ref.policy.refusal(ref.path)) is not None:
         raise MediaProblem(NOT_ALLOWED, f"{label(ref)}: {refusal}")
 
@@ -168,9 +163,6 @@ def content_name(path: str | None, data: bytes | None) -> str:
 
     Remote and unreadable media are named by their address, since reading them costs more than shared prefixes save.
     Costs 30 us for each version of a file.
-
-    Args:
-        path, data: of a measured medium, as in ``EncodedImage``.
     """
     if data is not None:
         return _name(len(data), [data[start:stop] for start, stop in _pieces(len(data))])
@@ -178,11 +170,7 @@ def content_name(path: str | None, data: bytes | None) -> str:
 
 
 def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) -> str | None:
-    """Return a digest of a medium's whole content; None if it is remote, unreadable or not allowed.
-
-    Args:
-        path, data: as for ``content_name``.
-    """
+    """Return a digest of a medium's whole content; None if it is remote, unreadable or not allowed."""
     if data is not None:
         return hashlib.sha256(data).hexdigest()
     return _of_version(_digest_of_file, path, policy)
@@ -193,9 +181,6 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
 
     It consists of the hash of embedded bytes; the path, size and times of a local file; or the address, size and entity
     tag (or date) of a remote file, which needs one short request.
-
-    Args:
-        path, data: as for ``content_name``.
     """
     if data is not None or path is None:
         return hashlib.sha256(data or b"").hexdigest()

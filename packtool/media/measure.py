@@ -27,12 +27,7 @@ _PROGRAMS = ("EPS", "WMF", "EMF")
 
 
 def load_image(path: str | None, data: bytes | None = None, policy: MediaPolicy = ANY) -> Image.Image:
-    """Return the picture in RGB with its EXIF orientation applied.
-
-    Raises:
-        MediaError: if the file is missing, not allowed or cannot be decoded.
-        StorageError: if its store cannot be reached.
-    """
+    """Return the picture in RGB, upright by its EXIF orientation; raises MediaError and StorageError."""
     try:
         ref = MediaRef(path, data, policy=policy)
         with (
@@ -45,20 +40,12 @@ def load_image(path: str | None, data: bytes | None = None, policy: MediaPolicy 
 
 
 def blank_image(height: int, width: int) -> Image.Image:
-    """Return a black picture of the same type as from ``load_image``.
-
-    Not an array, because processors guess its axes, and take shape (3, width, 3) for channels first.
-    """
+    """Return a black picture as from ``load_image``; not an array, for processors misread the axes of (3, width, 3)."""
     return Image.new("RGB", (width, height))
 
 
 def open_picture(file: BinaryIO) -> Image.Image:
-    """Read the header of a picture.
-
-    Raises:
-        ValueError: if other programs would execute the format.
-        OSError: and other errors of Pillow.
-    """
+    """Read the header of a picture; ValueError if other programs would execute the format, and Pillow's errors."""
     picture = Image.open(file)
     if picture.format in _PROGRAMS:
         raise ValueError(f"{picture.format} files are programs, not pictures")
@@ -82,9 +69,6 @@ def changed_since_export(ref: MediaRef, before: str, now: str) -> MediaError:
     """Return the error for a medium whose content differs from the measures of the export.
 
     Bytes in a cache are damaged, since they cannot change; a file may be damaged or changed.
-
-    Args:
-        before, now: the measure of the export, and the present one.
     """
     what = "is damaged" if ref.path is None else "is damaged, or has changed since the export"
     return MediaError(
@@ -102,11 +86,7 @@ _TIFF_PARTS = ((273, 279), (324, 325))
 
 
 def measure_image(image: MediaRef) -> tuple[int, int]:
-    """Return (height, width) of a picture in pixels, after its EXIF orientation is applied; raises as ``open_medium``.
-
-    Raises:
-        MediaProblem: also if the file is truncated or far too large.
-    """
+    """Return (height, width) of a picture in pixels, upright; raises as ``open_medium``, also if it is truncated."""
     with warnings.catch_warnings(), open_medium(image, is_image=True) as file:
         warnings.simplefilter("ignore")  # relevant damage raises an error
         size = file.seek(0, os.SEEK_END)
@@ -121,12 +101,7 @@ def measure_image(image: MediaRef) -> tuple[int, int]:
 
 
 def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
-    """Return (height, width) of a picture, and check that its file is complete.
-
-    Args:
-        size: of the file in bytes.
-        can_decode: whether to decode the picture if its header and end do not show that it is complete.
-    """
+    """Return (height, width) of a picture, and check that its file of ``size`` bytes is complete."""
     picture = open_picture(file)
     begin, (width, height) = file.tell(), picture.size
     declared = _declared_bytes(picture, file)

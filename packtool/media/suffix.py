@@ -29,12 +29,7 @@ _RIFF = {b"WEBP": ".webp", b"WAVE": ".wav", b"AVI ": ".avi"}
 
 
 def suffix_of(path: str | None, data: bytes | None = None) -> str:
-    """Return the suffix of a file's name if it is known, else the suffix for its first bytes; ``.bin`` if unknown.
-
-    Args:
-        path: path or URL of the file.
-        data: at least its first 12 bytes.
-    """
+    """Return the known suffix of a file's name, else that for its first 12 bytes; ``.bin`` if unknown."""
     if path is not None:
         suffix = posixpath.splitext(path.partition("?")[0])[1].lower()
         if suffix in _KNOWN:

@@ -69,9 +69,6 @@ def measure_video(ref: MediaRef) -> VideoSize:
 
     The number of frames is taken only from headers of mp4 and mov, and only if it matches the duration: Matroska files
     declare none, and avi files often a wrong one.
-
-    Raises:
-        MediaProblem: if the file is missing, is no video, or cannot be decoded.
     """
     if ref.frames:
         sizes = {measure_image(frame) for frame in ref.frames}
@@ -142,12 +139,7 @@ def _decoded(
     read_frames: Callable[..., Iterator[tuple[int, Any]]],
     shape: tuple[int, int, int] | None,
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Decode frames of a video.
-
-    Args:
-        numbers: of the T frames, ascending.
-        read_frames: ``needed_frames`` or ``all_frames``.
-        shape: as in ``load_video``.
+    """Decode frames of a video by ``needed_frames`` or ``all_frames``; ``numbers`` ascend.
 
     Returns:
         the frames, uint8 (T, H, W, 3), and the numbers of those that are missing. The frames are None if the file has
@@ -216,11 +208,7 @@ def _stream(container: Any, ref: MediaRef) -> Any:
 
 
 def _declared_frames(container: Any, stream: Any) -> int | None:
-    """Return the number of frames by the table of contents, without those that an edit list hides.
-
-    Returns:
-        None if there is no table of contents, or the header contradicts it.
-    """
+    """Return the number of shown frames by the table of contents; None without one, or if the header contradicts."""
     count, rate = int(stream.frames or 0), float(stream.average_rate or 0)
     if not is_indexed(container) or not count or len(index_of(stream)) not in (0, count):
         return None
@@ -255,13 +243,11 @@ class _KeyframeDecoder:
 
     Args:
         container: an opened file at its beginning.
-        stream: its video stream.
         last: number of the last needed frame; packets long after it need not be counted.
 
     Attributes:
         keyframes: for each keyframe in decoding order, the number of shown packets before it, ascending: the minimum
             number that its frame can have.
-        num_packets: number of shown packets, as far as they were counted.
         first: number of the first frame of ``frames``.
         frames: iterator over (number, frame), ascending, from the keyframe where decoding began.
         needed: number of the next needed frame, set by the caller. Long before it, frames that no other frame depends
@@ -294,11 +280,7 @@ class _KeyframeDecoder:
         self._seek(self._times[0])
 
     def _find_keyframes(self, packets: Iterable[tuple[int | None, int | None, bool, bool]], last: int) -> None:
-        """Find the keyframes, and count the shown packets.
-
-        Args:
-            packets: (position in the file, time, is keyframe, is hidden) of each packet.
-        """
+        """Find keyframes and count shown packets; each is (position in the file, time, is keyframe, is hidden)."""
         num_shown, latest = 0, -(2**62)
         for position, time, is_key, is_hidden in packets:
             if time is None:
@@ -348,11 +330,7 @@ class _KeyframeDecoder:
         raise Unnumbered
 
     def _decoded(self, packets: Iterable[Any], first_time: int, first: int) -> Iterator[tuple[int, Any]]:
-        """Decode packets that begin with a keyframe, and yield (number, frame) from that keyframe's frame on.
-
-        Args:
-            first_time, first: time and number of the keyframe's frame; earlier frames are left out.
-        """
+        """Yield (number, frame) of packets that begin with a keyframe, from its frame (``first``) on."""
         codec, extra = self._stream.codec_context.codec.canonical_name, self._stream.codec_context.extradata or b""
         has_prefix = codec == "h264" and len(extra) > 4 and extra[0] == 1
         # Bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if there is none.

@@ -64,10 +64,6 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 
 def media_encoding(files: ModelFiles, options: MediaOptions) -> MediaEncoding:
-    """Return the media encoding of a model, with the user's limits.
-
-    Raises:
-        ConfigError: if the processor of a multimodal model cannot be used, or limits contradict each other.
-    """
+    """Return the media encoding of a model, with the user's limits."""
     family = family_of(files.config)
     return MediaEncoding() if family.encoding is None else family.encoding(files, options, family)

@@ -87,7 +87,6 @@ class ProcessorVideos:
     """Measures videos, and gives their tokens, by a model's own processor.
 
     Args:
-        processor: one that supports videos (``has_videos``).
         pad: the placeholder token of pictures and frames.
         marks: further tokens that mark media, which the tokenizer may not mark as special.
     """
@@ -106,11 +105,7 @@ class ProcessorVideos:
         return (f"all frames of a video are taken, by the settings of the model's video processor: {remedy}",)
 
     def measure(self, ref: MediaRef) -> EncodedVideo:
-        """Measure a video by its header, and sample its frames.
-
-        Raises:
-            MediaProblem: if it cannot be used.
-        """
+        """Measure a video by its header, and sample its frames."""
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
         refuse_own_limits(ref)
@@ -177,7 +172,6 @@ def process_video(
 
     Args:
         frames: uint8 (T, 3, H, W), on torch's meta device if only their size is needed.
-        num_frames, fps: of the video.
         indices: indexes of the T frames in the video.
 
     Returns:
@@ -196,10 +190,7 @@ def process_video(
 
 
 def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
-    """Run a processor on the pictures of some rows.
-
-    Args:
-        rows: the pictures of each row, at least one.
+    """Run a processor on the pictures of some rows, at least one in each.
 
     Returns:
         the processor's text for each picture of each row, and all its outputs, with tensors for pictures.
@@ -215,15 +206,7 @@ def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[
 
 
 def _media_texts(processor: Any, outputs: Mapping[str, Any], counts: Sequence[int], kind: str) -> list[list[str]]:
-    """Return the processor's text for each medium of each row.
-
-    Args:
-        counts: number of media of each row.
-        kind: of the media, for messages.
-
-    Raises:
-        ConfigError: if the processor does not give these texts.
-    """
+    """Return the processor's text for each medium of each row; ConfigError if it does not give these texts."""
     texts = outputs.get("text_replacement_offsets")
     if not texts or [len(row) for row in texts] != list(counts):
         raise ConfigError(
@@ -344,11 +327,7 @@ def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
 
 
 def load_processor(directory: str) -> Any:
-    """Load transformers' processor of a model.
-
-    Raises:
-        ConfigError: if it cannot be loaded, or does not take pictures.
-    """
+    """Load transformers' processor of a model; ConfigError if it cannot be loaded, or does not take pictures."""
     import transformers
 
     auto: Any = transformers.AutoProcessor
@@ -402,14 +381,7 @@ def _family(
     no_videos: str = "this model does not support videos",
     **more: Any,
 ) -> Family:
-    """Return the record of a family that ``ProcessorFamily`` encodes.
-
-    Args:
-        inputs: arguments of its forward besides ``pixel_values`` that the processor makes.
-        vision: prefix of the vision tower's parameters.
-        no_videos: reason why rows with videos are dropped; "" for a model that takes a video's frames as pictures.
-        more: further fields of the record.
-    """
+    """Return the record of a family of ``ProcessorFamily``; ``inputs`` are those besides ``pixel_values``."""
     return Family(
         title=title,
         model_types=model_types,

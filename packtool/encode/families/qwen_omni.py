@@ -103,11 +103,7 @@ class QwenOmni(QwenVL):
 
 
 def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> AudioLimits:
-    """Return the limits on sounds from the feature extractor's settings and ``config.json``.
-
-    Raises:
-        ConfigError: for another sampling rate than the model's.
-    """
+    """Return the limits on sounds from the feature extractor's settings and ``config.json``."""
     settings = files.audio_processor
     rate = int(settings.get("sampling_rate", 16000))
     if options.sampling_rate not in (None, rate):
@@ -144,13 +140,7 @@ def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
 
 
 def _interleave_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
-    """Yield (kind, number of tokens) of a video with sound, as Qwen3-Omni orders them.
-
-    Args:
-        times: of each step of frames, in tokens of sound.
-        per_step: tokens of a step of frames.
-        num_sounds: tokens of the sound track.
-    """
+    """Yield (kind, number of tokens) in Qwen3-Omni's order, by the steps' ``times`` in tokens of sound."""
     num_written = 0
     for time in times:
         num_before = min(math.ceil(time), num_sounds) - num_written
@@ -164,11 +154,7 @@ def _interleave_by_time(times: list[float], per_step: int, num_sounds: int) -> I
 def _interleave_in_chunks(
     times: list[float], per_step: int, num_sounds: int, chunk: int
 ) -> Iterator[tuple[MediaKind, int]]:
-    """Yield the same as ``_interleave_by_time`` in the order of Qwen2.5-Omni: chunks of frames and of sound in turn.
-
-    Args:
-        chunk: length of a chunk in tokens of sound.
-    """
+    """Yield them in Qwen2.5-Omni's order: frames, then sound, in chunks as long as ``chunk`` tokens of sound."""
     frames = _chunk_sizes([(time, per_step) for time in times], chunk)
     sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], chunk)
     for num_frame_tokens, num_sound_tokens in zip_longest(frames, sounds, fillvalue=0):
@@ -177,13 +163,9 @@ def _interleave_in_chunks(
 
 
 def _chunk_sizes(tokens: list[tuple[float, int]], chunk: int) -> list[int]:
-    """Return the number of tokens in each chunk; a token at or after the end of a chunk begins the next one.
+    """Return the number of tokens in each chunk, given (time, number of tokens), ascending.
 
-    As in transformers, each token can begin only one chunk, even if it is later than that chunk's end.
-
-    Args:
-        tokens: (time, number of tokens), ascending.
-        chunk: length of a chunk in the unit of the times.
+    A token at or after a chunk's end begins the next one: only one, as in transformers, even if later than its end.
     """
     sizes = [0]
     for time, count in tokens:

@@ -82,11 +82,7 @@ def smart_resize(
 def resize_together(
     height: int, width: int, num_taken: int, limits: VideoLimits | ImageLimits, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return the new height and width of the frames of a video whose bounds are for all frames together.
-
-    Raises:
-        ValueError: if there are too few frames, or one side is more than 200 times the other.
-    """
+    """Return the new height and width of the frames of a video whose bounds are for all frames together."""
     factor, step = limits.patch_size * limits.merge_size, limits.temporal_patch_size
     if num_taken < step:
         raise _too_few_frames(num_taken, step)
@@ -116,13 +112,9 @@ def video_limits(
     """Return the limits on videos: those of the processor's settings, overridden by the user's options.
 
     Args:
-        processor: settings of the video processor.
         is_qwen3: frames are sampled evenly from the first to the last, and bounds are for all frames together, unless
             the settings are those of another processor.
         frame_tokens: (min, max) tokens of a frame if the family's processor ignores its settings (Omni).
-
-    Raises:
-        ConfigError: if limits contradict each other.
     """
     size = processor.get("size") or {}
     over_all = is_qwen3 and _bounds_all_frames(processor)
@@ -177,14 +169,7 @@ def _bounds_all_frames(processor: Mapping[str, Any]) -> bool:
 
 
 def sample_frames(num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, ...]:
-    """Return the indexes of the frames to sample from a video.
-
-    Args:
-        fps: frames per second of the video.
-
-    Raises:
-        ValueError: if it has fewer frames than a temporal patch.
-    """
+    """Return the indexes of the frames to sample from a video; ValueError if there are fewer than a temporal patch."""
     step = limits.temporal_patch_size
     desired = num_frames / fps * limits.fps
     if limits.even_ends:
@@ -206,7 +191,6 @@ def clip_frames(clip: tuple[float | None, float | None], num_frames: int, fps: f
 
     Args:
         clip: (start, end) in seconds, inclusive; an end after that of the video is moved there.
-        num_frames, fps: of the video.
 
     Raises:
         ValueError: if the clip begins after the end of the video, or has fewer than two frames.
@@ -226,9 +210,6 @@ def sample_clip(start: int, num_frames: int, fps: float, limits: VideoLimits) ->
 
     Processors do not support clips. Qwen's tools sample a multiple of the temporal patch size, evenly from the first to
     the last frame, for all families.
-
-    Args:
-        start, num_frames: the clip's first frame, and its number of frames.
     """
     step = limits.temporal_patch_size
     even_steps = dataclasses.replace(limits, even_ends=False, min_frames=-(-limits.min_frames // step) * step)
@@ -247,9 +228,6 @@ def video_grid(
 
     Args:
         bounds: (min, max) pixels that are passed to the processor; those of the limits if None.
-
-    Raises:
-        ValueError: if the video cannot be resized to the limits.
     """
     min_pixels, max_pixels = bounds or limits.bounds(num_taken)
     if limits.over_all_frames:
@@ -264,13 +242,7 @@ def video_grid(
 
 
 def timestamps(indices: Sequence[int], fps: float, step: int) -> list[float]:
-    """Return the time in seconds of each temporal step of the grid: the middle between its first and last frame.
-
-    Args:
-        indices: indexes of the sampled frames.
-        fps: frames per second of the video.
-        step: frames of a temporal step.
-    """
+    """Return the time in seconds of each temporal step of ``step`` frames: the middle of its first and last frame."""
     padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
     seconds = [index / fps for index in padded]
     return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
@@ -282,11 +254,7 @@ _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 
 
 def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLimits:
-    """Return the limits on pictures: those of the processor's settings, overridden by the user's options.
-
-    Raises:
-        ConfigError: if there are no settings, or the limits contradict each other.
-    """
+    """Return the limits on pictures: those of the processor's settings, overridden by the user's options."""
     if not processor:
         raise ConfigError(
             "the model has no image processor settings, so the patches of a picture cannot be counted",
@@ -320,11 +288,7 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
 
 
 def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, int]:
-    """Return (t, h, w) in patches of a picture of ``height`` x ``width`` pixels.
-
-    Raises:
-        ValueError: if the picture cannot be resized to the limits.
-    """
+    """Return (t, h, w) in patches of a picture of ``height`` x ``width`` pixels."""
     factor = limits.patch_size * limits.merge_size
     new_height, new_width = smart_resize(height, width, factor, limits.min_pixels, limits.max_pixels)
     if not new_height or not new_width:
@@ -460,7 +424,6 @@ def _find_bounds(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pix
 
     Args:
         grid_of: returns the grid of a medium at some bounds; raises ValueError if it cannot be resized to them.
-        grid: (t, h, w) that the cache recorded.
         own: bounds of the model's limits. Also returned if no bounds give the grid: then loading reports that the
             medium has changed.
         pixels_per_patch: pixels of a patch of one frame, in the unit of the bounds.

@@ -92,21 +92,13 @@ class VideoLimits:
 
 
 def image_limits_of(ref: MediaRef, limits: ImageLimits) -> ImageLimits:
-    """Return the limits of a picture: ``limits``, replaced by those that its row gives.
-
-    Raises:
-        ValueError: if the limits of its row contradict each other.
-    """
+    """Return the limits of a picture: ``limits``, replaced by those of its row; ValueError if they contradict."""
     own = dict(ref.limits)
     return replace(limits, **_bounds(own, "pixels", limits.min_pixels, limits.max_pixels)) if own else limits
 
 
 def video_limits_of(ref: MediaRef, limits: VideoLimits) -> VideoLimits:
-    """Return the limits of a video: ``limits``, replaced by those that its row gives (pixels of one frame).
-
-    Raises:
-        ValueError: if the limits of its row contradict each other.
-    """
+    """Return the limits of a video: ``limits``, replaced by its row's (pixels of one frame); raises ValueError."""
     own = dict(ref.limits)
     if not own:
         return limits
@@ -122,12 +114,7 @@ def video_limits_of(ref: MediaRef, limits: VideoLimits) -> VideoLimits:
 
 
 def _bounds(own: dict[str, float], unit: str, min_value: int, max_value: int) -> dict[str, int]:
-    """Return a row's bounds in a unit; a bound that it does not give is the default, moved to include the other one.
-
-    Args:
-        own: limits that the row gives, by name.
-        min_value, max_value: the defaults.
-    """
+    """Return a row's bounds in a unit; one that it does not give is the default, moved to include the other one."""
     low, high = own.get(f"min_{unit}"), own.get(f"max_{unit}")
     if low is not None and high is not None and low > high:
         raise ValueError(f"its row requires at least {low:g} and at most {high:g} {unit}")
@@ -206,19 +193,11 @@ class MediaEncoding:
     one_picture_only = False
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
-        """Measure a medium, by its header if that is enough.
-
-        Raises:
-            MediaProblem: if it cannot be used.
-        """
+        """Measure a medium, by its header if that is enough; MediaProblem if it cannot be used."""
         raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model supports only text")
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
-        """Return the tokens of a medium, from its first mark to its last.
-
-        Args:
-            number: index of the medium among those of its kind in the row.
-        """
+        """Return a medium's tokens from its first mark to its last; ``number``: its index among its kind in the row."""
         raise AssertionError("a model of text alone measures no media")
 
 
@@ -251,8 +230,6 @@ class BoxTokens(NamedTuple):
     """Control tokens around names and boxes.
 
     Args:
-        name: opening and closing token of a name.
-        box: opening and closing token of a box, a point or a polygon.
         is_list: whether the text of a box is a list with the numbers of several boxes; otherwise it is the pairs of
             numbers of a single box.
     """
@@ -302,11 +279,7 @@ class BoxForm:
         return text.join(self.tokens.name) if self.notation == "tokens" else text
 
     def boxes(self, boxes: Sequence[Sequence[int]]) -> str:
-        """Return the text of the boxes that replace one mark.
-
-        Args:
-            boxes: x and y of each corner of each box, in written units.
-        """
+        """Return the text of the boxes that replace one mark: x and y of each corner, in written units."""
         lists = [[*corners] for corners in boxes]
         if self.notation == "lists":
             return str(lists[0] if len(lists) == 1 else lists)
