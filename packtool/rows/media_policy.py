@@ -37,11 +37,7 @@ class MediaPolicy:
     max_failures: int = 1
 
     def refusal(self, path: str) -> str | None:
-        """Return why a path or URL is not allowed and which option allows it; None if it is allowed.
-
-        Raises:
-            StorageError: the path is invalid.
-        """
+        """Return why a path or URL is not allowed and which option allows it; None if it is allowed."""
         store = storage.store_name(path)
         if store:
             scheme = store.partition("//")[0]

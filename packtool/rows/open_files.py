@@ -174,11 +174,9 @@ _open = threading.local()
 
 
 def opened(source: Source, open_reader: Callable[[Source], R]) -> R:
-    """Return this thread's reader of a source; it is opened on first use, and the four used last stay open.
+    """Return this thread's reader of a source, opened on first use; the four used last stay open.
 
-    Raises:
-        DataError: the file has changed since it was scanned.
-        StorageError: the file cannot be opened.
+    DataError if the file has changed since it was scanned.
     """
     readers = _readers()
     if source not in readers:
@@ -242,15 +240,9 @@ _HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 
 
 def check_encoding(path: str, head: bytes) -> None:
-    """Check that a text file is UTF-8.
+    """Check that a text file is UTF-8; DataError names the probable encoding and a command for conversion.
 
-    If at most half of the rows in ``head`` are invalid, the file passes and these rows are dropped later.
-
-    Args:
-        head: first bytes of the file; 128 KiB are used.
-
-    Raises:
-        DataError: the file has another encoding; the message names the probable one and a command for conversion.
+    If at most half of the rows in the first 128 KiB of ``head`` are invalid, the file passes; they are dropped later.
     """
     head = head[:_HEAD_BYTES]
     if b"\0" not in head and _is_utf8(head):

@@ -21,12 +21,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Problem(ValueError):
-    """An error because of which a row is dropped.
-
-    Args:
-        reason: drop reason, a key of ``rows.sample.DROP_REASONS``.
-        detail: explanation for the user.
-    """
+    """An error because of which a row is dropped, with a key of ``DROP_REASONS`` and an explanation for the user."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -38,11 +33,9 @@ class JsonProblem(Problem):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
+    """Parse a JSON text in UTF-8.
 
-    Raises:
-        JsonProblem: the text is not JSON or not UTF-8, is nested more than 100 levels deep, or has a duplicate key or
-            an unpaired surrogate.
+    JsonProblem also if it is nested more than 100 levels deep, or has a duplicate key or an unpaired surrogate.
     """
     if isinstance(text, bytes):
         try:

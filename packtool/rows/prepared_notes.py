@@ -24,11 +24,7 @@ _UNCHECKED_TOKENS = (
 
 
 def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list[str]:
-    """Describe how sources with tokenized rows are read, in one line for all sources with the same description.
-
-    Args:
-        takes_tokens: whether the command is ``packtool import``; then sources without tokens are described too.
-    """
+    """Describe how sources of tokenized rows are read, one line per description; others too if ``takes_tokens``."""
     labels: dict[str, list[str]] = {}
     for item in scanned:
         source = item.source

@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 
 
 def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
-    """Yield (row number, parsed row) in order; a ``Dropped`` in place of a row that cannot be parsed.
+    """Yield (row number, parsed row) in order, once per draw; a ``Dropped`` in place of a row that cannot be parsed.
 
-    A row that was drawn several times is yielded several times.
-
-    Raises:
-        DataError: the file has changed since it was scanned.
-        StorageError: the file cannot be read.
+    DataError if the file has changed since it was scanned.
     """
     rows = text_rows(source, block) if source.kind in PARSERS else opened(source, _open_reader).rows(block)
     if block.picks is None:
@@ -60,16 +56,10 @@ _BYTES_OF_MARKS = (b"<", b"u003")
 def scan_sources(
     specs: Sequence[SourceSpec], seed: int, report: Callable[[ScannedSource], None] = lambda scanned: None
 ) -> list[ScannedSource]:
-    """Scan files of rows, and draw the requested samples.
+    """Scan files of rows, call ``report`` with each source, and then draw the requested samples by ``seed``.
 
-    Args:
-        seed: seed of the samples.
-        report: called with each source after its scan, before samples are drawn.
-
-    Raises:
-        DataError: a file is missing or damaged, or its format or the form of its rows is unknown. An invalid line of a
-            .jsonl file is not an error; only that row is dropped later.
-        StorageError: a file cannot be read.
+    DataError if a file is missing or damaged, or its format or the form of its rows is unknown. An invalid line of a
+    .jsonl file is not an error; only that row is dropped later.
     """
     scanned = []
     for spec in specs:
@@ -90,14 +80,10 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
 
 
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
-    """Open a file of rows for streaming; it is read up to the first block with usable rows, and the rest lazily.
+    """Open a file for streaming; return its source with the form of its rows, and all of its blocks in order.
 
-    Returns:
-        the source with the form of its rows, and all of its blocks in order.
-
-    Raises:
-        ConfigError: a sample of the rows is requested, which needs the number of rows.
-        DataError, StorageError: as ``scan_sources``, also while the blocks are iterated.
+    It is read up to the first block with usable rows, and the rest lazily. ConfigError if a sample of the rows is
+    requested, which needs their number; errors of ``scan_sources`` also while blocks are iterated.
     """
     if spec.is_sampled:
         raise ConfigError(
@@ -157,11 +143,7 @@ def _existing_source(spec: SourceSpec) -> Source:
 
 
 class _Scanner:
-    """A file that is scanned for blocks of rows, and then for the form of its rows.
-
-    Attributes:
-        blocks: iterator over the blocks; it reads the file as it advances.
-    """
+    """A file scanned for ``blocks``, an iterator that reads it as it advances, and then for the form of its rows."""
 
     def __init__(self, spec: SourceSpec) -> None:
         source = self._source = _existing_source(spec)

@@ -313,12 +313,7 @@ _NUMBER_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class MegatronReader:
-    """An open Megatron index and its file of tokens.
-
-    Raises:
-        DataError: the index is invalid or does not match the ``.bin`` file.
-        StorageError: one of the files cannot be reached.
-    """
+    """An open Megatron index and its file of tokens; DataError if the index is invalid or does not match the file."""
 
     def __init__(self, source: Source) -> None:
         if source.compression is not None:
@@ -350,11 +345,7 @@ class MegatronReader:
                 yield number, {"input_ids": tokens}
 
     def read(self, start: int, stop: int) -> list[npt.NDArray[Any]]:
-        """Return the tokens of documents [start, stop), each (L,), in the number type of the file.
-
-        Raises:
-            DataError: the index is invalid, or the file has become shorter.
-        """
+        """Return the tokens of documents [start, stop), each (L,), in the number type of the file."""
         if stop > self._num_documents:
             raise changed_error(self._source, f"it ends at document {self._num_documents}")
         if start == stop:
@@ -428,11 +419,9 @@ _EMPTY_BLOCK = bytes(tarfile.BLOCKSIZE)
 
 
 class TarReader:
-    """An open tar file of packs. Nothing is extracted to disk, and only regular files are read.
+    """An open tar file of packs; nothing is extracted to disk, and only regular files are read.
 
-    Raises:
-        DataError: the file is compressed; while reading, also if it is not a tar file or is truncated.
-        StorageError: the file cannot be reached.
+    DataError if it is compressed; while reading, also if it is not a tar file or is truncated.
     """
 
     def __init__(self, source: Source) -> None:

@@ -76,11 +76,9 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 @dataclass(frozen=True)
 class Response:
-    """One of several accepted answers to a row's prompt.
+    """One of several accepted answers to a row's prompt: assistant turns, perhaps with tool turns between them.
 
-    Args:
-        turns: assistant turns, perhaps with tool turns between them.
-        weight: factor on the loss weight of its tokens, above 0.
+    ``weight``, above 0, is a factor on the loss weight of its tokens.
     """
 
     turns: tuple[Turn, ...]
@@ -356,12 +354,7 @@ _MIN_WARNED_FRACTION, _MAX_REMEDIES = 0.25, 3
 
 
 def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[str]:
-    """Return a warning if more than a quarter of the rows were dropped, and remedies for the three main reasons.
-
-    Args:
-        dropped: number of dropped rows by reason.
-        num_rows: number of rows read, None if unknown.
-    """
+    """Warn if more than a quarter of ``num_rows`` were dropped, with remedies for the three main reasons."""
     num_dropped = sum(dropped.values())
     notes = []
     if num_rows and num_dropped > _MIN_WARNED_FRACTION * num_rows:
@@ -371,13 +364,9 @@ def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[
 
 
 def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str], where: str) -> DataError:
-    """Return the error for sources whose rows were all dropped.
+    """Return the error ``what`` for sources whose rows were all dropped, from their number by reason.
 
-    Args:
-        what: short description of the failure.
-        dropped: number of dropped rows by reason.
-        firsts: summary of the first dropped row by reason; the error shows that of the most common reason.
-        where: sentence that names the file with the reason of each row.
+    It shows the first row (``firsts``) of the most common reason; ``where`` names the file with every row's reason.
     """
     common = sorted(dropped.items(), key=lambda item: -item[1])
     counts = ", ".join(f"{count:,} {reason}" for reason, count in common)
@@ -407,9 +396,7 @@ def guard_row(source: str, row: int, function: Callable[P, T], *args: P.args, **
 def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
     """Return the ``Dropped`` for an unexpected exception of one row.
 
-    Raises:
-        the error itself: if the row is not the cause: a PacktoolError, Ctrl-C and similar, or an error of the machine
-            (out of memory, no free file handle, disk full).
+    If the row is not the cause, ``error`` is raised: PacktoolError, Ctrl-C, out of memory, file handles or disk.
     """
     is_ordinary = isinstance(error, Exception) or type(error).__name__ == _PANIC
     is_machine_error = isinstance(error, OSError) and error.errno in _MACHINE_ERRORS
@@ -423,12 +410,7 @@ def unexpected_drop(source: str, row: int, error: BaseException) -> Dropped:
 
 
 def unexpected_note(dropped: Mapping[str, int], where: str) -> str:
-    """Return a message about rows dropped because of unexpected exceptions; "" if there are none.
-
-    Args:
-        dropped: number of dropped rows by reason.
-        where: path of the file that lists them.
-    """
+    """Return a message about rows dropped for unexpected exceptions, listed in file ``where``; "" if there are none."""
     if not (count := dropped.get(UNEXPECTED, 0)):
         return ""
     rows = "1 row was" if count == 1 else f"{count:,} rows were"

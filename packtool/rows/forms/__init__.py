@@ -34,21 +34,15 @@ FORMS: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, Q
 
 
 def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | None, where: str) -> tuple[str, Pairs]:
-    """Detect the form of a file from its first rows.
+    """Detect the form of a file from its first rows; DataError if none fits or a column is ambiguous or missing.
 
     Args:
         named: columns that the user named, as (packtool's name, the file's name) or the reverse, as in ms-swift's
             ``--columns``; "" as the file's name disables a column.
-        formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` prefers tokens if rows have both
-            tokens and text.
-        where: the file, for messages.
+        formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` prefers tokens to text.
 
     Returns:
-        the form, a key of ``FORMS``, and (packtool's name, the file's name) of the columns that the form uses or the
-        user named.
-
-    Raises:
-        DataError: no form fits, a column is ambiguous, or a named column is missing.
+        the form, a key of ``FORMS``, and (packtool's name, the file's name) of columns that it uses or the user named.
     """
     keys = tuple({key: None for row in rows for key in row})
     non_null = {key for row in rows for key, value in row.items() if value is not None}
@@ -105,11 +99,7 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
-    """Convert a row to a sample by the form of its source; if the source has none, detect the form from the row.
-
-    Args:
-        number: 0-based number of the row in the source.
-    """
+    """Convert row ``number`` (0-based) to a sample by the form of its source, else by one detected from the row."""
     name, columns = source.form, source.columns
     if name is None:
         try:
@@ -166,9 +156,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
     """Check the first rows of a file for media in a column with an unknown name.
 
-    Raises:
-        DataError: no row is usable, and all lack media that the same unknown column seems to contain. The message names
-            the option that selects the column.
+    DataError, with the option to use, if no row is usable and all lack media that the same column seems to contain.
     """
     problems: list[LoneMark] = []
     for number, row in enumerate(rows):
@@ -193,11 +181,9 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
 
 
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """Return the turns with the system prompt of the row, else of ``--system``, else none.
+    """Return the turns with the row's system prompt, else that of ``--system``, if any; then a user turn must follow.
 
-    Raises:
-        RowProblem: the first turn after the system prompt is not a user turn. The order of later turns is checked by
-            the chat template; a last turn without an answer is context that is not trained.
+    The order of later turns is checked by the chat template; a last turn without an answer is context.
     """
     first = next((turn for turn in turns if turn.role != "system"), None)
     if first is None:

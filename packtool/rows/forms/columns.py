@@ -23,12 +23,7 @@ class RowProblem(Problem):
 
 
 def parse_cell(text: str, reason: str, what: str) -> Any:
-    """Parse JSON text in a cell.
-
-    Raises:
-        RowProblem: with ``reason`` and a message that begins with ``what`` if the text is not JSON; with a reason of
-            its own if JSON parsers read the text differently.
-    """
+    """Parse JSON text in a cell; if it is not JSON, RowProblem has ``reason`` and a message beginning with ``what``."""
     try:
         return parse_json(text)
     except JsonProblem as problem:
@@ -117,11 +112,7 @@ _MAX_LITERAL = 1 << 22
 
 
 class Fields:
-    """The values of a row by packtool's column names.
-
-    Args:
-        columns: (packtool's name, the file's name), from ``detect``; other columns have their usual names.
-    """
+    """The values of a row by packtool's column names; ``columns`` from ``detect`` renames those with unusual names."""
 
     def __init__(self, row: Mapping[str, Any], columns: Pairs) -> None:
         self.row, self._names = row, _names_of(columns)
@@ -178,12 +169,9 @@ def _names_of(columns: Pairs) -> dict[str, tuple[str, ...]]:
 
 
 class Columns:
-    """The columns of a file, among which a form finds those that it needs.
+    """Columns of a file, given the keys of its rows, among which a form finds those that it needs.
 
-    Args:
-        keys: keys of the file's rows.
-        columns: the file's name by packtool's name, for columns that the user named; ``find`` adds to it.
-        where: the file, for messages.
+    ``columns`` maps packtool's name to the file's, for columns that the user named; ``find`` adds to it.
     """
 
     def __init__(self, keys: Sequence[str], columns: dict[str, str], where: str) -> None:
@@ -203,14 +191,9 @@ class Columns:
         return name in self._keys
 
     def find(self, name: str, as_name: str | None = None) -> str | None:
-        """Return the file's name of a column and add it to ``columns``; None if the file has no such column.
+        """Return the file's name of a column, None if there is none; add it to ``columns`` as ``as_name`` or ``name``.
 
-        Args:
-            name: packtool's name of the column.
-            as_name: another name of packtool's under which to add it.
-
-        Raises:
-            DataError: several columns have a usual name of it, and none has ``name`` itself.
+        DataError if several columns have a usual name of it, and none has ``name`` itself.
         """
         as_name = as_name or name
         if name in self.columns:

@@ -55,11 +55,9 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
 @dataclass
 class InlineMedia:
-    """Media in the contents of a row's messages, collected while the messages are read.
+    """Media in the contents of a row's messages, by kind in the order of their marks, collected as messages are read.
 
-    Args:
-        refs: media by kind, in the order of their marks.
-        num_open: number of message parts by kind without a medium; the row's columns must provide these media.
+    ``num_open`` counts message parts by kind without a medium; the row's columns must provide these media.
     """
 
     source: Source
@@ -102,9 +100,7 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
     """Read a medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of the frames of a video.
 
-    Args:
-        position: number of the medium in its list, for messages.
-        depth: number of objects and lists around ``value``.
+    ``position`` is its number in its list, for messages; ``depth`` counts the objects and lists around ``value``.
     """
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:
@@ -147,12 +143,7 @@ def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Sou
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
-    """Return (name, value) of the size limits in the object of a medium.
-
-    Args:
-        name: the medium, for messages.
-        has_frames: whether the medium is a list of frames, whose ``fps`` is not a limit but the rate of the frames.
-    """
+    """Return (name, value) of a medium's size limits; ``fps`` of a list of frames is their rate, not a limit."""
     unsupported = FIXED if kind == "video" else (*FIXED, *CLIP)
     if keys := [key for key in unsupported if value.get(key) is not None]:
         supported = ", ".join(LIMITS[kind]) or "none"
@@ -276,11 +267,7 @@ _CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
 
 
 class LoneMark(RowProblem):
-    """A row has a mark of a kind of media that it lacks.
-
-    Args:
-        column: column with an unknown name that seems to contain the medium, "" if there is none.
-    """
+    """A row has a mark of media that it lacks; ``column`` (or "") has an unknown name and seems to contain them."""
 
     def __init__(self, kind: str, column: str, detail: str) -> None:
         super().__init__(f"{kind}_marks", detail)
@@ -288,13 +275,10 @@ class LoneMark(RowProblem):
 
 
 def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
-    """Add missing marks, so that there is one for each medium.
+    """Add missing marks, so that there is one for each medium; return the turns and the number of added marks.
 
-    They are added before the text of the first user turn: videos, then audio, then images, as in ms-swift. Marks of
-    kinds without media stay as they are; ``lone_mark`` checks them.
-
-    Returns:
-        the turns, and the number of added marks. More marks than media of a kind are a RowProblem.
+    They precede the first user turn's text: videos, then audio, then images, as in ms-swift. Marks of kinds without
+    media stay as they are; ``lone_mark`` checks them. More marks than media of a kind are a RowProblem.
     """
     added = ""
     for kind in ("video", "audio", "image"):
@@ -314,11 +298,7 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
 
 
 def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:
-    """Return whether any column of a row could contain media, by its name or by a value such as a path or URL.
-
-    Args:
-        columns: (packtool's name, the file's name), from ``detect``.
-    """
+    """Return whether any column of a row could contain media, by its name or by a value such as a path or URL."""
     media_columns = {column for name, column in columns if name[:-1] in MEDIA_MARKS}
     return any(
         _column_could_hold_media(key, value, media_columns) for key, value in row.items() if isinstance(key, str)
@@ -336,10 +316,7 @@ def _column_could_hold_media(column: str, value: Any, media_columns: Container[s
 
 
 def _has_word(column: str, words: Sequence[str]) -> bool:
-    """Return whether a word of a column's name begins with one of ``words``: "pic_1" with "pic", but not "topic".
-
-    A kind of media among ``words`` may be anywhere in the name.
-    """
+    """Return whether a word of a column's name begins with one of ``words``; a kind of media may be anywhere in it."""
     snake_case = _CAMEL_CASE.sub("_", column).lower()
     if any(kind in snake_case for kind in MEDIA_KINDS if kind in words):
         return True
@@ -378,15 +355,12 @@ def lone_mark(
 ) -> str:
     """Return a kind of media that a question has a mark for, but the row lacks; "" if there is none.
 
-    A model that supports this kind must not be trained on the row; for others the mark is plain text.
+    A model that supports this kind must not be trained on the row; for others the mark is plain text. LoneMark is
+    raised if the row has lost its medium, so no model must be trained on it.
 
     Args:
-        media: media of the row by kind.
         is_text: whether the row is a pretraining text.
         holds_media: whether a column of the row's file could contain media.
-
-    Raises:
-        LoneMark: the row has lost its medium, so no model must be trained on it.
     """
     lone = ""
     if not any("<" in turn.content for turn in turns):
@@ -410,11 +384,7 @@ def lone_mark(
 
 
 def lone_mark_detail(kind: str, column: str = "") -> str:
-    """Return the message for a question with a mark of a medium that the row lacks.
-
-    Args:
-        column: column that seems to contain the medium, "" if there is none.
-    """
+    """Return the message for a mark without a medium, which ``column`` (if not "") seems to contain."""
     return f"a question has the placeholder {MEDIA_MARKS[kind]}, but the row has no {kind}s{_remedy(column, kind)}"
 
 

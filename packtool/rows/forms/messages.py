@@ -36,11 +36,9 @@ class RowForm:
     """A form of rows: how to recognize it and how to read it.
 
     Args:
-        name: name of the form in logs.
         shown: its columns, for the error about rows with no known form.
-        fits: returns whether a file has the form, and finds the columns that the form needs. Arguments: columns of the
-            file; ``formatting`` (``alpaca`` or ``sharegpt`` from ``dataset_info.json``, ``tokens`` for ``packtool
-            import``, or None).
+        fits: returns whether a file has the form, and finds its columns, from all columns and ``formatting``
+            (``alpaca`` or ``sharegpt`` from ``dataset_info.json``, ``tokens`` for ``packtool import``, or None).
         read: returns the turns of a row, or its tokens if another tool has tokenized it.
     """
 
@@ -52,13 +50,9 @@ class RowForm:
 
 @dataclass
 class Content:
-    """The content of a message.
+    """The content of a message: text with marks in place of media, and ``thinking`` parts as ``reasoning``.
 
-    Args:
-        text: text with marks in place of media.
-        tool_calls: calls in Anthropic's ``tool_use`` parts.
-        reasoning: text of ``thinking`` parts.
-        results: tool turns from ``tool_result`` parts; they precede the text.
+    ``tool_calls`` are Anthropic's ``tool_use`` parts; ``results`` are its ``tool_result`` turns and precede the text.
     """
 
     text: str = ""
@@ -68,13 +62,9 @@ class Content:
 
 
 def content_of(who: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
-    """Read the content of a message.
+    """Read the content of a message: text, a number, or a list of parts; its media are added to ``inline``.
 
-    Args:
-        who: the message, in error messages.
-        value: text, a number, or a list of parts.
-        inline: media of the content are added to it.
-        is_tool: whether it is a tool result, which may be any JSON value; values other than text and parts become JSON.
+    ``is_tool`` allows any JSON value, written as JSON; ``who`` is the message, in errors.
     """
     if isinstance(value, str):
         return Content(value)
@@ -195,12 +185,7 @@ TAG_NAMES = {
 
 
 class _Tags(NamedTuple):
-    """Names of roles and of message keys in a file.
-
-    Args:
-        roles: role by its name in the file, in lower case with underscores.
-        role_keys, content_keys: keys of a message's role and content, in the order in which they are tried.
-    """
+    """Roles by their lower-case name in the file, and the keys of role and content in the order they are tried."""
 
     roles: Mapping[str, str]
     role_keys: tuple[str, ...]

@@ -34,12 +34,7 @@ _MAX_COORDINATES: Mapping[BboxType, float] = {"norm1": 1, "norm1000": 1000}
 
 
 def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Objects | None:
-    """Read ``objects`` and ``bbox_type`` of a row; None if neither has an effect on the texts.
-
-    Args:
-        turns: all turns of the row, including those of responses.
-        num_images: images of the row.
-    """
+    """Read ``objects`` and ``bbox_type`` of a row with ``num_images``; None if they have no effect on its ``turns``."""
     value, row_unit = fields.parsed("objects"), fields.get("bbox_type")
     if not value:
         # Where boxes are likely, a mark without an object is an error; elsewhere it is plain text.
@@ -60,11 +55,7 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
 
 
 def corners_of(value: Any, who: str, unit: BboxType) -> tuple[float, ...]:
-    """Return the coordinates of a box, a point or a polygon; negative ones, or ones too large for ``unit``, are errors.
-
-    Args:
-        who: name of the region in error messages.
-    """
+    """Return the coordinates of region ``who``; RowProblem if one is negative or too large for ``unit``."""
     if not is_list(value) or len(value) < 2 or len(value) % 2:
         raise RowProblem("invalid_objects", f"{who} is {shown(value)}, not a list with x and y of each corner")
     numbers = tuple(map(finite, value))

@@ -76,14 +76,9 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
 
 
 def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
-    """Read where the samples of a pack begin, from each column that says so.
+    """Return the first token of each sample as a mask, bool (L,), by column; empty if the row is not a pack.
 
-    Args:
-        mask: ``attention_mask`` of the row, int64 (L,), or None.
-        kept: tokens that are not padding, bool (L,).
-
-    Returns:
-        by column: true for the first token of each sample, bool (L,). Empty if the row is not a pack.
+    ``mask`` is ``attention_mask``, int64 (L,); ``kept`` is true for tokens that are not padding, bool (L,).
     """
     length = len(kept)
     boundaries: dict[str, _Bools] = {}
@@ -112,14 +107,10 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
 
 
 def _position_restarts(fields: Fields, tokens: _Ints, length: int) -> _Ints:
-    """Return the indexes of tokens at which ``position_ids`` restart at 0, int64, ascending.
+    """Return the indexes of unpadded ``tokens`` at which ``position_ids`` restart at 0, int64, ascending.
 
     ``position_ids`` are (L,), or (axes, L) with the axes text; text, t, h, w; or t, h, w. With t, h, w only the first
-    token of a sample is 0 on all axes.
-
-    Args:
-        tokens: indexes of the tokens that are not padding, ascending.
-        length: number of tokens with padding, L.
+    token of a sample is 0 on all axes. ``length`` is L.
     """
     value: Any = fields.parsed("position_ids")
     if value is None:
@@ -151,14 +142,9 @@ def _mask_at(tokens: _Ints, length: int) -> _Bools:
 
 
 def _split(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
-    """Check that all columns with boundaries agree, and remove samples of one token.
+    """Check that all columns' boundaries, bool (L,), agree, and remove samples of one token from ``kept``, bool (L,).
 
-    Args:
-        boundaries: by column: true for the first token of each sample, bool (L,).
-        kept: tokens that are not padding, bool (L,).
-
-    Returns:
-        two masks, bool (L,): true for the first token of each sample, even if it is not kept; true for kept tokens.
+    Returns masks of the first token of each sample, even if it is not kept, and of kept tokens; bool (L,) each.
     """
     if not boundaries:
         return _mask_at(np.flatnonzero(kept)[:1], len(kept)), kept
@@ -189,12 +175,7 @@ def _refuse_unsupported_boundaries(fields: Fields) -> None:
 
 
 def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, ...] | None:
-    """Return the channel of each kept sample if ``channel`` is a list with one for each sample of the pack, else None.
-
-    Args:
-        numbers: 0-based numbers of the kept samples in the pack.
-        count: samples of the pack.
-    """
+    """Return channels of kept samples, by ``numbers`` in a pack of ``count``; None if ``channel`` is no such list."""
     channels = fields.get("channel")
     if not isinstance(channels, list):
         return None
@@ -204,12 +185,7 @@ def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, .
 
 
 def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
-    """Return true for targets, bool (L,); None if no column says which tokens are targets.
-
-    Args:
-        ids: tokens, int64 (L,).
-        is_first: true for the first token of each sample, bool (L,).
-    """
+    """Return true for targets, bool (L,); None without such columns. ``ids`` are int64 (L,), ``is_first`` bool (L,)."""
     labels = _column(fields, "labels", len(ids))
     masks = [mask for name in _MASKS if (mask := _mask(fields, name, len(ids))) is not None]
     # Unless --columns completion_mask=loss_mask is set, loss_mask is NeMo's, which marks the token before a target.
@@ -277,12 +253,7 @@ def _weights(fields: Fields, length: int) -> npt.NDArray[np.float32] | None:
 
 
 def _column(fields: Fields, name: str, length: int | None, *, takes_bools: bool = False) -> _Ints | None:
-    """Return a column as integers, int64; None if the row does not have it.
-
-    Args:
-        length: required number of values; None for any number.
-        takes_bools: whether true and false are allowed as 1 and 0.
-    """
+    """Return a column as int64, None if it is missing; ``length`` None allows any, ``takes_bools`` true and false."""
     value: Any = fields.parsed(name)
     if value is None:
         return None
