@@ -57,8 +57,7 @@ _NEEDS_MODEL = frozenset(
 def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``--set training.NAME=VALUE`` with values of their declared types.
 
-    Raises:
-        ConfigError: listing unknown fields, fields that packtool sets itself, and values of wrong types.
+    A ConfigError lists all unknown fields, fields that packtool sets itself, and values of wrong types.
     """
     problems, checked = [], {}
     hints = typing.get_type_hints(TrainingArguments) if fields else {}
@@ -84,13 +83,10 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
-    """Convert a value to one of the allowed types: YAML may have parsed ``1`` for a float, or ``on`` for a text.
+    """Convert a value to an allowed type, or raise a ValueError: YAML may have parsed ``1`` for a float.
 
     Args:
         allowed: types, without their parameters (``list`` for ``list[str]``); ``NoneType`` is ignored.
-
-    Raises:
-        ValueError: if no allowed type fits.
     """
     kinds = {kind for kind in allowed if isinstance(kind, type)}
     takes_text = str in kinds or any(issubclass(kind, enum.Enum) for kind in kinds)
@@ -115,12 +111,7 @@ def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
     """Return the Trainer's arguments, for which a step is one batch and the run one epoch; check optimizer and reports.
 
-    Args:
-        num_steps: of the whole run.
-        dtype: of the computation.
-
-    Raises:
-        ConfigError: for a setting that transformers does not know or does not accept.
+    ``num_steps`` are those of the whole run, and ``dtype`` is that of the computation.
     """
     # Options with the same name in TrainingArguments.
     same = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -294,8 +285,7 @@ def _empty_model(
 def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
     """Estimate the memory of training without loading weights, and raise the errors that training would raise.
 
-    Returns:
-        the estimate, and lines about the precision of weights.
+    The lines describe the precision of weights.
     """
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
     model, args = _empty_model(run.config, spec.config, run.timeline.num_steps)
@@ -307,11 +297,9 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
 
 
 def estimate_run(run: Run, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
-    """Estimate a rank's memory in each configuration of steps (several with stages); return the largest estimate.
+    """Return the largest estimate of a rank's memory over all configurations of steps (several with stages).
 
-    Args:
-        model: made trainable, on any device.
-        dtype: of the computation.
+    The model is made trainable, on any device.
     """
     estimates = [
         estimate_memory(
@@ -331,10 +319,7 @@ def estimate_run(run: Run, model: nn.Module, spec: InputSpec, dtype: torch.dtype
 def check_ranks_agree(state: RunState, world: World, sequence_parallel: str = "") -> None:
     """Raise a MismatchError on every rank, naming the differences, if ranks have different plans.
 
-    Args:
-        state: of this rank's run.
-        world: the process group must exist.
-        sequence_parallel: describes how ranks share sequences.
+    The process group must exist; ``sequence_parallel`` describes how ranks share sequences.
     """
     own_state: dict[str, Any] = dataclasses.asdict(state) | {"sequence parallel": sequence_parallel}
     first, *_ = states = all_gather_objects(own_state, world.size)

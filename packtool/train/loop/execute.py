@@ -27,14 +27,8 @@ from packtool.train.loop.log import Report
 from packtool.train.loop.trainer import PackTrainer, StepLoader
 from packtool.train.loop.watch import StepWatch, StopSignals
 from packtool.train.model.load import add_unloaded, build_model, quiet_transformers, resolve_dtype
-from packtool.train.model.precision import (
-    count_parameters,
-)
-from packtool.train.model.sharding import (
-    configure_fsdp,
-    connect_deepspeed_on_cpus,
-    shard_on_cpus,
-)
+from packtool.train.model.precision import count_parameters
+from packtool.train.model.sharding import configure_fsdp, connect_deepspeed_on_cpus, shard_on_cpus
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     copy_processor,
@@ -57,15 +51,11 @@ _MAX_SHOWN = 20
 def execute(
     run: Run, spec: InputSpec, result: TrainResult, progress: Progress, lock: DirectoryLock | None
 ) -> TrainResult:
-    """Load the model, check it, train, and write the result.
+    """Load the model, check it, train, and write ``result``, completed with the figures of training.
 
     Args:
-        spec: the model's properties that collation needs.
         result: the planned figures.
         lock: of the output directory; None on all but the first rank.
-
-    Returns:
-        ``result``, completed with the figures of training.
     """
     run = run.with_config(dataloader_num_workers=workers_of(run))
     with quiet_transformers():
@@ -123,8 +113,7 @@ def _make_trainer(
 ) -> tuple[PackTrainer, RunCallback]:
     """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
 
-    Returns:
-        the trainer and its callback; ``trainer.loader.run`` is the run with the output directory of all ranks.
+    ``trainer.loader.run`` is the run with the output directory of all ranks.
     """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
@@ -173,8 +162,7 @@ def early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: in
 def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
     """Report the samples that any rank skipped (``--on-bad-media skip``), and list them in a file; all ranks call this.
 
-    Returns:
-        their number; a sample counts once per epoch.
+    Returns their number; a sample counts once per epoch.
     """
     run, path = trainer.loader.run, os.path.join(trainer.loader.run.config.output_dir, SKIPPED_NAME)
     skipped = [sample for rank in all_gather_objects(trainer.skipped, run.world.size) for _, sample in rank]
@@ -238,10 +226,7 @@ class RunCallback(TrainerCallback):
         self.watch.before_update(state.global_step, kwargs["model"], args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Decide whether to log, save or stop after a step, evaluate if due, and check the output directory's lock.
-
-        An evaluation always follows the last step.
-        """
+        """Decide whether to log, save or stop, evaluate if due and after the last step, and check the lock."""
         config, timeline, step = self.run.config, self.run.timeline, state.global_step
         state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
         is_end, ends_epoch = step >= timeline.num_steps, timeline.locate(step)[1] == 0  # epochs may differ in length

@@ -42,9 +42,7 @@ _WAITS = ("data_wait", "copy_wait", "log_wait")
 
 
 class Meter:
-    """Measurements of this rank between two log lines.
-
-    They are added without waiting for the device, and ranks exchange them only for a log line.
+    """Measurements of this rank between two log lines, added without waiting for the device.
 
     Args:
         by_channel: whether losses and accuracies are reported for each channel.
@@ -198,11 +196,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
-    """Describe each figure of the log lines and its unit, once, before the first step.
-
-    Args:
-        gpu: name of this rank's GPU, None without one.
-    """
+    """Describe each figure of the log lines and its unit; ``gpu`` is the name of this rank's GPU, None without one."""
     waited_for = "data / the log" if gpu is None else "data / copies to the GPU / the log"
     meanings = {} if run.config.streaming else {"epoch": "passes over the data so far"}
     meanings |= {
@@ -241,11 +235,9 @@ OBJECTIVE_LINE = (
 
 
 def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, float | int | str]:
-    """Select and format the figures of a log line that the terminal shows, by the names of ``heading_lines``.
+    """Select and format the figures of a line of ``metrics.jsonl`` that the terminal shows.
 
-    Args:
-        logs: a line of ``metrics.jsonl``, from training or an evaluation.
-        has_epochs: False for a stream, whose number of rows is unknown.
+    Without ``has_epochs``, for a stream, the number of rows is unknown.
     """
     shown: dict[str, float | int | str] = {"epoch": f"{logs['epoch']:.2f}"} if has_epochs else {}
     if "loss" not in logs:
@@ -321,11 +313,8 @@ class Outliers:
         Gradient norms vary by factors, so their logarithms are compared. An outlier is at least 12 % above the median
         loss, or nearly twice the median norm.
 
-        Args:
-            logs: of training or an evaluation; only ``loss`` and ``grad_norm`` are compared.
-
         Returns:
-            the median of previous values for each figure that is an outlier, by its name in ``logs``.
+            the median of previous values for each outlier: ``loss``, ``grad_norm``.
         """
         medians = {}
         loss, norm = logs.get("loss"), logs.get("grad_norm")
@@ -341,11 +330,9 @@ class Outliers:
 
 
 def outlier_warning(step: int, medians: Mapping[str, float], logs: Mapping[str, Any], output_dir: str | None) -> str:
-    """Return the warning for a log line with outliers.
+    """Return the warning for a log line with outliers, of which ``Outliers.of`` returned the medians.
 
-    Args:
-        medians: from ``Outliers.of``.
-        output_dir: quoted for a shell; None for a stream, whose steps cannot be inspected.
+    ``output_dir`` is quoted for a shell; None for a stream, whose steps cannot be inspected.
     """
     figures = " and ".join(
         f"{name.replace('_', ' ')} {float(logs[name]):.4g} (median of previous lines: {middle:.4g})"
@@ -404,7 +391,6 @@ class Report:
 
         Args:
             logs: figures by their names in ``metrics.jsonl``; ``loss`` is missing in those of an evaluation.
-            output_dir: named in a warning.
             reads: this rank's reads of the media cache so far.
         """
         line = {"step": step, **logs}

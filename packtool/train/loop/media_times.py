@@ -46,9 +46,7 @@ class LoadingTimes:
     Args:
         kinds: for each kind of media in the caches: its name ``kind``, number of ``measured`` media, ``seconds`` and
             ``megabytes`` of one, and how many a rank loads ``per_step``.
-        step_seconds: estimated computation time of a step.
-        assumed: describes the source of this estimate.
-        cores: CPU cores of this machine.
+        step_seconds: estimated computation time of a step; ``assumed`` describes the source of this estimate.
     """
 
     kinds: Sequence[Mapping[str, Any]]
@@ -115,11 +113,7 @@ class LoadingTimes:
 
 
 def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> LoadingTimes:
-    """Measure how long some of a plan's media take to load.
-
-    Raises:
-        ConfigError: if the caches have no media.
-    """
+    """Measure how long some of a plan's media take to load; raise a ConfigError if the caches have none."""
     reader, shared = preview.inputs.reader, preview.inputs.shared
     assert reader is not None, "called for caches only"
     identity = reader.manifests[0].identity

@@ -60,12 +60,11 @@ _LOG = logging.getLogger("packtool.train.batches")
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One optimizer step of one rank.
+    """One optimizer step of one rank, whose micro-batches are loaded one at a time.
 
     Args:
         figures: of the whole step, over all ranks and micro-batches.
-        num_micro_batches: of this rank, the same on every rank.
-        micro_batches: an iterator that loads them one at a time.
+        num_micro_batches: the same on every rank.
     """
 
     figures: StepFigures
@@ -88,11 +87,8 @@ def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
 class StepLoader:
     """Dataloader of the Trainer: the training steps of one rank, from ``run.start`` on.
 
-    Its length is the number of steps of the whole run, from which the Trainer computes epochs.
-
-    Attributes:
-        steps: the planned steps of this rank.
-        media_reads: this rank's reads of the media cache so far.
+    Its length is the number of steps of the whole run, from which the Trainer computes epochs. ``media_reads`` are this
+    rank's reads of the media cache so far.
     """
 
     def __init__(self, run: Run, spec: InputSpec) -> None:
@@ -136,11 +132,9 @@ class StepLoader:
                 return
 
     def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
-        """Yield the batches of a step, add up their media reads, and log each for ``--debug``.
+        """Yield the batches of a step (0-based), add up their media reads, and log each for ``--debug``.
 
-        Args:
-            batches: of this and all later steps; only those of this step are taken.
-            number: of the step in the run, 0-based.
+        ``batches`` has those of all later steps too, which are left in it.
         """
         for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
             self.media_reads += batch.media_reads
@@ -164,10 +158,7 @@ class StepLoader:
         return sum(all_gather_objects(self.media_reads, self.run.world.size), MediaReads())
 
     def names(self) -> Callable[[int], list[str]]:
-        """Return a function from the number of a micro-batch in the current step to its samples' names.
-
-        The function stays valid during later steps.
-        """
+        """Return a function from a micro-batch's number in this step to its samples' names, also valid later."""
         current = self._current
         return lambda number: self.run.source.names(current[number])
 
@@ -294,8 +285,6 @@ class PackTrainer(Trainer):
     Args:
         model: made trainable, on the host or the device.
         loader: of this rank; starts at the step after the checkpoint.
-        saved: precision of the weights in checkpoints.
-        watch: receives the losses and the gradient norm of each step.
         parallel: ranks that share sequences with this one; None without sequence parallelism.
 
     Attributes:
@@ -351,11 +340,7 @@ class PackTrainer(Trainer):
     def training_step(  # type: ignore[override]  # get_batch_samples returns complete steps
         self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run forward and backward of all micro-batches of a step.
-
-        Args:
-            model: wrapped for several processes.
-            inputs: the step; transformers calls it so.
+        """Run forward and backward of all micro-batches of a step, which transformers calls ``inputs``.
 
         Returns:
             this rank's sum of losses times the number of ranks, 0-d; ``Meter.logged`` divides it by the targets.

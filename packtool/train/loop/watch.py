@@ -99,7 +99,6 @@ class StepWatch:
         signals: recorder of this process.
         sample_names: returns a function from the number of a micro-batch in the current step to its samples' names,
             which stays valid during later steps.
-        on_nan: ``stop``, ``skip`` or ``go-on``.
 
     Attributes:
         stopped_by: number of the signal that ends the run, 0 for none.
@@ -158,11 +157,7 @@ class StepWatch:
     def settle(self) -> bool:
         """Read the result of the last exchange, if not done yet, and handle a bad step; all ranks call this together.
 
-        Returns:
-            whether the step was bad.
-
-        Raises:
-            DivergedError: with ``stop``, on every rank, naming the samples.
+        Returns whether the step was bad; with ``stop``, a bad one raises a DivergedError on every rank.
         """
         if self._pending is None:
             return False
@@ -193,9 +188,7 @@ class StepWatch:
     def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
         """Settle a step before it is logged, saved or evaluated; after a stop signal, request a checkpoint and the end.
 
-        Args:
-            control: its flags are set to save, log and stop.
-            is_evaluated: whether an evaluation follows this step.
+        ``is_evaluated`` says whether an evaluation follows this step.
         """
         is_stored = control.should_log or control.should_save or control.should_training_stop or is_evaluated
         if self.stopped_by or is_stored:
@@ -208,10 +201,7 @@ class StepWatch:
     def raise_if_stopped(self, step: int, num_steps: int, checkpoint: str) -> None:
         """Raise a StoppedError if a signal ended the run before its last step; only the first rank's has a message.
 
-        Args:
-            step: number of trained steps.
-            num_steps: of the whole run.
-            checkpoint: path of the one that was saved last.
+        ``step`` is the number of trained steps, and ``checkpoint`` the last one saved.
         """
         if not self.stopped_by or step >= num_steps:
             return
@@ -223,12 +213,7 @@ class StepWatch:
         raise StoppedError(message, remedy, self.stopped_by)
 
     def _bad_sample_lines(self, losses: Sequence[Tensor], names: Callable[[int], Sequence[str]]) -> list[str]:
-        """Return a line per micro-batch with a bad loss, of all ranks; per micro-batch if only the norm is bad.
-
-        Args:
-            losses: of this rank's micro-batches, 0-d.
-            names: returns the names of a micro-batch's samples.
-        """
+        """Return a line per micro-batch with a bad loss, of all ranks; per micro-batch if only the norm is bad."""
         bad = [number for number, loss in enumerate(losses) if not bool(torch.isfinite(loss))]
         for micro_batches in (bad, range(len(losses))):
             lines = []

@@ -37,15 +37,8 @@ _COMPILE_REMEDY = "Leave --torch-compile out; the losses are the same."
 def compile_layers(model: nn.Module, backend: str) -> int:
     """Compile the layers of a model's language model for training; call it once per model.
 
-    Args:
-        model: routed through packed attention and made trainable, not yet wrapped for several processes.
-        backend: of ``torch.compile``.
-
-    Returns:
-        the number of layers.
-
-    Raises:
-        UnsupportedModelError: if the model does not name its layers.
+    The model is routed through packed attention and made trainable, not yet wrapped for several processes. An
+    UnsupportedModelError is raised if it does not name its layers. Returns their number.
     """
     inner = base_model(model)
     layers = getattr(inner.get_decoder(), "layers", None)
@@ -82,11 +75,7 @@ def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Check that a backend compiles: try it on a function of two operations, forward and backward.
-
-    Raises:
-        ConfigError: if torch has no such backend, or the compiler or Triton that it needs is missing.
-    """
+    """Raise a ConfigError unless a backend compiles a function of two operations, forward and backward."""
     if backend not in list_backends(exclude_tags=()):
         # list_backends() leaves out those for compiler developers.
         known = [*list_backends(), *_DEBUG_BACKENDS]
@@ -113,8 +102,7 @@ LIGER_SETTINGS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> None:
     """Raise if Liger's kernels cannot be used: no GPU, no package, or a model that Liger does not know or cannot patch.
 
-    Args:
-        model: on the meta device; it is patched as the trained model will be.
+    The model is on the meta device, and is patched as the trained model will be.
     """
     try:
         import liger_kernel.transformers as liger

@@ -108,13 +108,10 @@ class Proposal:
 
 
 def find_fit(config: PlanConfig, progress: Progress) -> Fit:
-    """Search for settings that fit into the memory of ``--fit``, keeping those that the user has set.
+    """Search for settings that fit into ``--fit``, keeping the user's; a ConfigError names the nearest if none fits.
 
     Times of all settings are estimated first. Memory takes seconds to trace, so it is traced from the fastest settings
     on, until there are enough proposals.
-
-    Raises:
-        ConfigError: if none fits, naming the nearest.
     """
     fit = Fit(config)
     runs = fit.settings()
@@ -171,10 +168,7 @@ class Fit:
         self._memory: dict[str, MemoryEstimate] = {}
 
     def figures(self) -> dict[str, Any]:
-        """Return the result by its names in JSON.
-
-        ``shareable`` is the share of tokens that shared prefixes would save; the search does not use them.
-        """
+        """Return the result by its names in JSON; ``shareable`` is the share of tokens shared prefixes would save."""
         capacity = self.proposals[0].run.packing_length or self.max_length
         shared, _ = find_shared(
             self.config, self.files.config, self.reader, capacity=capacity, max_length=self.max_length
@@ -191,11 +185,7 @@ class Fit:
         }
 
     def settings(self) -> list[TrainConfig]:
-        """Return all settings that training accepts, in groups with increasing packing length.
-
-        Raises:
-            ConfigError: with all reasons, if training accepts none.
-        """
+        """Return all settings that training accepts, in groups with increasing packing length; raise if there are none."""
         recomputing = self.config.gradient_checkpointing
         # The simplest sharding first, then those that need less memory.
         shardings: list[dict[str, Any]] = [{}]
@@ -250,11 +240,7 @@ class Fit:
         )
 
     def memory(self, proposal: Proposal) -> MemoryEstimate:
-        """Return the memory of a rank, as ``packtool train --dry-run`` estimates it.
-
-        Raises:
-            UnsupportedModelError: if the model cannot be traced.
-        """
+        """Return a rank's memory as ``packtool train --dry-run`` does; raise if the model cannot be traced."""
         key = repr(proposal.run)
         if key not in self._memory:
             self._memory[key] = self._estimate(proposal, self._tracer)

@@ -85,10 +85,7 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Return the precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU.
 
-    ``--bf16 true`` and ``--fp16 true`` override ``--torch-dtype``.
-
-    Raises:
-        ConfigError: for float16 on a CPU.
+    ``--bf16 true`` and ``--fp16 true`` override ``--torch-dtype``. float16 on a CPU is a ConfigError.
     """
     name: str = run.computation_dtype if isinstance(run, TrainConfig) else run.torch_dtype
     if name == "auto":
@@ -118,21 +115,14 @@ def load_model(
     quantization: QuantizationOptions | None = None,
     experts: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a model with its weights.
+    """Load a model with its weights; raise before any weight is read if it cannot be packed.
 
     Args:
         model: directory or hub name of the checkpoint.
         config: of the model; not changed.
         dtype: precision of the weights in memory.
         packing: replace the attention of the language model by packed attention.
-        attn_impl: kernel of the packed attention.
-        parallel: ranks that share each sequence.
-        quantization: of the language model's layers; None for none.
         experts: division of a mixture's experts among processes; None if each process has all experts.
-
-    Raises:
-        UnsupportedModelError: before any weight is read, if the model cannot be packed.
-        MismatchError: if the checkpoint's files cannot be read, or lack weights, which would be random.
     """
     if packing:
         refuse_unsupported(config)
@@ -216,10 +206,7 @@ def build_model(
 ) -> tuple[PreTrainedModel | PeftModel, SavedPrecision, dict[str, str]]:
     """Load the model that a run trains, make it trainable, and compile its layers if requested.
 
-    Args:
-        spec: the model's properties that collation needs.
-        dtype: of the computation.
-        parallel: ranks that share sequences; None without sequence parallelism.
+    ``dtype`` is that of the computation.
 
     Returns:
         the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and tensors of the base
@@ -265,9 +252,7 @@ def build_model(
 def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
     """Return the tensors of a checkpoint that ``from_pretrained`` does not load, with the file of each.
 
-    Args:
-        model: of the checkpoint's class, on any device, without adapters or wrappers.
-        directory: of the checkpoint.
+    The model is of the checkpoint's class, on any device, without adapters or wrappers.
     """
     names = _names_in_model(model, directory)
     return {name: path for name, path in tensor_files(directory).items() if names[name] is None}
@@ -288,8 +273,7 @@ def restore_long_tensors(model: PreTrainedModel, directory: str) -> None:
 def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = True) -> dict[str, str | None]:
     """Map each tensor of a checkpoint to the name of the weight it is loaded into; None if it is not loaded.
 
-    Args:
-        converts: also map tensors that are converted, for example merged into one weight, and not only renamed.
+    With ``converts``, also map tensors that are converted, for example merged into one weight.
     """
     weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
@@ -316,11 +300,8 @@ def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
 def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
     """Add tensors to a saved model in additional shards, and rewrite its index.
 
-    Tensors that the model already has stay unchanged. Reads at most one shard of the base model at a time.
-
-    Args:
-        output: directory of the saved model; unchanged if it has no safetensors.
-        unloaded: names of tensors, and the file of each.
+    Tensors that the model already has stay unchanged, and so does ``output`` if it has no safetensors. Reads at most
+    one shard of the base model at a time.
     """
     saved = tensor_files(output)
     names_by_file = defaultdict[str, list[str]](list)
