@@ -25,15 +25,13 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     """Train a model on caches or rows; every process of a torchrun job calls this.
 
     Args:
-        config: settings of the run.
         progress: reports the plan and every step, on the first rank only.
         world: rank and size of this process's job; by default from torchrun. A dry run can plan for another size.
 
     Returns:
         the figures that are also written to ``OUTPUT_DIR/packtool_train.json``; losses on the first rank only.
 
-    Raises:
-        ConfigError, DataError, MismatchError, StorageError: before the first step, except for missing media files.
+    Errors are raised before the first step, except for missing media files.
     """
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()

@@ -185,7 +185,7 @@ class Fit:
         }
 
     def settings(self) -> list[TrainConfig]:
-        """Return all settings that training accepts, in groups with increasing packing length; raise if there are none."""
+        """Return all settings that training accepts, in groups with increasing packing length, at least one."""
         recomputing = self.config.gradient_checkpointing
         # The simplest sharding first, then those that need less memory.
         shardings: list[dict[str, Any]] = [{}]

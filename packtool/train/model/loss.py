@@ -71,8 +71,7 @@ class TargetLosses:
 class LossFunction:
     """Function that computes the target losses of micro-batches: in the model's head if possible, else from its logits.
 
-    Args:
-        model: bare, or inside an adapter; not yet wrapped for several processes.
+    The model is bare, or inside an adapter; not yet wrapped for several processes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,11 +137,7 @@ class HeadLoss:
         return head_of(model) is not None and not changes
 
     def losses(self, model: nn.Module, batch: Batch) -> TargetLosses:
-        """Run the model, which may be wrapped by now, on a micro-batch, and return its target losses.
-
-        Raises:
-            RuntimeError: if the model does not return the output of its head.
-        """
+        """Run the model, which may be wrapped by now and must return its head's output; return the target losses."""
         positions, weights = batch.target_positions, batch.loss_weights
         self._targets, self._correct = (positions, batch.labels.flatten()[positions]), None
         try:
@@ -160,11 +155,7 @@ class HeadLoss:
         return TargetLosses(losses[:0], correct, positions, weights, losses.sum())
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """Return losses (1, N, 1) while ``losses`` runs, else logits.
-
-        Args:
-            hidden: (B, T, D), the head's input.
-        """
+        """Return losses (1, N, 1) of hidden states (B, T, D) while ``losses`` runs, else their logits."""
         if self._targets is None:
             return self._head_forward(hidden)
         positions, labels = self._targets
@@ -242,14 +233,10 @@ def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> TargetLosses:
-    """Compute the losses of a micro-batch's targets from the model's own logits.
+    """Compute the losses of a micro-batch's targets from the logits of the model, which may be wrapped.
 
-    Args:
-        model: takes ``batch.model_inputs()``; may be wrapped.
-        label_logits_only: compute logits only at positions with a label; the model must accept ``logits_to_keep``.
-
-    Returns:
-        the losses; without targets, their sum is exactly 0 but still depends on the whole model.
+    With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
+    Without targets, the sum of the losses is exactly 0 but still depends on the whole model.
     """
     inputs, labels = batch.model_inputs(), batch.labels
     if label_logits_only:
@@ -305,12 +292,7 @@ class RouterBalance:
     As in Megatron-LM, the loss is computed at the router, and its gradient is added to that of the router's own output.
     Nothing leaves a layer, so layers may be recomputed, sharded (FSDP) and wrapped (DDP).
 
-    Args:
-        model: bare or inside an adapter, not yet wrapped.
-        coefficient: factor of the loss in the total loss.
-
-    Raises:
-        ConfigError: for a model without routers.
+    The model is bare or inside an adapter, not yet wrapped; one without routers is a ConfigError.
     """
 
     def __init__(self, model: nn.Module, coefficient: float) -> None:
@@ -342,9 +324,7 @@ class RouterBalance:
     def of(self, batch: Batch, step_tokens: int, world_size: int) -> Iterator[None]:
         """Add the loss of a micro-batch inside ``with``, which must enclose its forward and backward pass.
 
-        Args:
-            step_tokens: tokens of all samples of the step, on all ranks.
-            world_size: number of ranks, over which gradients are averaged.
+        ``step_tokens`` are those of all samples of the step, on all ranks.
         """
         self._tokens = batch.is_token.flatten()
         self._share, self._world_size = self._tokens.sum() / max(step_tokens, 1) / self._num_layers, world_size
@@ -377,10 +357,7 @@ class RouterBalance:
 def load_balance(logits: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
     """Return E * sum of f_e * P_e of one layer, float32, 0-d.
 
-    Args:
-        logits: (T, E).
-        experts: int64 (T, k).
-        tokens: bool (T,), which positions count.
+    ``logits`` are (T, E), ``experts`` int64 (T, k), and ``tokens`` bool (T,): which positions count.
     """
     counted = tokens.float()
     num_tokens = counted.sum().clamp(min=1)

@@ -119,7 +119,6 @@ def estimate_memory(
         model_config: for tracing a copy of the model.
         dtype: of the computation.
         micro_batches: those that may need most memory; by default the longest one, text only.
-        axes: how ranks share a sequence; None without sequence parallelism.
         trace: returns the bytes of a pass; by default ``traced_pass_bytes``.
     """
     sizes = parameter_sizes(model)
@@ -205,9 +204,7 @@ def traced_bytes(
     Long micro-batches are extrapolated from two shorter ones: memory is linear in tokens, and positions of a billion
     tokens would need this machine's memory.
 
-    Args:
-        axes: how ranks share the micro-batch; None without sequence parallelism.
-        trace: returns the bytes of a pass; called for at most 2 * _LONG tokens.
+    ``trace`` returns the bytes of a pass; it is called for at most 2 * _LONG tokens.
     """
     trace, axes = trace or traced_pass_bytes, axes or Axes()
     try:
@@ -279,11 +276,7 @@ class CachedTracer:
 
 
 def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run``; takes seconds.
-
-    Raises:
-        UnsupportedModelError: if transformers does not know the model.
-    """
+    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run``; takes seconds."""
     plans = {
         (stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size): next(stage.stretches()).plan
         for stage in preview.timeline.stages
@@ -314,8 +307,7 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
     """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens that fits into a rank's memory.
 
-    Raises:
-        ConfigError: if not even 128 tokens fit, or the vision tower is trained, whose memory depends on images.
+    A trained vision tower is a ConfigError, because its memory depends on images; so is no room for 128 tokens.
     """
     if config.bucket_size != "auto":
         return config

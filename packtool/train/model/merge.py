@@ -50,11 +50,8 @@ class MergeResult:
 def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     """Merge an adapter into its base model, and write it with tokenizer, processor, template and generation settings.
 
-    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU.
-
-    Raises:
-        ConfigError: if ``--adapter`` is not an adapter, or the output directory is not empty.
-        StorageError: if the model cannot be written; incomplete files are deleted.
+    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU. If the
+    model cannot be written, incomplete files are deleted.
     """
     output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)

@@ -65,9 +65,6 @@ def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig)
     """Return the precision to read weights in: the computation's, or float32 if master weights would lose digits.
 
     With ``--torch-dtype float32`` all weights are read in float32, even with ``--bf16`` or ``--fp16``.
-
-    Args:
-        dtype: of the computation.
     """
     if run.torch_dtype == "float32":
         return torch.float32
@@ -92,10 +89,7 @@ def raise_to_masters(model: nn.Module) -> None:
 def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
     """Describe the precision of a run's weights in memory, in the computation and in checkpoints, in one line.
 
-    Args:
-        model: made trainable, not yet wrapped.
-        dtype: of the computation.
-        saved: of the original checkpoint.
+    ``dtype`` is that of the computation, and ``saved`` that of the original checkpoint.
     """
     trained_dtypes = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
     frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
@@ -120,9 +114,7 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
 class SavedPrecision:
     """Precision in which a full model is saved: that of its original checkpoint.
 
-    Args:
-        dtype: of the original checkpoint.
-        long: names of weights that the model's class always keeps in float32.
+    ``long`` are the names of weights that the model's class always keeps in float32.
     """
 
     dtype: torch.dtype
@@ -141,11 +133,9 @@ class SavedPrecision:
         return weight.dtype == torch.float32 and self.dtype in _SHORT and name not in self.long
 
     def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
-        """Return a model's state dict with weights in the precision for saving.
+        """Return a state dict, of weights of any shape, in the precision for saving.
 
-        Args:
-            state: weights by name, of any shape.
-            trained: names of trained weights, which are rounded; others are rounded only if that loses no digits.
+        Weights named in ``trained`` are rounded; others are rounded only if that loses no digits.
         """
         # Rounded weights by memory address, so that tied weights stay tied.
         rounded: dict[tuple[int, torch.Size], Tensor] = {}
@@ -168,9 +158,7 @@ def save_masters(
     Other names: transformers saves the experts of a mixture one by one. A resumed Trainer, which looks for their names
     in memory, would not find them and keep the initial weights.
 
-    Args:
-        checkpoint: directory that has the saved model.
-        weights: full weights of a sharded model, of any shape; its trained ones are all written.
+    ``weights`` are full weights of a sharded model, of any shape; its trained ones are all written.
     """
     names = set(_saved_weights(checkpoint)) if weights is None else set()
     masters = {
@@ -191,11 +179,7 @@ def _saved_weights(checkpoint: str) -> Iterator[str]:
 
 @torch.no_grad()
 def load_masters(model: nn.Module, checkpoint: str) -> None:
-    """Copy the weights that ``save_masters`` wrote into the model.
-
-    Raises:
-        MismatchError: if a trained weight is neither among them nor in the saved model.
-    """
+    """Copy the weights that ``save_masters`` wrote into the model; every trained weight must be saved somewhere."""
     path = os.path.join(checkpoint, MASTER_NAME)
     missing = []
     names = defaultdict[int, set[str]](set)  # of each parameter; a tied weight has several
@@ -225,12 +209,7 @@ class KahanAdamW(torch.optim.Optimizer):
     this (with beta2 of 0.999, a moment changes by less than bfloat16 can represent); first moments change faster. A
     weight with its gradient takes 12 bytes, instead of 16 with float32.
 
-    Args:
-        params: tensors, or groups of them as for torch's optimizers.
-        lr: learning rate.
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: share of a weight, times the learning rate, that each step subtracts.
+    The arguments are those of ``torch.optim.AdamW``.
     """
 
     def __init__(
@@ -298,11 +277,7 @@ def full_size(parameter: Tensor) -> int:
 def quantization_config(
     options: QuantizationOptions, config: PreTrainedConfig, dtype: torch.dtype
 ) -> BitsAndBytesConfig | None:
-    """Return the quantization for ``from_pretrained``; None without ``--quant-bits``.
-
-    Raises:
-        ConfigError: without bitsandbytes, or for a checkpoint that is already quantized.
-    """
+    """Return the quantization for ``from_pretrained``; None without ``--quant-bits``; raise if it is impossible."""
     if options.quant_bits is None:
         return None
     option = f"--quant-bits {options.quant_bits}"
@@ -355,11 +330,7 @@ def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOpt
 
 
 def saved_bytes(layers: list[nn.Linear], options: QuantizationOptions, weight_bytes: int) -> int:
-    """Return the bytes that quantization of these layers saves.
-
-    Args:
-        weight_bytes: of one unquantized weight.
-    """
+    """Return the bytes that quantization of these layers saves; ``weight_bytes`` are those of one weight."""
     num_weights = sum(full_size(layer.weight) for layer in layers)
     if options.quant_bits == 8:  # a float32 scale for each row
         return num_weights * (weight_bytes - 1) - sum(4 * layer.out_features for layer in layers)

@@ -47,9 +47,8 @@ _EXPERTS_REMEDY = "Leave out --expert-parallel-size; --fsdp full_shard shards al
 def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: torch.dtype) -> DistributedConfig:
     """Return transformers' settings for sharding a model while its weights are read.
 
-    Args:
-        model: of the same class, on any device. Its layers are listed here: transformers' plans have text layers only.
-        dtype: of the computation.
+    The model is of the same class, on any device. Its layers are listed because transformers' plans have text layers
+    only. ``dtype`` is that of the computation.
     """
     listed = set(getattr(model, "_no_split_modules", None) or ())
     layers = {_layer_pattern(name) for name, module in model.named_modules() if type(module).__name__ in listed}
@@ -155,14 +154,10 @@ def sharding_arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 def deepspeed_settings(name: str) -> dict[str, Any]:
-    """Return DeepSpeed's settings from a JSON file or a name.
+    """Return DeepSpeed's settings from the path of a JSON file or a name.
 
-    Args:
-        name: path, or ``zeroN``, which shards optimizer states (1), also gradients (2), also weights (3).
-            ``zeroN_offload`` keeps optimizer states, and for 3 weights, in the machine's memory.
-
-    Raises:
-        ConfigError: for an unknown name or an unreadable file.
+    ``zeroN`` shards optimizer states (1), also gradients (2), also weights (3). ``zeroN_offload`` keeps optimizer
+    states, and for 3 weights, in the machine's memory.
     """
     match = re.fullmatch(r"zero([0-3])(_offload)?", name)
     if match is None:

@@ -45,12 +45,7 @@ _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"  # names of the regi
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Memory of a forward and backward pass without weights and gradients, in bytes.
-
-    Args:
-        kept: stored by autograd after the forward pass.
-        peak: maximum during both passes.
-    """
+    """Bytes of a pass without weights and gradients: ``kept`` by autograd after the forward pass, and the ``peak``."""
 
     kept: int
     peak: int
@@ -70,7 +65,6 @@ def trace_pass(
         model: made trainable, on the meta device; unusable afterwards.
         spec: the model's properties; its directory is read if the inputs of images come from its own processor.
         tokens: of the micro-batch; half of them are targets.
-        axes: how ranks share its sequence; None without sequence parallelism.
         autocast: precision of the computation, if weights have another.
     """
     axes = axes or Axes()

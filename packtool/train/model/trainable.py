@@ -67,11 +67,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def towers_of(model: nn.Module, model_type: str) -> Towers:
-    """Return the prefixes of parameter names by part of a model, and the modules that its configuration does not use.
-
-    Raises:
-        UnsupportedModelError: if the model has no module of an expected name.
-    """
+    """Return the prefixes of parameter names by part of a model, and the modules that its configuration skips."""
     towers = family_of({"model_type": model_type}).towers
     names = {name for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
     for prefix in (*towers.vision, *towers.aligner):
@@ -99,13 +95,10 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Prepare a model for training, as the run's options request, in place.
+    """Prepare a model for training, in place, and return it, inside a PeftModel with ``--train-type lora``.
 
     Sets gradient checkpointing of language model and towers, freezes parameters or adds LoRA adapters, and converts
     trained weights to float32.
-
-    Returns:
-        the model, inside a PeftModel with ``--train-type lora``.
     """
     towers = towers_of(model, model.config.model_type)
     in_language_model = bool(run.gradient_checkpointing)
@@ -139,9 +132,6 @@ def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
 
     ``--freeze-parameters-ratio`` freezes parameters from the first one on, as long as they are at most this share of
     all elements. Parameters in unused modules are always frozen.
-
-    Raises:
-        ConfigError: if an option matches no parameter, or all parameters are frozen.
     """
     named, frozen = list(model.named_parameters()), run.frozen_parts
     names, problems = [name for name, _ in named], []
@@ -175,9 +165,6 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     """Return a model in which only LoRA adapters are trained: new ones, or those of ``--adapters``.
 
     On the meta device (for estimates), adapters keep their default initialization.
-
-    Raises:
-        ConfigError: if a module name matches nothing, or the adapter of ``--adapters`` does not fit.
     """
     has_weights = not next(model.parameters()).is_meta
     if run.adapters:
@@ -217,9 +204,6 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
     """Return the full names of the modules that get adapters.
 
     These match ``--target-regex``, or ``--target-modules`` among the linear modules of unfrozen parts without the head.
-
-    Raises:
-        ConfigError: if a target matches no module, or peft cannot adapt a module.
     """
     if run.target_regex is not None:
         names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
@@ -276,11 +260,7 @@ def _checked_with_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
 
 
 def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
-    """Return the model with the adapter of ``--adapters``, which is trained further.
-
-    Args:
-        has_weights: False for a model on the meta device, whose adapter is not read.
-    """
+    """Return the model with the adapter of ``--adapters``, to train it further; without weights it is not read."""
     (directory,) = run.adapters
     if os.path.isdir(directory) and not is_adapter(directory):  # peft would ask the hub for it
         raise ConfigError(
@@ -322,12 +302,7 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
 
     Without this check, peft would silently drop weights that the model does not have, and initialize missing ones.
 
-    Args:
-        model: the one that the adapter was trained on.
-        settings: of ``PeftModel.from_pretrained``.
-
-    Raises:
-        MismatchError: if the adapter does not fit or cannot be read.
+    ``settings`` are those of ``PeftModel.from_pretrained``. An adapter that does not fit is a MismatchError.
     """
     remedy = "Give the model that it was trained on; if its files are damaged, use another checkpoint."
     try:
@@ -345,11 +320,7 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
 
 
 def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
-    """Load the weights of a checkpoint's adapter into a model's adapter.
-
-    Raises:
-        MismatchError: if the adapters have different modules or ranks, or the checkpoint cannot be read.
-    """
+    """Load the weights of a checkpoint's adapter into a model's adapter of the same modules and ranks."""
     remedy = "Use the same --lora-rank, --target-modules and --freeze-... options as for its training."
     try:
         difference = _difference(get_peft_model_state_dict(model), checkpoint)
@@ -364,9 +335,7 @@ def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
 def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
     """Describe weights that a saved adapter lacks, or has in addition or in another shape; None if all fit.
 
-    Args:
-        weights: of the model's adapter, by name.
-        infix: part of the names of the saved weights to compare.
+    Only saved weights with ``infix`` in their names are compared.
     """
     path = os.path.join(directory, SAFETENSORS_WEIGHTS_NAME)
     if not os.path.exists(path):  # saved by an older version of peft
@@ -381,11 +350,8 @@ def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") 
 def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
     """Give parameters of vision tower and aligner groups with their own rates in an optimizer, in place.
 
-    Does nothing without ``--vit-lr`` and ``--aligner-lr``.
-
-    Args:
-        trained: the module whose parameters the optimizer has; perhaps wrapped for several processes.
-        model: bare or inside an adapter.
+    Does nothing without ``--vit-lr`` and ``--aligner-lr``. ``trained`` is the module whose parameters the optimizer
+    has, perhaps wrapped for several processes; ``model`` is bare or inside an adapter.
     """
     rates = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
     if set(rates.values()) == {None}:
