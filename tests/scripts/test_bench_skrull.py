@@ -41,7 +41,7 @@ def test_the_printed_algorithm_keeps_to_its_buckets(bench: ModuleType, in_turn: 
     placed = np.concatenate([batch.samples for batch in batches])
     assert sorted(placed.tolist()) == list(range(2 * options.sequences_per_step))
     for batch in batches:
-        tokens, sharded = lengths[batch.samples].astype(np.int64), batch.places == SHARDED
-        local = np.bincount(batch.places[~sharded], tokens[~sharded], options.sequence_parallel_size)
+        tokens, sharded = lengths[batch.samples].astype(np.int64), batch.placement == SHARDED
+        local = np.bincount(batch.placement[~sharded], tokens[~sharded], options.sequence_parallel_size)
         padded = -(-tokens[sharded] // options.skrull.alignment) * options.skrull.alignment
         assert local.max() + padded.sum() / options.sequence_parallel_size <= options.bucket_size

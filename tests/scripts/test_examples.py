@@ -65,7 +65,7 @@ def test_a_job_array_makes_one_cache(repository: Path, tmp_path: Path, model: Pa
 
 
 def test_the_ci_jobs_commands_are_understood(repository: Path) -> None:
-    from packtool.cli.options import option_kinds, rewrite
+    from packtool.cli.options import option_kinds, rewrite_arguments
     from packtool.config.data import ExportConfig
 
     job = yaml.safe_load((repository / "scripts" / "ci_export.yml").read_text())["jobs"]["export"]
@@ -74,7 +74,7 @@ def test_the_ci_jobs_commands_are_understood(repository: Path) -> None:
     kinds = option_kinds(ExportConfig)
     options = [word for word in export[2:] if word.startswith("--")]
     assert set(options) <= kinds.keys()
-    rewrite(export[2 : export.index(">")], kinds)
+    rewrite_arguments(export[2 : export.index(">")], kinds)
 
 
 def test_slurm_starts_every_machine_and_goes_on_after_a_checkpoint(repository: Path, tmp_path: Path) -> None:

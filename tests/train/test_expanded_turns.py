@@ -18,8 +18,6 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.encoder import Encoder
-from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
 from packtool.rows.read import scan
@@ -152,10 +150,9 @@ def test_streams_make_the_same_samples(world: TinyWorld) -> None:
     exported = CacheReader.open([world.cache]).manifests[0].identity.spec
     asked = config.export_config("", 200)
     spec = replace(asked.encode_spec, chat_template=str(exported["chat_template"]))
-    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
     found = scan(SourceSpec(world.rows, name=world.rows))
     block = PlacedBlock(Place(0, 0, 0, [], {}), found.source, found.blocks[0])
-    _, made, dropped = reading._encode(encoder, block)
+    _, made, dropped = reading._encoder(None, spec)(block)
     kept = [sample for sample in samples if sample.length <= 200]
     assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in kept]
     assert {str(item.part) for item in dropped} == {"turn 3 of 3"}

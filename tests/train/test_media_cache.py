@@ -97,7 +97,7 @@ def test_streams_and_batches_of_the_library_keep_theirs(tiny: TinyWorld, tmp_pat
     options = kept(tmp_path / "file")
     (tmp_path / "file").write_text("")
     batches = packtool.Batches(plan, rank=0, model=tiny.model, dataloader_num_workers=0, **options)
-    with pytest.warns(UserWarning, match="media_cache: no more is kept: .*Not a directory"):
+    with pytest.warns(UserWarning, match="media_cache: nothing more is added to the cache: .*Not a directory"):
         next(iter(batches))
 
 
@@ -128,7 +128,7 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
 MISTAKES = {
     "--media-cache-size is missing": {"media_cache": "kept"},
     "requires --media-cache": {"media_cache_size": 10},
-    "--media-cache-size 0 keeps nothing": {"media_cache": "kept", "media_cache_size": 0},
+    "--media-cache-size 0 stores nothing": {"media_cache": "kept", "media_cache_size": 0},
     "give a directory on a disk of this machine": {"media_cache": "s3://bucket/kept", "media_cache_size": 10},
 }
 

@@ -47,8 +47,8 @@ from packtool.planning.dynamic import EvaluationPlan
 from packtool.planning.pack_plan import Int64Array
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
-from packtool.train.model.loss import LossFunction
-from packtool.train.model.trainable import base_model, without_dropout
+from packtool.train.model.loss import LossFunction, base_model
+from packtool.train.model.trainable import without_dropout
 
 _REMEDY = "Run the same command again"
 _ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part

@@ -46,10 +46,10 @@ from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.loop.checks import refused_by_transformers
 from packtool.train.loop.log import Meter
 from packtool.train.loop.watch import StepWatch
-from packtool.train.model.loss import LossFunction, RouterBalance, StepMean
+from packtool.train.model.loss import LossFunction, RouterBalance, StepMean, base_model
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_masters, save_masters
 from packtool.train.model.sharding import OPTIMIZER_FOLDER, load_optimizer
-from packtool.train.model.trainable import base_model, split_by_rate
+from packtool.train.model.trainable import split_by_rate
 from packtool.train.prepare.checkpoint import PREFIX, loading, saving
 from packtool.train.prepare.figures import RankStep, StepFigures
 from packtool.train.prepare.run import Run

@@ -23,7 +23,7 @@ from torch._dynamo import list_backends
 
 from packtool.attention.kernel import hide_boundaries
 from packtool.errors import ConfigError, UnsupportedModelError, did_you_mean
-from packtool.train.model.trainable import base_model
+from packtool.train.model.loss import base_model
 
 _MAX_COMPILATIONS = 128
 """Maximum compilations of one function: layer classes x lengths x 2 (inputs with and without a gradient)."""

@@ -34,7 +34,6 @@ from torch.utils.checkpoint import checkpoint
 from packtool.batch.batch import Batch
 from packtool.constants import CHUNK_LOGITS, IGNORE_INDEX
 from packtool.errors import ConfigError
-from packtool.train.model.trainable import base_model
 
 # Settings with which models change the logits after the head; losses in the head would miss the change.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_soft_cap")
@@ -42,6 +41,11 @@ _RECORDED = "router_logits"  # transformers' name of recorded router outputs
 
 _ROWS_AT_ONCE = 1024
 """Positions whose logits are converted to float32 at a time, if no gradients are needed."""
+
+
+def base_model(model: Any) -> Any:
+    """Return the transformers model inside an adapter, or the model itself if it has none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass(frozen=True, eq=False)

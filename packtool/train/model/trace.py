@@ -36,8 +36,7 @@ from packtool.batch.media import large_processed
 from packtool.batch.shard import FeatureRoute, SequenceShard, SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
-from packtool.train.model.loss import LossFunction
-from packtool.train.model.trainable import base_model
+from packtool.train.model.loss import LossFunction, base_model
 from packtool.train.prepare.figures import RankTokens
 
 _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"  # names of the registered attention

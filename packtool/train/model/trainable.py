@@ -29,6 +29,7 @@ from packtool.config.model import has_name
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
+from packtool.train.model.loss import base_model
 from packtool.train.model.precision import full_size, keeps_masters, raise_to_masters
 from packtool.train.prepare.trained import ADAPTER_FILE, describe_non_adapter, is_adapter
 
@@ -47,11 +48,6 @@ _ADAPTER_SETTINGS = {
     "use_dora": "use_dora",
 }
 _PEFT_PREFIX = "base_model.model."  # of the names of a model's own parameters
-
-
-def base_model(model: Any) -> Any:
-    """Return the transformers model inside an adapter, or the model itself if it has none."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager

@@ -48,6 +48,6 @@ def test_plan_of_lengths_and_unknown_models(
     # Its 4 heads of Q cannot be shared by 3 ranks, which a plan alone need not mind.
     three = ["--world-size", "3", "--sequence-parallel-size", "3", "--sequence-parallel-type", "ulysses"]
     assert run([*words[:-1], "--model", tiny.model, *three]) == 0
-    assert "the memory of a rank is not known: the model has 4 heads" in capsys.readouterr().out
+    assert "memory per rank is unknown: the model has 4 heads" in capsys.readouterr().out
     assert run([*words, "--model", tiny.model, *three]) == 0
     assert json.loads(capsys.readouterr().out)["memory_gib"] is None

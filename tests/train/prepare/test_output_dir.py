@@ -239,7 +239,7 @@ def test_a_lost_process_names_the_newest_checkpoint_and_the_command_that_resumes
             assert run(words) == 1
         return capsys.readouterr().err.splitlines()
 
-    assert error_lines()[-1] == "No checkpoint to resume from: start the run again."
+    assert error_lines()[-1] == "No checkpoint was finished: start the run again."
     train(config, SilentProgress())
     *_, newest, command = error_lines()
     assert newest.startswith(f"The newest checkpoint is {tmp_path}/checkpoint-1. To resume, on every machine")
