@@ -356,7 +356,7 @@ def test_docstrings_name_the_thing_first() -> None:
         f"{path.relative_to(PACKAGE)}: {text.splitlines()[0]}"
         for path, tree in TREES.items()
         for text in _docstrings(tree)
-        if re.match(r"(What|Which|Where|How|Who|Why)\b", text)
+        if re.match(r"(What|Which|Whether|Where|How|Who|Why)\b", text)
     ]
     assert not wrong
 

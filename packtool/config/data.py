@@ -198,7 +198,7 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     """Settings of ``packtool export``."""
 
     TAKES_TOKENS: ClassVar[bool] = False
-    """Whether rows that contain both tokens and messages are read as tokens."""
+    """True if rows that contain both tokens and messages are read as tokens."""
     COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
         *("model", "dataset", "output_dir", "max_length", "truncation_strategy", "split_dataset_ratio", "max_pixels"),
         *("fps", "loss_scale", "dataset_num_proc", "overwrite", "repair", "dry_run"),

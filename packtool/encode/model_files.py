@@ -125,7 +125,7 @@ class ModelFiles:
 
     @cached_property
     def is_hybrid_thinking(self) -> bool:
-        """Whether the template can switch thinking off: it then ends its prompt with an empty thinking block."""
+        """True if the template can switch thinking off: it then ends its prompt with an empty thinking block."""
         for template in template_variants(self.chat_template, self.template_variables):
             with suppress(TemplateFailure):
                 on, off = (
@@ -136,7 +136,7 @@ class ModelFiles:
 
     @cached_property
     def drops_thinking(self) -> bool:
-        """Whether the chat template renders the thinking of the last turn, but removes it once a question follows."""
+        """True if the chat template keeps the thinking of the last turn, but removes it once a question follows."""
         for template in template_variants(self.chat_template, self.template_variables):
             for answer in _ANSWERS_WITH_THOUGHT:
                 with suppress(TemplateFailure):

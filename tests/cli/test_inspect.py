@@ -125,7 +125,7 @@ def test_a_pack_is_shown(cache: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--row", "100000"], 2, "has samples 0 to"),
         (["--split", "test", "--row", "1"], 4, "no test split"),
-        (["--plan", "x"], 2, "--p"),
+        (["--plan", "x"], 2, "--plan requires --pack, --html or --serve"),
     ],
 )
 def test_wrong_options(

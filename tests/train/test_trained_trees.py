@@ -201,7 +201,8 @@ def test_a_run_resumes_exactly_and_evaluates(
     (tree, said), (whole, nothing), (asked, _), (alone, why) = tables
     assert "shared prefixes: computed once" in said
     assert "shared prefixes" not in nothing
-    assert "could be saved, but each sample is computed in full: that cannot be combined with --max-samples" in why
+    no_sharing = "could be saved, but each sample is computed in full: that cannot be combined with"
+    assert f"{no_sharing} --max-samples-per-micro-batch" in " ".join(why.split())
     assert tree == asked
     for other in (whole, alone):
         assert {name: tree[name] for name in COUNTED} == {name: other[name] for name in COUNTED}

@@ -186,18 +186,21 @@ def check_model(
     }
     if not identity.spec.get("chat_template"):  # a template of --chat-template is not the model's
         pairs["chat template"] = (identity.template_hash, files.template_hash)
-    different = [
-        f"  - {name}: {theirs} in the cache, {ours} in the model"
-        for name, (theirs, ours) in pairs.items()
-        if theirs != ours
-    ]
-    if different:
-        lines = "\n".join(different)
+    if differences := _list_differences(pairs, "in the cache", "in the model"):
         raise MismatchError(
-            f"{directory} was exported for another model than {config.model}:\n{lines}",
+            f"{directory} was exported for another model than {config.model}:\n{differences}",
             "Use the model it was exported for, or export for this model into another directory:\n"
             f"  {export_command(directory, manifest, model=config.model)}",
         )
+
+
+def _list_differences(pairs: dict[str, tuple[Any, Any]], saved_place: str, run_place: str) -> str:
+    """One line for each pair of a saved value and this run's that are not equal."""
+    return "\n".join(
+        f"  - {name}: {saved} {saved_place}, {current} {run_place}"
+        for name, (saved, current) in pairs.items()
+        if saved != current
+    )
 
 
 def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> None:
@@ -290,18 +293,12 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
             shares_prefixes if config.share_prefix == "auto" else config.share_prefix,
         ),
     }
-    different = [
-        f"  - {name}: {saved_value} in the plan, {value} in this run"
-        for name, (saved_value, value) in pairs.items()
-        if saved_value != value
-    ]
-    if different:
-        lines = "\n".join(different)
+    if differences := _list_differences(pairs, "in the plan", "in this run"):
         command = ["packtool", "plan", *config.cached_dataset]
         command += ["--packing-length", str(config.packing_length or saved.capacity)]
         command += ["--share-prefix", config.share_prefix] if config.share_prefix != "auto" else []
         raise MismatchError(
-            f"--plan {path} does not fit this run:\n{lines}",
+            f"--plan {path} does not fit this run:\n{differences}",
             f"Leave --plan out, or make another plan:\n  {shlex.join([*command, '--save', _unused(str(path))])}",
         )
     if saved.shared is not None and config.sharing_conflicts:
