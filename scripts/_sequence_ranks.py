@@ -52,11 +52,11 @@ _CHUNK_LOGITS = 2**20
 
 # The part of a tensor that leaves a rank, of N that exchange it.
 _SENT: Mapping[str, Callable[[int], float]] = {
-    "to_next": lambda size: 1,
-    "from_all": lambda size: size - 1,
-    "sum_to_owners": lambda size: (size - 1) / size,
-    "heads_to_tokens": lambda size: (size - 1) / size,
-    "tokens_to_heads": lambda size: (size - 1) / size,
+    "start_ring_transfer": lambda size: 1,
+    "start_all_gather": lambda size: size - 1,
+    "reduce_scatter_rows": lambda size: (size - 1) / size,
+    "scatter_heads": lambda size: (size - 1) / size,
+    "gather_heads": lambda size: (size - 1) / size,
 }
 
 

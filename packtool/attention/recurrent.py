@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
-from packtool.attention.parallel.delta_nets import Recurrence, share_heads
+from packtool.attention.parallel.delta_nets import Recurrence, run_sharded
 from packtool.encode.families import FAMILIES
 from packtool.errors import UnsupportedModelError
 
@@ -133,7 +133,7 @@ def _forward(
     if shard.local_lengths:
         outs.append(run(_own_forward(layer), local, Varlen.of_lengths(shard.local_lengths, local.device)))
     if shard.sharded_lengths:
-        outs.append(share_heads(layer, sharded, shard, parallel.of(shard.split), run))
+        outs.append(run_sharded(layer, sharded, shard, parallel.of(shard.split), run))
     return torch.cat(outs, dim=1)
 
 

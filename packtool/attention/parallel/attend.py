@@ -22,8 +22,8 @@ is half of a full square, on every rank.
   one layer at a time, and in backward twice as many in float32 for their gradients, which are summed on their owners.
   One exchange instead of R - 1, and fewer, larger blocks.
 
-The generators here yield once, after they have started their first exchange, so that the caller can compute what needs
-no exchange; their value is the result.
+The generator functions here yield once, after they have started their first exchange, so that the caller can compute
+what needs no exchange meanwhile. They return their result when they are resumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,73 +44,111 @@ from packtool.attention.kernel import Varlen, default_scale
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients, merge_outputs
 from packtool.attention.parallel.mesh import (
     SequenceParallel,
-    from_all,
-    heads_to_tokens,
-    sum_to_owners,
-    to_next,
-    tokens_to_heads,
+    gather_heads,
+    reduce_scatter_rows,
+    scatter_heads,
+    start_all_gather,
+    start_ring_transfer,
 )
 from packtool.batch.shard import SequenceShard
 from packtool.errors import UnsupportedModelError
 
 T = TypeVar("T")
+
+
+class AttentionTensors(NamedTuple):
+    """Inputs and results of an attention call: q, out (T, Hq, D), k, v (T, Hkv, D) and lse float32 (Hq, T)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 Forward = Generator[None, None, tuple[Tensor, Tensor]]
+"""Returns the output and its lse."""
 Backward = Generator[None, None, Gradients]
+ShardedForward = Generator[None, None, tuple[Tensor, AttentionTensors]]
+
+
+class GatheredKeys(NamedTuple):
+    """Keys of the other ring ranks that one chunk per document of this rank sees, for the all-gather.
+
+    Args:
+        queries: int64, rows of the chunks' tokens in this rank's sharded tokens.
+        documents: the keys of each document.
+        rows: int64, the keys' rows in the tokens gathered from all ranks.
+    """
+
+    queries: Tensor
+    documents: Varlen
+    rows: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
     """The documents of one rank's shard, and index tensors of their chunks.
 
+    With R ring ranks, a sharded document is divided into 2R chunks; ring rank i has chunks i and 2R - 1 - i.
+
     Args:
         local: documents that are this rank's alone.
-        sharded: this rank's part of each sharded document: two chunks, or the complete document without a ring.
-        half: one chunk of each.
-        first, second: int64, tokens of the first chunks and of the second ones.
-        gathered: for the all-gather, of each half: int64 its tokens, the documents of the other ranks' keys that they
-            see, and int64 the rows of these keys in the result of ``from_all``.
+        sharded: this rank's tokens of each sharded document: two chunks, or the complete document without a ring.
+        chunk: one chunk of each sharded document; a document's two chunks have the same length.
+        first_chunks, second_chunks: int64, rows of the first or second chunks in this rank's sharded tokens.
+        gathered: for the all-gather, by first and second chunks; without chunks that see no other rank's keys.
     """
 
     local: Varlen
     sharded: Varlen
-    half: Varlen
-    first: Tensor
-    second: Tensor
-    gathered: tuple[tuple[Tensor, Varlen, Tensor], ...]
+    chunk: Varlen
+    first_chunks: Tensor
+    second_chunks: Tensor
+    gathered: tuple[GatheredKeys, ...]
 
 
 @lru_cache(maxsize=4)
 def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
-    """The layout of a rank's shard; cached, as every layer needs it."""
-    ring, rank = shard.split.ring_size, shard.split.ring_rank
-    last = 2 * ring - 1
-    lengths = [length // ring for length in shard.sharded_lengths]
-    halves = [length // 2 for length in lengths]
+    """Return the layout of a rank's shard; cached, as every layer needs it."""
+    ring_size, rank = shard.split.ring_size, shard.split.ring_rank
+    last_chunk = 2 * ring_size - 1
+    lengths = [length // ring_size for length in shard.sharded_lengths]  # of each document, on every rank
+    chunk_lengths = [length // 2 for length in lengths]
     starts = np.cumsum([0, *lengths])[:-1].tolist()
 
     def chunk_rows(chunk: int) -> list[npt.NDArray[np.int64]]:
-        """Rows of one chunk of each document, in the parts of all ring ranks laid end to end."""
-        owner, is_second = min(chunk, last - chunk), chunk >= ring
-        shift = owner * sum(lengths)
-        return [np.arange(half) + shift + start + half * is_second for start, half in zip(starts, halves, strict=True)]
+        """Return the rows of a chunk of each document, in the sharded tokens of all ring ranks laid end to end."""
+        owner = min(chunk, last_chunk - chunk)
+        is_second_of_owner = chunk >= ring_size
+        rows = []
+        for start, chunk_length in zip(starts, chunk_lengths, strict=True):
+            first_row = owner * sum(lengths) + start + chunk_length * is_second_of_owner
+            rows.append(np.arange(first_row, first_row + chunk_length))
+        return rows
 
     def index_of(rows: Sequence[npt.NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(device)
 
-    first, second = (
-        index_of([rows - rank * sum(lengths) for rows in chunk_rows(chunk)]) for chunk in (rank, last - rank)
-    )
+    def index_of_own(chunk: int) -> Tensor:
+        return index_of(chunk_rows(chunk)) - rank * sum(lengths)
+
+    # Queries see the keys of the chunks before their own; this rank's own keys are handled apart.
+    first_chunks, second_chunks = index_of_own(rank), index_of_own(last_chunk - rank)
+    earlier_chunks = [chunk for chunk in range(last_chunk - rank) if chunk != rank]
     gathered = []
-    for queries, chunks in ((first, range(rank)), (second, [c for c in range(last - rank) if c != rank])):
-        if ring > 1 and lengths and chunks:
-            keys = [np.concatenate(rows) for rows in zip(*map(chunk_rows, chunks), strict=True)]
-            gathered.append((queries, Varlen.of_lengths([len(rows) for rows in keys], device), index_of(keys)))
+    for queries, chunks in ((first_chunks, range(rank)), (second_chunks, earlier_chunks)):
+        if ring_size > 1 and lengths and chunks:
+            rows_by_chunk = [chunk_rows(chunk) for chunk in chunks]
+            keys = [np.concatenate(rows_of_document) for rows_of_document in zip(*rows_by_chunk, strict=True)]
+            documents = Varlen.of_lengths([len(rows) for rows in keys], device)
+            gathered.append(GatheredKeys(queries, documents, index_of(keys)))
     return ShardLayout(
         local=Varlen.of_lengths(shard.local_lengths, device),
         sharded=Varlen.of_lengths(lengths, device),
-        half=Varlen.of_lengths(halves, device),
-        first=first,
-        second=second,
+        chunk=Varlen.of_lengths(chunk_lengths, device),
+        first_chunks=first_chunks,
+        second_chunks=second_chunks,
         gathered=tuple(gathered),
     )
 
@@ -121,30 +159,35 @@ class Call:
 
     Args:
         parallel: the ranks that share it.
-        shard: this rank's part.
-        blocks: kernels.
+        shard: this rank's tokens.
+        kernel: computes attention in blocks.
         scale: factor on the scores.
         window: of a sliding layer; not with a ring.
-        layout: of this rank's part.
+        layout: of this rank's tokens.
     """
 
     parallel: SequenceParallel
     shard: SequenceShard
-    blocks: BlockKernel
+    kernel: BlockKernel
     scale: float
     window: int | None
     layout: ShardLayout
 
-    def causal(self, documents: Varlen) -> AttentionBlock:
+    @property
+    def gathers_keys(self) -> bool:
+        """True if K and V of all ring ranks are gathered at once, instead of passed around the ring."""
+        return self.parallel.split.ring_size > 1 and self.parallel.kv_exchange == "allgather"
+
+    def causal_block(self, documents: Varlen) -> AttentionBlock:
         """Each query sees itself and the tokens before it."""
         return AttentionBlock(documents, documents, True, self.scale, self.window)
 
-    def full(self, queries: Varlen, keys: Varlen) -> AttentionBlock:
+    def full_block(self, queries: Varlen, keys: Varlen) -> AttentionBlock:
         """Each query sees all keys of its document."""
         return AttentionBlock(queries, keys, False, self.scale)
 
-    def owner_comes_before(self, hops: int) -> bool:
-        """Check that the keys that arrive after ``hops`` exchanges come from a rank with a lower number."""
+    def keys_come_from_lower_rank(self, hops: int) -> bool:
+        """Check that the keys received after ``hops`` transfers around the ring belong to a rank below this one."""
         rank = self.parallel.split.ring_rank
         return (rank - hops) % self.parallel.split.ring_size < rank
 
@@ -159,7 +202,7 @@ def attend_shard(
     v: Tensor,
     shard: SequenceShard,
     parallel: SequenceParallel,
-    blocks: BlockKernel,
+    kernel: BlockKernel,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -167,7 +210,7 @@ def attend_shard(
     """Causal attention within each document of a sequence that several ranks share; all of them call this.
 
     Args:
-        q: (T, Hq, D) of this rank's tokens.
+        q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded ones.
         k: (T, Hkv, D).
         v: (T, Hkv, D).
         shard: this rank's tokens.
@@ -184,108 +227,124 @@ def attend_shard(
         )
     assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.split.size, "a part of another sequence"
     layout = shard_layout(shard, q.device)
-    out: Tensor = _Attend.apply(q, k, v, Call(parallel, shard, blocks, default_scale(q, scale), window, layout))
+    out: Tensor = _Attend.apply(q, k, v, Call(parallel, shard, kernel, default_scale(q, scale), window, layout))
     return out
 
 
 class _Attend(torch.autograd.Function):
+    """Attention of local and sharded documents; local ones are computed during the first exchange of the others."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         num_local, has_ulysses = call.shard.num_local, call.parallel.split.ulysses_size > 1
-        local, saved = (q[:num_local], k[:num_local], v[:num_local]), list[Tensor]()
-        if has_ulysses and call.shard.sharded_lengths:
-            # Views would also keep the sharded tokens, which are saved as they are exchanged.
-            local = (local[0].clone(), local[1].clone(), local[2].clone())
-        sharded = None
+        local_q, local_k, local_v = q[:num_local], k[:num_local], v[:num_local]
+        sharded_forward = None
         if call.shard.sharded_lengths:
-            sharded = _sharded_forward(call, q[num_local:], k[num_local:], v[num_local:])
-            next(sharded)
-        outs = []
+            if has_ulysses:
+                # Views would also keep the sharded tokens, which are saved as they are exchanged.
+                local_q, local_k, local_v = local_q.clone(), local_k.clone(), local_v.clone()
+            sharded_forward = _sharded_forward(call, q[num_local:], k[num_local:], v[num_local:])
+            next(sharded_forward)  # start the exchange
+        outs: list[Tensor] = []
+        saved_local: list[Tensor | None] = [None] * 4
+        saved_sharded: list[Tensor | None] = [None] * 5
         if num_local:
-            out, lse = call.blocks.fwd(*local, call.causal(call.layout.local))
+            out, lse = call.kernel.fwd(local_q, local_k, local_v, call.causal_block(call.layout.local))
             outs.append(out)
-            saved += [*local, lse]
-        if sharded is not None:
-            out, kept = _finish(sharded)
+            saved_local = [local_q, local_k, local_v, lse]
+        if sharded_forward is not None:
+            out, tensors = _finish(sharded_forward)
             outs.append(out)
             # With Ulysses the output that was computed here has other heads and tokens than the one that is returned.
-            saved += kept if has_ulysses else [*kept[:3], kept[4]]
-        result = torch.cat(outs) if len(outs) > 1 else outs[0]
+            saved_sharded = [tensors.q, tensors.k, tensors.v, tensors.out if has_ulysses else None, tensors.lse]
+        result = _concatenated(outs)
         ctx.call, ctx.num_key_heads = call, k.shape[1]
-        ctx.save_for_backward(result, *saved)
+        ctx.save_for_backward(result, *saved_local, *saved_sharded)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        num_local, has_ulysses = call.shard.num_local, call.parallel.split.ulysses_size > 1
-        result, *saved = ctx.saved_tensors
-        sharded = None
+        num_local = call.shard.num_local
+        result, local_q, local_k, local_v, local_lse, q, k, v, out, lse = ctx.saved_tensors
+        sharded_backward = None
         if call.shard.sharded_lengths:
-            *rest, lse = saved[4 * (num_local > 0) :]
-            out = rest[3] if has_ulysses else result[num_local:]
-            sharded = _sharded_backward(call, grad[num_local:], [*rest[:3], out, lse], ctx.num_key_heads)
-            next(sharded)
-        parts: list[Gradients] = []
+            tensors = AttentionTensors(q, k, v, result[num_local:] if out is None else out, lse)
+            sharded_backward = _sharded_backward(call, grad[num_local:], tensors, ctx.num_key_heads)
+            next(sharded_backward)  # start the exchange
+        gradients: list[Gradients] = []
         if num_local:
-            q, k, v, lse = saved[:4]
-            block = call.causal(call.layout.local)
-            parts.append(call.blocks.bwd(grad[:num_local].contiguous(), q, k, v, result[:num_local], lse, block))
-        if sharded is not None:
-            parts.append(_finish(sharded))
-        return *(torch.cat(pair) if len(pair) > 1 else pair[0] for pair in zip(*parts, strict=True)), None
+            local_grad, local_out = grad[:num_local].contiguous(), result[:num_local]
+            block = call.causal_block(call.layout.local)
+            gradients.append(call.kernel.bwd(local_grad, local_q, local_k, local_v, local_out, local_lse, block))
+        if sharded_backward is not None:
+            gradients.append(_finish(sharded_backward))
+        dq, dk, dv = map(_concatenated, zip(*gradients, strict=True))
+        return dq, dk, dv, None
 
 
-def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-    """Output of this rank's sharded tokens, and the tensors that the backward pass needs."""
-    size = call.parallel.split.ulysses_size
-    if size == 1:
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForward:
+    """Return the output of this rank's sharded tokens, and the tensors for the backward pass.
+
+    With Ulysses, the latter have all tokens of the U ranks, and this rank's share of the heads.
+    """
+    num_ranks = call.parallel.split.ulysses_size
+    if num_ranks == 1:
         out, lse = yield from _ring_forward(call, q, k, v)
-        return out, [q, k, v, out, lse]
-    # One exchange for all three: for each rank its heads of Q, then those of K, then those of V.
-    num_copies, num_heads = call.num_copies(k.shape[1]), q.shape[1]
+        return out, AttentionTensors(q, k, v, out, lse)
+    num_copies = call.num_copies(k.shape[1])
     k, v = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (k, v))
-    each = [num_heads // size, k.shape[1] // size, v.shape[1] // size]
-    width = max(q.shape[-1], v.shape[-1])
-    packed = torch.cat([torch.unflatten(_widened(tensor, width), 1, (size, -1)) for tensor in (q, k, v)], dim=2)
-    pending, dims = heads_to_tokens(packed.flatten(1, 2), call.parallel.ulysses), [t.shape[-1] for t in (q, k, v)]
-    del packed
+    # One exchange for all three: for each rank its heads of Q, then those of K, then those of V.
+    heads_per_rank = [tensor.shape[1] // num_ranks for tensor in (q, k, v)]
+    head_dims = [tensor.shape[-1] for tensor in (q, k, v)]
+    padded = (_pad_head_dim(tensor, max(head_dims)) for tensor in (q, k, v))
+    heads_by_rank = torch.cat([torch.unflatten(tensor, 1, (num_ranks, -1)) for tensor in padded], dim=2)
+    wait_for_heads = scatter_heads(heads_by_rank.flatten(1, 2), call.parallel.ulysses)
+    del heads_by_rank
     yield
-    parts = zip(torch.split(pending(), each, dim=1), dims, strict=True)
-    q, k, v = (part[..., :dim].contiguous() for part, dim in parts)
+    received = torch.split(wait_for_heads(), heads_per_rank, dim=1)
+    q, k, v = (tensor[..., :dim].contiguous() for tensor, dim in zip(received, head_dims, strict=True))
     # The tensors sent and received have been copied; attention needs the memory.
-    del pending, parts
+    del wait_for_heads, received
     out, lse = _run(_ring_forward(call, q, k, v))
-    return tokens_to_heads(out, call.parallel.ulysses), [q, k, v, out, lse]
+    return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
 
 
-def _sharded_backward(call: Call, grad: Tensor, saved: Sequence[Tensor], num_key_heads: int) -> Backward:
-    """Gradients of this rank's Q, K and V for the gradient of its output: the backward pass of ``_sharded_forward``."""
-    size = call.parallel.split.ulysses_size
-    if size == 1:
+def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int) -> Backward:
+    """Return the gradients of this rank's Q, K and V for that of its output: the backward of ``_sharded_forward``.
+
+    Args:
+        num_key_heads: heads of K and V before they were repeated for Ulysses.
+    """
+    num_ranks = call.parallel.split.ulysses_size
+    if num_ranks == 1:
         return (yield from _ring_backward(call, grad.contiguous(), *saved))
-    pending = heads_to_tokens(grad, call.parallel.ulysses)
+    wait_for_heads = scatter_heads(grad, call.parallel.ulysses)
     yield
-    gradients = _run(_ring_backward(call, pending(), *saved))
-    dims = [tensor.shape[-1] for tensor in gradients]
-    packed = torch.cat([_widened(tensor, max(dims)) for tensor in gradients], dim=1)
-    # The heads of Q, K and V of the rank that computed them are next to each other.
-    each = [tensor.shape[1] for tensor in gradients]
-    rows = torch.unflatten(tokens_to_heads(packed, call.parallel.ulysses), 1, (size, -1))
-    parts = torch.split(rows, each, dim=2)
-    dq, dk, dv = (part.flatten(1, 2)[..., :dim] for part, dim in zip(parts, dims, strict=True))
+    gradients = _run(_ring_backward(call, wait_for_heads(), *saved))
+    # One exchange for all three: the received heads are ordered by rank, and for each rank by dq, dk and dv.
+    heads_per_rank = [tensor.shape[1] for tensor in gradients]
+    head_dims = [tensor.shape[-1] for tensor in gradients]
+    packed = torch.cat([_pad_head_dim(tensor, max(head_dims)) for tensor in gradients], dim=1)
+    heads_by_rank = torch.unflatten(gather_heads(packed, call.parallel.ulysses), 1, (num_ranks, -1))
+    received = torch.split(heads_by_rank, heads_per_rank, dim=2)
+    dq, dk, dv = (tensor.flatten(1, 2)[..., :dim] for tensor, dim in zip(received, head_dims, strict=True))
     num_copies = call.num_copies(num_key_heads)
     if num_copies > 1:
         dk, dv = (torch.unflatten(tensor, 1, (num_key_heads, num_copies)).sum(2) for tensor in (dk, dv))
     return dq, dk, dv
 
 
-def _widened(tensor: Tensor, width: int) -> Tensor:
-    return F.pad(tensor, (0, width - tensor.shape[-1])) if tensor.shape[-1] < width else tensor
+def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
+    return F.pad(tensor, (0, head_dim - tensor.shape[-1])) if tensor.shape[-1] < head_dim else tensor
 
 
 def _finish(generator: Generator[None, None, T]) -> T:
-    """The value of a generator that has yielded."""
+    """Return the value of a generator that has yielded."""
     try:
         next(generator)
     except StopIteration as stop:
@@ -295,110 +354,123 @@ def _finish(generator: Generator[None, None, T]) -> T:
 
 
 def _run(generator: Generator[None, None, T]) -> T:
-    """The value of a generator that was not started."""
+    """Return the value of a generator that was not started."""
     next(generator)
     return _finish(generator)
 
 
 def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """Output (T, Hq, D) and lse float32 (Hq, T) over the keys of all ring ranks, for q (T, Hq, D), k, v (T, Hkv, D)."""
-    ring, size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
-    if size > 1 and call.parallel.way == "allgather":
+    """Attend to the keys of all ring ranks, which pass K and V around.
+
+    Args:
+        q: (T, Hq, D) of this rank's sharded tokens.
+        k, v: (T, Hkv, D).
+
+    Returns:
+        output (T, Hq, D) and lse float32 (Hq, T).
+    """
+    if call.gathers_keys:
         return (yield from _gather_forward(call, q, k, v))
-    keys, width = torch.cat([k, v], dim=-1), k.shape[-1]
-    pending = to_next(keys, ring) if size > 1 else None
+    ring, ring_size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
+    kv, key_dim = torch.cat([k, v], dim=-1), k.shape[-1]
+    wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
     yield
-    out, lse = call.blocks.fwd(q, k, v, call.causal(layout.sharded))
-    if pending is None:
-        return out, lse
-    total = out.to(lse.dtype)
-    for hops in range(1, size):
-        keys = pending()
-        if hops + 1 < size:
-            pending = to_next(keys, ring)
-        total, lse = _merge_rank(call, hops, q, (keys[..., :width], keys[..., width:]), total, lse)
-    return total.to(out.dtype), lse
-
-
-def _merge_rank(
-    call: Call, hops: int, q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Merge the attention to the K and V of the rank that is so many hops away."""
-    layout = call.layout
-    if call.owner_comes_before(hops):
-        k, v = (tensor[layout.first] for tensor in keys)
-        return merge_outputs(out, lse, *call.blocks.fwd(q, k, v, call.full(layout.sharded, layout.half)))
-    block = call.full(layout.half, layout.sharded)
-    return _merge_rows(out, lse, layout.second, call.blocks.fwd(q[layout.second], *keys, block))
+    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(layout.sharded))
+    if wait_for_kv is None:
+        return own_out, lse
+    out = own_out.to(lse.dtype)
+    for hops in range(1, ring_size):
+        kv = wait_for_kv()
+        if hops + 1 < ring_size:
+            wait_for_kv = start_ring_transfer(kv, ring)
+        k, v = kv[..., :key_dim], kv[..., key_dim:]
+        if call.keys_come_from_lower_rank(hops):
+            # All queries see the first chunks of these keys.
+            k, v = k[layout.first_chunks], v[layout.first_chunks]
+            block = call.full_block(layout.sharded, layout.chunk)
+            out, lse = merge_outputs(out, lse, *call.kernel.fwd(q, k, v, block))
+        else:
+            # Only the queries of second chunks see these keys, and they see all.
+            rows = layout.second_chunks
+            block = call.full_block(layout.chunk, layout.sharded)
+            out, lse = _merge_rows(out, lse, rows, call.kernel.fwd(q[rows], k, v, block))
+    return out.to(own_out.dtype), lse
 
 
 def _merge_rows(
     out: Tensor, lse: Tensor, queries: Tensor, block_result: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Merge the output and lse of a block whose queries are the tokens ``queries``."""
+    """Merge the output and lse of a block, whose queries are the tokens ``queries``, into those of all tokens."""
     merged, merged_lse = merge_outputs(out[queries], lse[:, queries], *block_result)
     return out.index_copy(0, queries, merged), lse.index_copy(1, queries, merged_lse)
 
 
 def _ring_backward(call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Backward:
-    """Gradients of q, k and v of this rank's tokens, from their final out and lse."""
-    ring, size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
-    if size > 1 and call.parallel.way == "allgather":
+    """Return the gradients of q, k and v of this rank's tokens, from their final out and lse.
+
+    K and V pass around the ring again. Their gradients follow one hop behind and return to the owner at the end.
+    """
+    if call.gathers_keys:
         return (yield from _gather_backward(call, grad, q, k, v, out, lse))
-    keys, width = torch.cat([k, v], dim=-1), k.shape[-1]
-    pending = to_next(keys, ring) if size > 1 else None
+    ring, ring_size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
+    kv, key_dim = torch.cat([k, v], dim=-1), k.shape[-1]
+    wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
     yield
-    dq, dk, dv = call.blocks.bwd(grad, q, k, v, out, lse, call.causal(layout.sharded))
-    if pending is None:
+    dq, dk, dv = call.kernel.bwd(grad, q, k, v, out, lse, call.causal_block(layout.sharded))
+    if wait_for_kv is None:
         return dq, dk, dv
-    dtype = lse.dtype
-    total, travelling = dq.to(dtype), torch.cat([dk, dv], dim=-1).to(dtype)
-    for hops in range(1, size):
-        keys, pending_gradients = pending(), to_next(travelling, ring)
-        if hops + 1 < size:
-            pending = to_next(keys, ring)
-        k, v = keys[..., :width], keys[..., width:]
-        if call.owner_comes_before(hops):
-            k, v, first = k[layout.first], v[layout.first], layout.first
-            dq, dk, dv = call.blocks.bwd(grad, q, k, v, out, lse, call.full(layout.sharded, layout.half))
-            total += dq
-            travelling = pending_gradients().index_add(0, first, torch.cat([dk, dv], dim=-1).to(dtype))
+    sum_dtype = lse.dtype
+    total_dq, dkv = dq.to(sum_dtype), torch.cat([dk, dv], dim=-1).to(sum_dtype)
+    for hops in range(1, ring_size):
+        kv, wait_for_dkv = wait_for_kv(), start_ring_transfer(dkv, ring)
+        if hops + 1 < ring_size:
+            wait_for_kv = start_ring_transfer(kv, ring)
+        k, v = kv[..., :key_dim], kv[..., key_dim:]
+        if call.keys_come_from_lower_rank(hops):
+            rows = layout.first_chunks
+            k, v = k[rows], v[rows]
+            block = call.full_block(layout.sharded, layout.chunk)
+            dq, dk, dv = call.kernel.bwd(grad, q, k, v, out, lse, block)
+            total_dq += dq
+            dkv = wait_for_dkv().index_add(0, rows, torch.cat([dk, dv], dim=-1).to(sum_dtype))
         else:
-            rows = layout.second
-            inputs = grad[rows], q[rows], k, v, out[rows], lse[:, rows]
-            dq, dk, dv = call.blocks.bwd(*inputs, call.full(layout.half, layout.sharded))
-            total = total.index_add(0, rows, dq.to(dtype))
-            travelling = pending_gradients() + torch.cat([dk, dv], dim=-1)
-    travelling = to_next(travelling, ring)()
-    return total.to(q.dtype), travelling[..., :width].to(q.dtype), travelling[..., width:].to(q.dtype)
+            rows = layout.second_chunks
+            block = call.full_block(layout.chunk, layout.sharded)
+            dq, dk, dv = call.kernel.bwd(grad[rows], q[rows], k, v, out[rows], lse[:, rows], block)
+            total_dq = total_dq.index_add(0, rows, dq.to(sum_dtype))
+            dkv = wait_for_dkv() + torch.cat([dk, dv], dim=-1)
+    own_dkv = start_ring_transfer(dkv, ring)()
+    return total_dq.to(q.dtype), own_dkv[..., :key_dim].to(q.dtype), own_dkv[..., key_dim:].to(q.dtype)
 
 
 def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    width = k.shape[-1]
-    pending = from_all(torch.cat([k, v], dim=-1), call.parallel.ring)
+    """``_ring_forward`` with K and V of all ring ranks gathered at once."""
+    key_dim = k.shape[-1]
+    wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
     yield
-    out, lse = call.blocks.fwd(q, k, v, call.causal(call.layout.sharded))
-    total, gathered = out.to(lse.dtype), pending()
+    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(call.layout.sharded))
+    out, gathered_kv = own_out.to(lse.dtype), wait_for_kv()
     for queries, documents, rows in call.layout.gathered:
-        keys, block = gathered[rows], call.full(call.layout.half, documents)
-        part = call.blocks.fwd(q[queries], keys[..., :width], keys[..., width:], block)
-        total, lse = _merge_rows(total, lse, queries, part)
-    return total.to(out.dtype), lse
+        kv, block = gathered_kv[rows], call.full_block(call.layout.chunk, documents)
+        block_result = call.kernel.fwd(q[queries], kv[..., :key_dim], kv[..., key_dim:], block)
+        out, lse = _merge_rows(out, lse, queries, block_result)
+    return out.to(own_out.dtype), lse
 
 
 def _gather_backward(call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Backward:
-    width, dtype = k.shape[-1], lse.dtype
+    """``_ring_backward`` with K and V of all ring ranks gathered at once."""
+    key_dim, sum_dtype = k.shape[-1], lse.dtype
     # Gathered again, not saved: sequence parallelism is to avoid keeping K and V of all ranks and all layers.
-    pending = from_all(torch.cat([k, v], dim=-1), call.parallel.ring)
+    wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
     yield
-    dq, dk, dv = call.blocks.bwd(grad, q, k, v, out, lse, call.causal(call.layout.sharded))
-    total, gathered = dq.to(dtype), pending()
-    key_gradients = torch.zeros_like(gathered, dtype=dtype)
+    dq, dk, dv = call.kernel.bwd(grad, q, k, v, out, lse, call.causal_block(call.layout.sharded))
+    total_dq, gathered_kv = dq.to(sum_dtype), wait_for_kv()
+    gathered_dkv = torch.zeros_like(gathered_kv, dtype=sum_dtype)
     for queries, documents, rows in call.layout.gathered:
-        keys, block = gathered[rows], call.full(call.layout.half, documents)
-        inputs = grad[queries], q[queries], keys[..., :width], keys[..., width:], out[queries], lse[:, queries]
-        more, *of_keys = call.blocks.bwd(*inputs, block)
-        total = total.index_add(0, queries, more.to(dtype))
-        key_gradients.index_add_(0, rows, torch.cat(of_keys, dim=-1).to(dtype))
-    own = sum_to_owners(key_gradients, call.parallel.ring)
-    return total.to(q.dtype), (dk + own[..., :width]).to(q.dtype), (dv + own[..., width:]).to(q.dtype)
+        kv, block = gathered_kv[rows], call.full_block(call.layout.chunk, documents)
+        inputs = grad[queries], q[queries], kv[..., :key_dim], kv[..., key_dim:], out[queries], lse[:, queries]
+        block_dq, *block_dkv = call.kernel.bwd(*inputs, block)
+        total_dq = total_dq.index_add(0, queries, block_dq.to(sum_dtype))
+        gathered_dkv.index_add_(0, rows, torch.cat(block_dkv, dim=-1).to(sum_dtype))
+    own_dkv = reduce_scatter_rows(gathered_dkv, call.parallel.ring)
+    return total_dq.to(q.dtype), (dk + own_dkv[..., :key_dim]).to(q.dtype), (dv + own_dkv[..., key_dim:]).to(q.dtype)

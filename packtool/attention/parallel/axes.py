@@ -12,12 +12,13 @@ from packtool.config.packing import ParallelOptions
 from packtool.encode.families import FAMILIES, text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
-Way = Literal["ring", "allgather"]
+KvExchange = Literal["ring", "allgather"]
+"""How the ranks of the ring axis get each other's K and V: passed around in hops, or gathered at once."""
 
-_SMALL_CHUNK = 256
+_MIN_CHUNK_TOKENS = 256
 """Tokens of a chunk below which kernels are mostly overhead."""
 
-_LONG_CHUNK = 1024
+_MIN_RING_CHUNK_TOKENS = 1024
 """Tokens of a chunk from which attention to it takes longer than sending the next one, on today's machines."""
 
 
@@ -26,7 +27,7 @@ class Heads:
     """Attention heads of a model.
 
     Args:
-        queries, keys: heads of Q, and of K and V.
+        queries, keys: number of heads of Q, and of K and V.
         has_windows: some layers have a sliding window.
     """
 
@@ -46,31 +47,33 @@ class Heads:
         return cls(queries, int(text.get("num_key_value_heads") or queries), has_windows)
 
     def allow(self, ulysses_size: int) -> bool:
-        """True if this many ranks can share the heads; K and V are repeated where they have fewer."""
+        """True if this many ranks can share the heads evenly; K and V are repeated where they have fewer."""
         return self.queries % math.lcm(self.keys, ulysses_size) == 0
 
-    def volume(self, ring_size: int, ulysses_size: int, way: Way, *, backward: bool = True) -> float:
-        """16-bit numbers that a rank sends in a forward and a backward pass, per token and unit of head size.
+    def volume(self, ring_size: int, ulysses_size: int, kv_exchange: KvExchange, *, backward: bool = True) -> float:
+        """Return the 16-bit numbers that a rank sends in a layer, divided by the sequence's tokens and the head size.
 
         Forward, Ulysses sends (U - 1) / U of Q, K, V and the output of T / P tokens; ring and all-gather send K and V
-        of the R - 1 other parts, with a rank's share of the heads. Backward, Ulysses sends as much again. K and V go
-        around, or are gathered, once more, and so are their 32-bit gradients: on the ring one hop more, back to their
-        owner.
+        of the R - 1 other ring ranks, with a rank's share of the heads. Backward, Ulysses sends as much again. K and V
+        are sent once more, and so are their 32-bit gradients: on the ring one hop more, back to their owner.
 
         Args:
-            backward: False counts the forward pass alone.
+            backward: count the backward pass too.
         """
-        keys, num_ranks, hops = math.lcm(self.keys, ulysses_size), ring_size * ulysses_size, ring_size - 1
-        exchanged = (ulysses_size - 1) / ulysses_size * (2 * self.queries + 2 * keys) / num_ranks
-        passed = 2 * keys / num_ranks  # K and V of one part
+        num_ranks, num_hops = ring_size * ulysses_size, ring_size - 1
+        key_heads = math.lcm(self.keys, ulysses_size)
+        ulysses_volume = (ulysses_size - 1) / ulysses_size * (2 * self.queries + 2 * key_heads) / num_ranks
+        kv_of_rank = 2 * key_heads / num_ranks
         if not backward:
-            return exchanged + hops * passed
-        gradients = 2 * ring_size * (hops > 0) if way == "ring" else 2 * hops
-        return 2 * exchanged + (2 * hops + gradients) * passed
+            return ulysses_volume + num_hops * kv_of_rank
+        num_gradient_hops = ring_size if kv_exchange == "ring" and num_hops else num_hops
+        numbers_per_gradient = 2  # a 32-bit gradient is as large as two 16-bit numbers
+        kv_volume = (2 * num_hops + numbers_per_gradient * num_gradient_hops) * kv_of_rank
+        return 2 * ulysses_volume + kv_volume
 
 
 def refuse_shared(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
-    """Raise for a model whose sequences cannot be spread over several processes, by its ``config.json``.
+    """Raise if the sequences of a model, given by its ``config.json``, cannot be shared by several ranks.
 
     Args:
         num_ranks: P, the ranks that would share a sequence.
@@ -81,15 +84,15 @@ def refuse_shared(config: Mapping[str, Any], num_ranks: int = 1, *, trained: boo
         UnsupportedModelError: for layers or settings that rule it out.
     """
     name, text = thinker_of(config).get("model_type"), text_config_of(config)
-    has_state = "linear_attention" in (text.get("layer_types") or ())
-    has_heads = any(text.get("model_type") in family.recurrent_types for family in FAMILIES)
-    if has_state and not has_heads:
+    has_recurrent_layers = "linear_attention" in (text.get("layer_types") or ())
+    are_gated_delta_nets = any(text.get("model_type") in family.recurrent_types for family in FAMILIES)
+    if has_recurrent_layers and not are_gated_delta_nets:
         raise UnsupportedModelError(
             f"--sequence-parallel-size: sequences of a {name} model cannot be spread over several processes, "
             "for it has recurrent layers of a kind that is not known",
             "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
         )
-    if has_state:
+    if has_recurrent_layers:
         heads = Heads(int(text["linear_num_value_heads"]), int(text["linear_num_key_heads"]))
         if not heads.allow(num_ranks):
             raise ConfigError(
@@ -110,15 +113,15 @@ class Axes:
     """The chosen split of sequences over ranks.
 
     Args:
-        ring_size: R; its ranks pass K and V around, or gather them.
-        ulysses_size: U.
-        way: how the ranks of the ring axis get K and V.
+        ring_size: R; its ranks divide the tokens and exchange K and V.
+        ulysses_size: U; its ranks divide the heads.
+        kv_exchange: how the ranks of the ring axis get K and V.
         reason: a sentence for the user.
     """
 
     ring_size: int = 1
     ulysses_size: int = 1
-    way: Way = "ring"
+    kv_exchange: KvExchange = "ring"
     reason: str = ""
 
     @property
@@ -129,7 +132,7 @@ class Axes:
     @property
     def name(self) -> str:
         """Name of the split for log lines and tables."""
-        parts = [f"{self.way} over {self.ring_size}"] * (self.ring_size > 1)
+        parts = [f"{self.kv_exchange} over {self.ring_size}"] * (self.ring_size > 1)
         parts += [f"ulysses over {self.ulysses_size}"] * (self.ulysses_size > 1)
         return " and ".join(parts) or "none"
 
@@ -138,66 +141,82 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     """Choose the axes that a run's options request or, with ``auto``, those that send the least.
 
     ``auto`` considers the splits whose heads divide, whose Ulysses ranks are in one machine, and whose chunks are not
-    tiny; of equals it takes the one with more Ulysses. K and V are passed around where chunks are long enough to hide
-    it, and gathered at once where they are short.
+    tiny; of equals it takes the one with the most Ulysses ranks. Unless the options decide, K and V pass around the
+    ring where chunks are long enough to hide the transfer, and are gathered at once where chunks are short.
 
     Args:
-        options: of the run.
-        heads: of the model.
         typical_length: mean length of the samples, weighted by their tokens.
         ranks_per_node: processes of one machine.
 
     Raises:
-        ConfigError: if the model's heads cannot be shared so, or windows cannot be passed around.
+        ConfigError: if the ranks cannot share the heads evenly, or sliding windows do not allow a ring.
     """
-    size, kind, ulysses = options.sequence_parallel_ranks, options.sequence_parallel_type, options.ulysses_size
+    size, requested_type = options.sequence_parallel_ranks, options.sequence_parallel_type
     if size == 1:
         return Axes(reason="every rank has sequences of its own")
-    if ulysses is None and options.ring_size is not None:
-        ulysses = size // options.ring_size
-    elif ulysses is None and kind != "auto":
-        ulysses = size if kind == "ulysses" else 1
-    splits = [u for u in range(size, 0, -1) if size % u == 0] if ulysses is None else [ulysses]
-    allowed = [u for u in splits if heads.allow(u) and (u == size or not heads.has_windows)]
-    if not allowed:
-        raise ConfigError(_refusal(splits, heads, size), "Choose a --sequence-parallel-size that divides the heads.")
+    requested_ulysses = _requested_ulysses_size(options)
+    all_divisors = [divisor for divisor in range(size, 0, -1) if size % divisor == 0]
+    ulysses_sizes = all_divisors if requested_ulysses is None else [requested_ulysses]
     candidates = []
-    for ulysses_size in allowed:
+    for ulysses_size in ulysses_sizes:
         axes = Axes(size // ulysses_size, ulysses_size)
-        is_ring = kind == "ring" or (kind != "allgather" and _chunk(axes, typical_length) >= _LONG_CHUNK)
-        candidates.append(dataclasses.replace(axes, way="ring" if is_ring else "allgather"))
-    if ulysses is None:
+        if heads.allow(ulysses_size) and not (heads.has_windows and axes.ring_size > 1):
+            is_long = _chunk_tokens(axes, typical_length) >= _MIN_RING_CHUNK_TOKENS
+            is_ring = requested_type == "ring" or (requested_type != "allgather" and is_long)
+            candidates.append(dataclasses.replace(axes, kv_exchange="ring" if is_ring else "allgather"))
+    if not candidates:
+        problem = _refusal(ulysses_sizes, heads, size)
+        raise ConfigError(problem, "Choose a --sequence-parallel-size that divides the heads.")
+    if requested_ulysses is None:
         axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
         axes, reason = candidates[0], "as asked"
-    if kind in ("auto", "ulysses") and axes.ring_size > 1:
-        hides = "long enough" if axes.way == "ring" else "too short"
-        reason += f"; chunks of about {_chunk(axes, typical_length):,} tokens are {hides} to hide the next one's way"
+    if requested_type in ("auto", "ulysses") and axes.ring_size > 1:
+        hides = "long enough" if axes.kv_exchange == "ring" else "too short"
+        chunk_tokens = _chunk_tokens(axes, typical_length)
+        reason += f"; chunks of about {chunk_tokens:,} tokens are {hides} to hide the next one's way"
     return dataclasses.replace(axes, reason=reason)
 
 
-def _chunk(axes: Axes, typical_length: int) -> int:
+def _requested_ulysses_size(options: ParallelOptions) -> int | None:
+    """Return the size of the Ulysses axis if the options determine it, else None."""
+    size = options.sequence_parallel_ranks
+    if options.ulysses_size is not None:
+        return options.ulysses_size
+    if options.ring_size is not None:
+        return size // options.ring_size
+    if options.sequence_parallel_type == "auto":
+        return None
+    return size if options.sequence_parallel_type == "ulysses" else 1
+
+
+def _chunk_tokens(axes: Axes, typical_length: int) -> int:
+    """Tokens of one of the 2R chunks of a document."""
     return typical_length // (2 * axes.ring_size)
 
 
 def _cheapest(candidates: list[Axes], heads: Heads, typical_length: int, ranks_per_node: int) -> tuple[Axes, str]:
-    """The candidate that sends the least, and the reason."""
+    """Return the candidate that sends the least, and the reason. Candidates are ordered by descending Ulysses size."""
 
     def volume(axes: Axes) -> float:
-        return heads.volume(axes.ring_size, axes.ulysses_size, axes.way)
+        return heads.volume(axes.ring_size, axes.ulysses_size, axes.kv_exchange)
 
-    near = [axes for axes in candidates if ranks_per_node % axes.ulysses_size == 0] or candidates[-1:]
-    roomy = [axes for axes in near if axes.ring_size == 1 or _chunk(axes, typical_length) >= _SMALL_CHUNK] or near[:1]
-    volumes = ", ".join(f"{volume(axes):.3g} by {axes.name}" for axes in roomy)
+    def has_small_chunks(axes: Axes) -> bool:
+        return axes.ring_size > 1 and _chunk_tokens(axes, typical_length) < _MIN_CHUNK_TOKENS
+
+    on_one_node = [axes for axes in candidates if ranks_per_node % axes.ulysses_size == 0] or candidates[-1:]
+    eligible = [axes for axes in on_one_node if not has_small_chunks(axes)] or on_one_node[:1]
+    volumes = ", ".join(f"{volume(axes):.3g} by {axes.name}" for axes in eligible)
     reason = (
         f"{heads.queries} heads of Q and {heads.keys} of K and V; sent for each token and unit of head size: {volumes}"
     )
-    if len(roomy) < len(near):
-        reason += f"; samples of about {typical_length:,} tokens would make chunks of less than {_SMALL_CHUNK}"
-    return min(roomy, key=lambda axes: (volume(axes), -axes.ulysses_size)), reason
+    if len(eligible) < len(on_one_node):
+        reason += f"; samples of about {typical_length:,} tokens would make chunks of less than {_MIN_CHUNK_TOKENS}"
+    return min(eligible, key=lambda axes: (volume(axes), -axes.ulysses_size)), reason
 
 
-def _refusal(splits: list[int], heads: Heads, size: int) -> str:
+def _refusal(ulysses_sizes: list[int], heads: Heads, size: int) -> str:
+    """Return why none of these sizes of the Ulysses axis is possible."""
     if heads.has_windows and heads.allow(size):
         return (
             "the model has sliding windows, which only --sequence-parallel-type ulysses knows: rings of chunks would "
@@ -206,5 +225,5 @@ def _refusal(splits: list[int], heads: Heads, size: int) -> str:
     windows = " and sliding windows, which must not be cut" if heads.has_windows else ""
     return (
         f"the model has {heads.queries} heads of Q and {heads.keys} of K and V{windows}: ulysses over "
-        f"{' or '.join(map(str, splits))} cannot share them evenly"
+        f"{' or '.join(map(str, ulysses_sizes))} cannot share them evenly"
     )

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from packtool.attention.kernel import Varlen
-from packtool.attention.parallel.mesh import SequenceParallel, heads_to_tokens, tokens_to_heads
+from packtool.attention.parallel.mesh import SequenceParallel, gather_heads, scatter_heads
 from packtool.batch.shard import SequenceShard, assign_tokens
 from packtool.planning.skrull import SHARDED
 
@@ -35,10 +35,10 @@ Recurrence = Callable[[Callable[..., Tensor], Tensor, Varlen], Tensor]
 """Runs a layer's forward on (1, T, C) so that documents are kept apart."""
 
 
-def share_heads(
+def run_sharded(
     layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: Recurrence
 ) -> Tensor:
-    """Run a gated delta net on this rank's part of the sharded documents; all ranks that share them call this.
+    """Run a gated delta net on this rank's tokens of the sharded documents; all ranks that share them call this.
 
     Args:
         layer: the complete layer, with its weights.
@@ -51,17 +51,19 @@ def share_heads(
         (1, T / P, hidden).
     """
     net: Any = layer
-    size, group = parallel.split.size, parallel.group
+    num_ranks = parallel.split.size
     q, k, v, z, b, a = _projected(net, hidden_states)
-    num_copies = _num_copies(net, size)
-    heads = [*(tensor.repeat_interleave(num_copies, dim=1) for tensor in (q, k)), v, b, a]
-    own = torch.cat([torch.unflatten(tensor.flatten(1), 1, (size, -1)) for tensor in heads], dim=2)
-    documents = Varlen.of_lengths(shard.sharded_lengths, own.device)
-    order, inverse = _token_order(shard, own.device)
-    received: Tensor = _TokensOfHeads.apply(own, group)
-    forward = partial(type(layer).forward, _HeadShare(net, size, parallel.split.rank))
-    states = run(forward, received[order].transpose(0, 1), documents)
-    out: Tensor = _HeadsOfTokens.apply(states[0, inverse].unsqueeze(1), group)
+    # All heads of this rank's tokens become this rank's heads of all tokens.
+    num_copies = _num_copies(net, num_ranks)
+    q, k = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (q, k))
+    channels_by_rank = [torch.unflatten(tensor.flatten(1), 1, (num_ranks, -1)) for tensor in (q, k, v, b, a)]
+    received: Tensor = _ScatterHeads.apply(torch.cat(channels_by_rank, dim=2), parallel.group)
+    # Convolution and recurrence over complete documents, then back to all heads of this rank's tokens.
+    row_of_token, token_of_row = _token_order(shard, received.device)
+    documents = Varlen.of_lengths(shard.sharded_lengths, received.device)
+    forward = partial(type(layer).forward, _RankHeads(net, num_ranks, parallel.split.rank))
+    states = run(forward, received[row_of_token].transpose(0, 1), documents)
+    out: Tensor = _GatherHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group)
     gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
     projected: Tensor = net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
     return projected
@@ -69,93 +71,93 @@ def share_heads(
 
 @lru_cache(maxsize=4)
 def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of the sharded documents' tokens in the parts of all P ranks laid end to end, and the inverse.
+    """Return the order of the T tokens of the sharded documents in the sequences of all P ranks laid end to end.
 
     Returns:
-        int64 (T,) each: the row of each token; the token of each row.
+        int64 (T,) each: the row of each token in these sequences; the token of each row.
     """
     places = [SHARDED] * len(shard.sharded_lengths)
-    index = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.split))
-    return torch.from_numpy(np.argsort(index)).to(device), torch.from_numpy(index).to(device)
+    token_of_row = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.split))
+    return torch.from_numpy(np.argsort(token_of_row)).to(device), torch.from_numpy(token_of_row).to(device)
 
 
 def _projected(net: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """q, k (T, Hk, Dk), v, z (T, Hv, Dv), b and a (T, Hv) of this rank's tokens."""
+    """Project this rank's tokens to q, k (T, Hk, Dk), v, the gate z (T, Hv, Dv), b and a (T, Hv)."""
     if hasattr(net, "in_proj_qkvz"):
-        made = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states))
-        return tuple(tensor[0] for tensor in made)
-    parts = torch.split(net.in_proj_qkv(hidden_states)[0], [net.key_dim, net.key_dim, net.value_dim], dim=-1)
-    sizes = (net.head_k_dim, net.head_k_dim, net.head_v_dim, net.head_v_dim)
-    wide = zip((*parts, net.in_proj_z(hidden_states)[0]), sizes, strict=True)
-    narrow = (net.in_proj_b(hidden_states)[0], net.in_proj_a(hidden_states)[0])
-    return (*(torch.unflatten(tensor, 1, (-1, size)) for tensor, size in wide), *narrow)
+        qkvz, ba = net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states)
+        return tuple(tensor[0] for tensor in net.fix_query_key_value_ordering(qkvz, ba))
+    q, k, v = torch.split(net.in_proj_qkv(hidden_states)[0], [net.key_dim, net.key_dim, net.value_dim], dim=-1)
+    q, k = (torch.unflatten(tensor, 1, (-1, net.head_k_dim)) for tensor in (q, k))
+    v, z = (torch.unflatten(tensor, 1, (-1, net.head_v_dim)) for tensor in (v, net.in_proj_z(hidden_states)[0]))
+    return q, k, v, z, net.in_proj_b(hidden_states)[0], net.in_proj_a(hidden_states)[0]
 
 
-def _num_copies(net: Any, size: int) -> int:
+def _num_copies(net: Any, num_ranks: int) -> int:
     """Copies of each head of queries and keys, so that the ranks can share them evenly."""
-    return math.lcm(int(net.num_k_heads), size) // int(net.num_k_heads)
+    return math.lcm(int(net.num_k_heads), num_ranks) // int(net.num_k_heads)
 
 
-class _HeadShare:
-    """Stands for the layer in the forward of its class: a rank's share of the heads, without projections.
+class _RankHeads:
+    """Stands for the layer in the forward of its class: one rank's heads, without projections, gate and norm.
 
-    Its hidden states are those that ``share_heads`` has sent, (1, T, C): q, k, v, b and a of these heads, side by side.
+    Its hidden states are (1, T, C): q, k, v, b and a of these heads, side by side, as ``run_sharded`` exchanges them.
     All other attributes are the layer's.
 
     Args:
         net: the layer.
-        size: ranks that share its heads.
+        num_ranks: ranks that share its heads.
         rank: this one.
     """
 
-    def __init__(self, net: Any, size: int, rank: int) -> None:
+    def __init__(self, net: Any, num_ranks: int, rank: int) -> None:
         self._net = net
-        num_copies = _num_copies(net, size)
-        self.num_k_heads, self.num_v_heads = net.num_k_heads * num_copies // size, net.num_v_heads // size
+        num_copies = _num_copies(net, num_ranks)
+        self.num_k_heads, self.num_v_heads = net.num_k_heads * num_copies // num_ranks, net.num_v_heads // num_ranks
         self.key_dim, self.value_dim = self.num_k_heads * net.head_k_dim, self.num_v_heads * net.head_v_dim
         self.conv_dim = 2 * self.key_dim + self.value_dim
 
-        def share(weight: Tensor, num_copies: int = 1) -> Tensor:
-            heads = torch.unflatten(weight, 0, (net.num_k_heads if num_copies > 1 else size, -1))
-            return heads.repeat_interleave(num_copies, 0).flatten(0, 1).chunk(size)[rank]
+        def key_heads_of_rank(weight: Tensor) -> Tensor:
+            heads = torch.unflatten(weight, 0, (net.num_k_heads, -1))
+            return heads.repeat_interleave(num_copies, 0).flatten(0, 1).chunk(num_ranks)[rank]
 
-        def share_channels(weight: Tensor) -> Tensor:
+        def channels_of_rank(weight: Tensor) -> Tensor:
             q, k, v = torch.split(weight, [net.key_dim, net.key_dim, net.value_dim])
-            return torch.cat([share(q, num_copies), share(k, num_copies), share(v)])
+            return torch.cat([key_heads_of_rank(q), key_heads_of_rank(k), v.chunk(num_ranks)[rank]])
 
         bias = net.conv1d.bias
         self.conv1d = SimpleNamespace(
-            weight=share_channels(net.conv1d.weight), bias=None if bias is None else share_channels(bias)
+            weight=channels_of_rank(net.conv1d.weight), bias=None if bias is None else channels_of_rank(bias)
         )
-        self.A_log, self.dt_bias = share(net.A_log), share(net.dt_bias)
+        self.A_log, self.dt_bias = net.A_log.chunk(num_ranks)[rank], net.dt_bias.chunk(num_ranks)[rank]
         self._widths = [self.key_dim, self.key_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._net, name)
 
-    def _split(self, sent: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(sent, self._widths, dim=-1)
+    def _split(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k, v, b and a."""
+        return torch.split(hidden_states, self._widths, dim=-1)
 
-    def in_proj_qkv(self, sent: Tensor) -> Tensor:
-        return sent[..., : self.conv_dim]
+    def in_proj_qkv(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states[..., : self.conv_dim]
 
-    def in_proj_z(self, sent: Tensor) -> Tensor:
-        """Any tensor of this shape: ``norm`` here does not use it."""
-        return self._split(sent)[2]
+    def in_proj_z(self, hidden_states: Tensor) -> Tensor:
+        """Return any tensor of this shape: ``norm`` here does not use it."""
+        return self._split(hidden_states)[2]
 
-    def in_proj_b(self, sent: Tensor) -> Tensor:
-        return self._split(sent)[3]
+    def in_proj_b(self, hidden_states: Tensor) -> Tensor:
+        return self._split(hidden_states)[3]
 
-    def in_proj_a(self, sent: Tensor) -> Tensor:
-        return self._split(sent)[4]
+    def in_proj_a(self, hidden_states: Tensor) -> Tensor:
+        return self._split(hidden_states)[4]
 
-    def in_proj_qkvz(self, sent: Tensor) -> Tensor:
-        return sent
+    def in_proj_qkvz(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
 
     in_proj_ba = in_proj_qkvz
 
-    def fix_query_key_value_ordering(self, sent: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, b, a = self._split(sent)
+    def fix_query_key_value_ordering(self, hidden_states: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, b, a = self._split(hidden_states)
         q, k = (torch.unflatten(tensor, -1, (-1, self._net.head_k_dim)) for tensor in (q, k))
         v = torch.unflatten(v, -1, (-1, self._net.head_v_dim))
         return q, k, v, v, b, a
@@ -168,27 +170,27 @@ class _HeadShare:
         return out
 
 
-class _TokensOfHeads(torch.autograd.Function):
-    """(T, P, C) of this rank's tokens become (P * T, 1, C) of this rank's heads."""
+class _ScatterHeads(torch.autograd.Function):
+    """(T, P, C), the channels of each rank for this rank's tokens, become (P * T, 1, C), its channels for all."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return heads_to_tokens(tensor, group)()
+        return scatter_heads(tensor, group)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return tokens_to_heads(grad, ctx.group), None
+        return gather_heads(grad, ctx.group), None
 
 
-class _HeadsOfTokens(torch.autograd.Function):
-    """Undoes ``_TokensOfHeads``."""
+class _GatherHeads(torch.autograd.Function):
+    """Undoes ``_ScatterHeads``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return tokens_to_heads(tensor, group)
+        return gather_heads(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return heads_to_tokens(grad, ctx.group)(), None
+        return scatter_heads(grad, ctx.group)(), None

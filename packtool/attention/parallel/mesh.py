@@ -10,16 +10,17 @@ gradients take the same way back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.axes import Axes, KvExchange
 from packtool.batch.shard import FeatureRoute, SequenceSplit
 
 Pending = Callable[[], Tensor]
@@ -49,23 +50,20 @@ def _start(collective: Callable[..., Any], received: Tensor, sent: Tensor, *coun
         return lambda: received
     work = collective(received, sent, *counts, group=group, async_op=True)
     assert work is not None, "asked not to wait"
+    return partial(_wait, [work], sent, received)
 
-    def wait(sent: Tensor = sent) -> Tensor:  # keeps alive what is sent
+
+def _wait(works: Sequence[dist.Work], sent: Tensor, received: Tensor) -> Tensor:
+    """Wait for started transfers; return the tensor received. ``sent`` is a parameter so that it stays alive."""
+    for work in works:
         work.wait()
-        return received
-
-    return wait
+    return received
 
 
-def to_next(tensor: Tensor, group: Any) -> Pending:
-    """Start sending to the next rank of a ring and receiving the same shape from the previous one.
-
-    Args:
-        tensor: of any shape, the same on all ranks.
-        group: the ring.
-    """
+def start_ring_transfer(tensor: Tensor, group: Any) -> Pending:
+    """Start sending to the next rank of a ring and receiving from the previous one; shapes are equal on all ranks."""
     sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    works = []
+    works: list[dist.Work] = []
     if not isinstance(group, AbsentRanks):
         ranks = dist.get_process_group_ranks(group)
         rank, size = dist.get_rank(group), len(ranks)
@@ -76,16 +74,10 @@ def to_next(tensor: Tensor, group: Any) -> Pending:
                 dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], group),
             ]
         )
-
-    def wait(sent: Tensor = sent) -> Tensor:  # keeps alive what is sent
-        for work in works:
-            work.wait()
-        return received
-
-    return wait
+    return partial(_wait, works, sent, received)
 
 
-def from_all(tensor: Tensor, group: Any) -> Pending:
+def start_all_gather(tensor: Tensor, group: Any) -> Pending:
     """Start gathering (T, ...) of every rank as (R * T, ...)."""
     sent = tensor.contiguous()
     received = sent.new_empty((_size(group) * len(sent), *sent.shape[1:]))
@@ -96,16 +88,16 @@ def _all_to_all(tensor: Tensor, group: Any) -> Pending:
     return _start(dist.all_to_all_single, torch.empty_like(tensor), tensor, group=group)
 
 
-def sum_to_owners(tensor: Tensor, group: Any) -> Tensor:
-    """Return the gradient of ``from_all``: (R * T, ...) become (T, ...), summed over the ranks.
+def reduce_scatter_rows(tensor: Tensor, group: Any) -> Tensor:
+    """Return the gradient of ``start_all_gather``: (R * T, ...) become (T, ...), summed over the ranks.
 
-    This is a reduce-scatter, done as an all-to-all and a sum in rank order, because gloo has no reduce-scatter.
+    Done as an all-to-all and a sum in rank order, because gloo has no reduce-scatter.
     """
     received = _all_to_all(tensor.contiguous(), group)()
     return torch.unflatten(received, 0, (_size(group), -1)).sum(0)
 
 
-def heads_to_tokens(tensor: Tensor, group: Any) -> Pending:
+def scatter_heads(tensor: Tensor, group: Any) -> Pending:
     """Start exchanging (T, H, D), all heads of this rank's tokens, for (U * T, H / U, D), its heads of all tokens."""
     size, (num_tokens, num_heads, head_dim) = _size(group), tensor.shape
     sent = tensor.reshape(num_tokens, size, num_heads // size, head_dim).transpose(0, 1).contiguous()
@@ -113,8 +105,8 @@ def heads_to_tokens(tensor: Tensor, group: Any) -> Pending:
     return lambda: wait().flatten(0, 1)
 
 
-def tokens_to_heads(tensor: Tensor, group: Any) -> Tensor:
-    """Undo ``heads_to_tokens``: (U * T, H / U, D) become (T, H, D)."""
+def gather_heads(tensor: Tensor, group: Any) -> Tensor:
+    """Undo ``scatter_heads``: (U * T, H / U, D) become (T, H, D)."""
     sent = tensor.contiguous()
     received = _all_to_all(sent, group)()
     return torch.unflatten(received, 0, (_size(group), -1)).transpose(0, 1).flatten(1, 2)
@@ -126,13 +118,13 @@ class SequenceParallel:
 
     Args:
         split: ranks that share a sequence, and this rank.
-        way: how the ranks of the ring axis obtain keys and values.
+        kv_exchange: how the ranks of the ring axis obtain keys and values.
         ring, ulysses, group: groups of the ring axis, the Ulysses axis and all P ranks.
         others: the same for the run's other sequence parallel sizes.
     """
 
     split: SequenceSplit
-    way: Literal["ring", "allgather"]
+    kv_exchange: KvExchange
     ring: Any
     ulysses: Any
     group: Any
@@ -150,7 +142,7 @@ class SequenceParallel:
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "ring", "ulysses"))
         group = mesh["ring", "ulysses"]._flatten("sequence").get_group()
         split = SequenceSplit(axes.ring_size, axes.ulysses_size, dist.get_rank() % size)
-        return cls(split, axes.way, mesh["ring"].get_group(), mesh["ulysses"].get_group(), group)
+        return cls(split, axes.kv_exchange, mesh["ring"].get_group(), mesh["ulysses"].get_group(), group)
 
     @torch.no_grad()
     def gather(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
@@ -164,14 +156,14 @@ class SequenceParallel:
         Returns:
             (``num_tokens``, ...).
         """
-        counts = torch.zeros(self.split.size, dtype=torch.int64, device=values.device)
-        counts[self.split.rank] = len(values)
-        num_local = self.sum(counts).tolist()
-        longest = max(num_local)
+        own_count = torch.zeros(self.split.size, dtype=torch.int64, device=values.device)
+        own_count[self.split.rank] = len(values)
+        counts = self.sum(own_count).tolist()  # tokens of each rank
+        values_by_rank = self._gather_padded(values, max(counts))
+        positions_by_rank = self._gather_padded(index, max(counts))
         sequence = values.new_zeros((num_tokens, *values.shape[1:]))
-        parts = zip(self._gather_padded(values, longest), self._gather_padded(index, longest), num_local, strict=True)
-        for part, positions, count in parts:
-            sequence[positions[:count]] = part[:count]
+        for rank, count in enumerate(counts):
+            sequence[positions_by_rank[rank][:count]] = values_by_rank[rank][:count]
         return sequence
 
     def _gather_padded(self, values: Tensor, num_tokens: int) -> list[Tensor]:
@@ -179,7 +171,7 @@ class SequenceParallel:
         # Not every backend sends booleans.
         sent = values.to(torch.uint8) if values.dtype == torch.bool else values
         padded = torch.cat([sent, sent.new_zeros((num_tokens - len(sent), *sent.shape[1:]))])
-        received = from_all(padded, self.group)().to(values.dtype)
+        received = start_all_gather(padded, self.group)().to(values.dtype)
         return list(received.view(self.split.size, *padded.shape))
 
     @torch.no_grad()

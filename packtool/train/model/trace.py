@@ -71,7 +71,9 @@ def trace_pass(
     parallel = None
     if isinstance(batch, ShardedBatch):
         ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
-        parallel = SequenceParallel(batch.shard.split, axes.way, ring, ulysses, AbsentRanks(batch.shard.split.size))
+        parallel = SequenceParallel(
+            batch.shard.split, axes.kv_exchange, ring, ulysses, AbsentRanks(batch.shard.split.size)
+        )
     route_through_traced(model, parallel)
     # Autograd creates its threads at its first backward pass, for the devices that it finds. Under the mode it would
     # not find real GPUs, so this pass comes first.
@@ -132,7 +134,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     }
     # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
     last = axes.ring_size * axes.ulysses_size - 1
-    split = SequenceSplit(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
+    split = SequenceSplit(axes.ring_size, axes.ulysses_size, 0 if axes.kv_exchange == "allgather" else last)
     if split.size > 1:
         lengths = (count * split.size,)
         counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}

@@ -67,10 +67,10 @@ def test_chunks_of_short_samples_would_be_tiny() -> None:
 
 def test_rings_of_long_chunks_and_gathers_of_short_ones() -> None:
     few = Heads(32, 1)
-    assert chosen(few, sequence_parallel_size=2, length=30_000).way == "ring"
-    assert chosen(few, sequence_parallel_size=2, length=2000).way == "allgather"
-    assert chosen(few, sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").way == "ring"
-    assert chosen(ring_size=2, length=30_000, sequence_parallel_type="allgather").way == "allgather"
+    assert chosen(few, sequence_parallel_size=2, length=30_000).kv_exchange == "ring"
+    assert chosen(few, sequence_parallel_size=2, length=2000).kv_exchange == "allgather"
+    assert chosen(few, sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").kv_exchange == "ring"
+    assert chosen(ring_size=2, length=30_000, sequence_parallel_type="allgather").kv_exchange == "allgather"
 
 
 def test_ulysses_stays_in_a_machine() -> None:
