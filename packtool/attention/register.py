@@ -21,7 +21,7 @@ from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.features import own_features, share_features, towers_of_media
 from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
 from packtool.attention.parallel.attend import attend_shard
-from packtool.attention.parallel.axes import refuse_shared
+from packtool.attention.parallel.axes import refuse_unshareable
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.recurrent import (
@@ -106,7 +106,7 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     share_features(model, parallel)
     share_recurrent_layers(model, parallel)
     if parallel is not None:
-        refuse_shared(model.config.to_dict(), parallel.split.size)
+        refuse_unshareable(model.config.to_dict(), parallel.split.size)
         name += "_shared"
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
     set_text_attention(model, name)

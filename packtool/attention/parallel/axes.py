@@ -72,7 +72,7 @@ class Heads:
         return 2 * ulysses_volume + kv_volume
 
 
-def refuse_shared(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
+def refuse_unshareable(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
     """Raise if the sequences of a model, given by its ``config.json``, cannot be shared by several ranks.
 
     Args:

@@ -61,7 +61,7 @@ def _wait(works: Sequence[dist.Work], sent: Tensor, received: Tensor) -> Tensor:
 
 
 def start_ring_transfer(tensor: Tensor, group: Any) -> Pending:
-    """Start sending to the next rank of a ring and receiving from the previous one; shapes are equal on all ranks."""
+    """Start sending (T, ...) to the next rank of a ring and receiving the same shape from the previous one."""
     sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
     works: list[dist.Work] = []
     if not isinstance(group, AbsentRanks):

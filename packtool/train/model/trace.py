@@ -70,10 +70,9 @@ def trace_pass(
     batch = traced_batch(spec, tokens, axes)
     parallel = None
     if isinstance(batch, ShardedBatch):
-        ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
-        parallel = SequenceParallel(
-            batch.shard.split, axes.kv_exchange, ring, ulysses, AbsentRanks(batch.shard.split.size)
-        )
+        split = batch.shard.split
+        ring, ulysses, group = map(AbsentRanks, (axes.ring_size, axes.ulysses_size, split.size))
+        parallel = SequenceParallel(split, axes.kv_exchange, ring, ulysses, group)
     route_through_traced(model, parallel)
     # Autograd creates its threads at its first backward pass, for the devices that it finds. Under the mode it would
     # not find real GPUs, so this pass comes first.

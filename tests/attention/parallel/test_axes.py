@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_unshareable
 from packtool.config.packing import ParallelOptions
 from packtool.errors import ConfigError, UnsupportedModelError
 
@@ -128,7 +128,7 @@ def test_heads_of_a_config() -> None:
 def test_models_whose_rows_cannot_be_shared() -> None:
     config = {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
     with pytest.raises(UnsupportedModelError, match="for it has recurrent layers of a kind"):
-        refuse_shared(config)
+        refuse_unshareable(config)
 
 
 def test_heads_of_gated_delta_nets() -> None:
@@ -136,13 +136,13 @@ def test_heads_of_gated_delta_nets() -> None:
     text |= {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
     for config in (text, {"model_type": "qwen3_5", "text_config": text | {"model_type": "qwen3_5_text"}}):
         for size in (1, 2, 8, 32):
-            refuse_shared(config, size)
+            refuse_unshareable(config, size)
         with pytest.raises(ConfigError, match=r"6: the gated delta nets .* 32 heads of values and 16 of keys"):
-            refuse_shared(config, 6)
+            refuse_unshareable(config, 6)
 
 
 def test_weights_of_attention_cannot_be_dropped_in_training() -> None:
-    refuse_shared({"attention_dropout": 0.1})
-    refuse_shared({"attention_dropout": 0.0}, trained=True)
+    refuse_unshareable({"attention_dropout": 0.1})
+    refuse_unshareable({"attention_dropout": 0.0}, trained=True)
     with pytest.raises(UnsupportedModelError, match=r"drops 0\.1 of its attention weights"):
-        refuse_shared({"text_config": {"attention_dropout": 0.1}}, trained=True)
+        refuse_unshareable({"text_config": {"attention_dropout": 0.1}}, trained=True)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from packtool.attention.features import run_towers_once
-from packtool.attention.parallel.axes import refuse_shared
+from packtool.attention.parallel.axes import refuse_unshareable
 from packtool.attention.recurrent import recurrent_layers
 from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.spec import InputSpec, auto_class
@@ -173,7 +173,7 @@ def test_freeze_ratio_freezes_whole_parameters() -> None:
 
 def _is_shared(config: dict[str, Any]) -> bool:
     try:
-        refuse_shared(config)
+        refuse_unshareable(config)
     except UnsupportedModelError:
         return False
     return True
