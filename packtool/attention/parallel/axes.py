@@ -13,7 +13,7 @@ from packtool.encode.families import FAMILIES, text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
 KvExchange = Literal["ring", "allgather"]
-"""How the ranks of the ring axis get each other's K and V: passed around in hops, or gathered at once."""
+"""Exchange of K and V along the ring axis: passed from rank to rank in hops, or gathered at once."""
 
 _MIN_CHUNK_TOKENS = 256
 """Tokens of a chunk below which kernels are mostly overhead."""
