@@ -283,7 +283,7 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenated(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
